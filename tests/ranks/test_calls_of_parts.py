@@ -81,6 +81,20 @@ class After(Module):
         self.before = False
 
 
+class ByHand(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        loss = F.mse_loss(self(batch), batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("loss", loss)
+
+
 class Late(Module):
     """Calls the part in its second step for the first time."""
 
@@ -93,7 +107,7 @@ def batches() -> list[Tensor]:
     return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
 
 
-@pytest.mark.parametrize("kind", [Module, Before, After])
+@pytest.mark.parametrize("kind", [Module, Before, After, ByHand])
 @pytest.mark.parametrize("reshards", [True, False])
 def test_a_part_that_a_step_calls_gathers_its_block(kind: Any, reshards: bool) -> None:
     assert_trains_alike(kind, batches, ["dp2"], reshard_after_forward=reshards)

@@ -20,7 +20,7 @@ from lightning_shard.parallel.fsdp.units import (
     check_before_gather,
     gather_for_backward,
     groups_of,
-    is_set_up,
+    set_up,
     sharded_units,
 )
 
@@ -31,11 +31,14 @@ _FOUND: WeakSet[nn.Module] = WeakSet()
 @contextmanager
 def finding_calls_of_parts(root: nn.Module) -> Iterator[None]:
     """Context of a step: parts of units below ``root`` that are called by themselves will always gather their unit."""
+    outermost: dict[nn.Module, FSDPModule] = {}
     with ExitStack() as hooks:
         for unit in sharded_units(root):
+            for module in unit.modules():  # type: ignore[attr-defined]
+                outermost.setdefault(module, unit)
             if unit is not root:
                 for part in _parts(unit):
-                    found = partial(_gather_from_now_on, unit)
+                    found = partial(_gather_from_now_on, unit, outermost[part])
                     hooks.callback(part.register_forward_pre_hook(found, prepend=True).remove)
         yield
 
@@ -48,8 +51,11 @@ def _parts(unit: Any) -> Iterator[nn.Module]:
             yield from _parts(child)
 
 
-def _gather_from_now_on(unit: FSDPModule, part: nn.Module, args: Any) -> None:
-    if part not in _FOUND and is_set_up(unit) and _is_sharded(unit):
+def _gather_from_now_on(unit: FSDPModule, outermost: Any, part: nn.Module, args: Any) -> None:
+    if part in _FOUND:
+        return
+    set_up(outermost)
+    if _is_sharded(unit):
         _FOUND.add(part)
         calls = _Calls(unit)
         part.register_forward_pre_hook(calls.enter, prepend=True)
