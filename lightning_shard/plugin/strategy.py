@@ -314,6 +314,7 @@ class HybridShardStrategy(PreparedStrategy):
             before, self._trains = self._trains, self._what_trains()
             if self._trains != before:
                 self._steps.reset_crossings()
+            self._steps.look_again("training_step")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None

@@ -56,7 +56,7 @@ class Counted(NamedTuple):
 _NOTHING_YET = Counted()
 
 
-_FROM_THE_FIRST = "Use from the first step on what only later ones need; in a loss, with a weight of 0."
+_FROM_THE_FIRST = "Use from an epoch's first step on what only later ones need; in a loss, with a weight of 0."
 
 
 class StageEnd(BaseException):
@@ -235,6 +235,14 @@ class Crossing:
     told_needed: bool = False
     is_settled: bool = False
     has_checked_products: bool = False
+
+    def is_like(self, other: Crossing) -> bool:
+        """Whether the same values cross, of the same blocks, and the same of them need gradients."""
+        return self._structure() == other._structure()
+
+    def _structure(self) -> Any:
+        needs_gradient = {key: slot.requires_grad for key, slot in self.incoming.slots.items()}
+        return {*self.asked}, self.unavailable, self.leaves_after, [*self.incoming.blocks], needs_gradient
 
     def is_traced(self) -> bool:
         """Whether operations must be counted. Blocks' outputs cross without that."""

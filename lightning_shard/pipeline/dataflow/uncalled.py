@@ -9,9 +9,9 @@ _SHOWN = 8
 
 _ONE_STAGE = "use pipeline_parallel_size=1"
 _MAY = (
-    "may depend on the kind of step and on a batch's shapes, not on its values, its number or random numbers, as where"
-    " layers are dropped. Call all of them, and choose between what goes in and what comes out by torch.where; or"
-    f" {_ONE_STAGE}."
+    "may depend on the kind of step, the epoch and a batch's shapes, not on its values, its number or random numbers,"
+    " as where layers are dropped. Call all of them, and choose between what goes in and what comes out by torch.where;"
+    f" or {_ONE_STAGE}."
 )
 
 

@@ -12,7 +12,7 @@ other's receive. Control messages go from host to host, on another group.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,10 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Delivery, Key, Request, Slot, described
 
+Signature = tuple[str, tuple[Any, ...]]
 
-def signature(microbatch: Any, kind: str) -> Hashable:
+
+def signature(microbatch: Any, kind: str) -> Signature:
     """The kind of step, and shapes and dtypes of the microbatch's tensors: these determine which values cross."""
     return kind, tuple((tuple(t.shape), t.dtype) for t in tree.tensors(microbatch))
 

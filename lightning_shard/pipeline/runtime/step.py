@@ -6,7 +6,7 @@ each action receives, computes and sends, and the receives of the next action ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ from lightning_shard.pipeline.dataflow.search import (
 )
 from lightning_shard.pipeline.dataflow.state_between_microbatches import LeftState
 from lightning_shard.pipeline.dataflow.taint import refuse
-from lightning_shard.pipeline.runtime.channel import Channel, signature
+from lightning_shard.pipeline.runtime.channel import Channel, Signature, signature
 from lightning_shard.pipeline.runtime.network_calls import Calls
 from lightning_shard.pipeline.runtime.split_backward import Product, backward_but_products, backward_of_products
 from lightning_shard.pipeline.schedules.recorded import UNWATCHED, Watch
@@ -70,7 +70,7 @@ class _Ends:
 
     stage: Stage
     channel: Channel
-    crossings: dict[Hashable, Crossing] = field(default_factory=dict)
+    crossings: dict[Signature, Crossing] = field(default_factory=dict)
     latest: dict[str, Crossing] = field(default_factory=dict)
 
 
@@ -89,7 +89,10 @@ class PipelinedStep:
         self.has_skipped_backward = False  # in this batch, since the later stages had no gradient for it
         self.has_split_backward = False  # in any batch
         self.watch: Watch = UNWATCHED
-        self._call_by_call: set[Hashable] = set()
+        self._again: set[str] = set()
+        self.looked_again_at: str | None = None
+        self.found_other = False  # when it last looked again
+        self._call_by_call: set[Signature] = set()
         self._left = LeftState(remember)
 
     def train(
@@ -155,9 +158,30 @@ class PipelinedStep:
         self.flush()
         return [results[i] for i in sorted(results)]
 
+    def look_again(self, step: str) -> None:
+        """Search once more for what crosses, in the next batch of each kind that begins with ``step``: at a new epoch.
+
+        What a step computes may depend on the epoch. :attr:`looked_again_at` is then the kind, and if
+        :attr:`found_other` is true on any stage, all have to :meth:`forget` what they know of other signatures.
+        """
+        kinds = {kind for end in self._ends.values() for kind in end.latest}
+        self._again |= {kind for kind in kinds if kind.split()[0] == step}
+
+    def knows_others(self, kind: str) -> bool:
+        """Whether more than the latest signature is known of a kind of step; the same on all stages."""
+        return any(sum(key[0] == kind for key in end.crossings) > 1 for end in self._ends.values())
+
+    def forget(self, kind: str) -> None:
+        """Forget what crosses for signatures of this kind, but the latest."""
+        for end in self._ends.values():
+            latest = end.latest[kind]
+            end.crossings = {k: each for k, each in end.crossings.items() if k[0] != kind or each is latest}
+
     def knows(self, microbatches: Sequence[Any], kind: str) -> bool:
         """Whether it is known which values cross, so that a stage needs no answer from the next one to run its part."""
-        return all(self._is_settled(signature(microbatch, kind)) for microbatch in microbatches)
+        return kind not in self._again and all(
+            self._is_settled(signature(microbatch, kind)) for microbatch in microbatches
+        )
 
     def evaluate(
         self, run: RunStep, microbatches: Sequence[Any], actions: Sequence[Action], kind: str, *, waits: bool = True
@@ -281,15 +305,20 @@ class PipelinedStep:
         """
         keys = [signature(microbatch, kind) for microbatch in microbatches]
         found: set[Action] = set()
+        again = kind in self._again
+        if again:
+            self._again.discard(kind)
+            self.looked_again_at, self.found_other = kind, False
         for i, key in enumerate(keys):
-            if all(self._is_settled(key) for key in keys[i:]):
+            again = again and i == 0
+            if not again and all(self._is_settled(key) for key in keys[i:]):
                 break
             searched: dict[int, Ran] = {}
             for index, end in self._ends.items():
                 action = Action(index, "F", i)
                 found.add(action)
                 watch.begins(action)
-                if not searched and not self._is_settled(key):
+                if not searched and (again or not self._is_settled(key)):
                     searched = self._find_crossing(run, i, keys, kind)
                 yield action, searched.get(index) or self._forward(end, run, i, key)
         rest = [action for action in actions if action not in found]
@@ -311,11 +340,11 @@ class PipelinedStep:
                 yield action, None
         self._left.ends()
 
-    def _is_settled(self, key: Hashable) -> bool:
+    def _is_settled(self, key: Signature) -> bool:
         """Whether the values that cross are final for this signature; the same answer on all stages."""
         return all(key in end.crossings and end.crossings[key].is_settled for end in self._ends.values())
 
-    def _find_crossing(self, run: RunStep, i: int, keys: Sequence[Hashable], kind: str) -> dict[int, Ran]:
+    def _find_crossing(self, run: RunStep, i: int, keys: Sequence[Signature], kind: str) -> dict[int, Ran]:
         searches = [Search(end.stage, end.channel) for end in self._ends.values()]
         as_before = all(kind in end.latest for end in self._ends.values())
         for search, end in zip(searches, self._ends.values()):
@@ -326,6 +355,7 @@ class PipelinedStep:
         ran = {}
         for search, end in zip(searches, self._ends.values()):
             crossing = search.crossing
+            self.found_other |= kind not in end.latest or not crossing.is_like(end.latest[kind])
             # A first microbatch may run more operations than others, to fill caches. So if operations are counted, the
             # second microbatch is searched too. Whether any stage counts them is known to all stages.
             crossing.is_settled = crossing.is_settled or keys[i] in end.crossings
@@ -334,7 +364,7 @@ class PipelinedStep:
         self._left.searched(kind, keys, i, memory, [*ran.values()], run)
         return ran
 
-    def _forward(self, end: _Ends, run: RunStep, i: int, key: Hashable, arriving: Arriving | None = None) -> Ran:
+    def _forward(self, end: _Ends, run: RunStep, i: int, key: Signature, arriving: Arriving | None = None) -> Ran:
         """Run one microbatch's forward on one stage, with known crossing values."""
         stage, channel, crossing = end.stage, end.channel, end.crossings[key]
         if arriving is None and not stage.is_first:

@@ -267,6 +267,7 @@ class PipelinedSteps:
         evaluation are dropped.
         """
         self._under_way.clear()
+        self.look_again(method)
         trainer, hook = self._module.trainer, _RESULT_HOOKS.get(method)
         uses_results = hook is None or is_used(trainer, self._module, hook)
         follows = what_follows(trainer)
@@ -276,6 +277,18 @@ class PipelinedSteps:
             self._unused_results.discard(method)
         else:
             self._unused_results.add(method)
+
+    def look_again(self, method: str) -> None:
+        """Look anew at what crosses in the next step of this kind: it may depend on the epoch."""
+        self._step.look_again("train" if method == "training_step" else method)
+
+    def _forget_others(self) -> None:
+        """After such a step: if it found something else, forget what is known of batches of other shapes."""
+        kind, self._step.looked_again_at = self._step.looked_again_at, None
+        if kind is None or not self._step.knows_others(kind):
+            return
+        if any(self._groups.gather_over_stages(self._step.found_other)):
+            self._step.forget(kind)
 
     def _look_ahead(self, method: str, draw: Draw, upcoming: Iterable[Arguments]) -> None:
         most = self._stages[0].count - 1 - self._stages[0].index
@@ -417,6 +430,7 @@ class PipelinedSteps:
         """Context in which a batch's steps run."""
         with self._logs.holding(microbatches), self._drawing(), WholeNorms.aside(), self._output.watched(microbatches):
             yield
+        self._forget_others()
 
     def _is_silent(self) -> bool:
         """Whether a stage before the last runs: the last one's step does the same."""
