@@ -428,8 +428,8 @@ class Stage:
                 self._inside.pop().remove()
             passage.check_differentiates()
             if passage.searching:
-                refuse(output, f"What {name} returns")  # it may use a part that an earlier stage holds
                 self._ask_for_objects(name, output)
+                refuse(output, f"What {name} returns")  # it may use a part that an earlier stage holds
             if not self.is_last:
                 self._note(index, output, self._before)
                 self._before = None
