@@ -81,7 +81,7 @@ class FirstStepChecks:
                     looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
                     looks.enter_context(refusing_world_calls())
                     looks.enter_context(noting_functions_of_means())
-                if layout.data_parallel_size > 1:
+                if layout.data_parallel_size > 1 and layout.expert_parallel_size == 1:  # dealt lists refuse hooks
                     looks.enter_context(finding_calls_of_parts(module))
                 if layout.tensor_parallel_size > 1:
                     axis, warns = self._mesh[TENSOR_AXIS], layout.data_rank == 0
