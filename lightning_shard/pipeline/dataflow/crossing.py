@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
-from lightning_shard.pipeline.dataflow.objects import Path
+from lightning_shard.pipeline.dataflow.objects import Path, holds_tensors, is_function
 from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, leaves, mark, refuse
 from lightning_shard.pipeline.dataflow.uncalled import few
 
@@ -54,6 +54,7 @@ class Counted(NamedTuple):
 
 
 _NOTHING_YET = Counted()
+_UNTRACED = "untraced"
 
 
 _FROM_THE_FIRST = "Use from an epoch's first step on what only later ones need; in a loss, with a weight of 0."
@@ -91,6 +92,19 @@ class End(tree.Leaf):
 
 
 @dataclass(frozen=True)
+class Held(tree.Leaf):
+    """Stands in a message for an object that holds tensors, a module or a function, which aren't sent.
+
+    Attributes:
+        kind: The name of its type.
+        argument: The index of the block's argument it is.
+    """
+
+    kind: str
+    argument: int | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
 class Slot(tree.Leaf):
     """Describes a tensor in a message, without its values; ``argument``: the index of the block's argument it is."""
 
@@ -101,13 +115,20 @@ class Slot(tree.Leaf):
 
     @staticmethod
     def of(leaf: Any) -> Any:
-        return Slot(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        """What stands in a message for a leaf: a slot, a :class:`Held`, or the leaf itself if it holds no tensors."""
+        if isinstance(leaf, Tensor):
+            return Slot(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, nn.Module) or is_function(leaf) or holds_tensors(leaf):
+            return Held(type(leaf).__name__)
+        return leaf
 
 
 def described(slots: Any) -> str:
     """A nested value, for a message: the dtypes and shapes of tensors that slots stand for, and other values."""
 
     def text(leaf: Any) -> str:
+        if isinstance(leaf, Held):
+            return leaf.kind
         if not isinstance(leaf, Slot):
             return repr(leaf)
         dtype = str(leaf.dtype).removeprefix("torch.")
@@ -489,8 +510,6 @@ class Passage:
 
     def _sources(self, unknown: Unknown, sentence: str) -> list[Key]:
         value = value_of(unknown)
-        if value is None and unknown.origin.parameter is not None:  # computed in a block, where nothing is traced
-            value = value_of(unknown.origin.parameter)
         if value is None:
             raise StepError(sentence)
         return self._sources_of(value, sentence)
@@ -522,7 +541,7 @@ class Passage:
             return True
         kind, number = value.key[:2]
         if kind != "operation":
-            return True
+            return kind != _UNTRACED
         if self.asks_for_origins and value.parents and not any(parent.hollow is not None for parent in value.parents):
             return False
         return (self.entered_at is None or number < self.entered_at.number) and value.key not in self.unavailable
@@ -546,6 +565,12 @@ def value_of(unknown: Unknown) -> Value | None:
     if isinstance(unknown, Hollow):
         return Value(("parameter", unknown.fqn), hollow=unknown)
     return unknown.value
+
+
+def provenance(unknown: Sequence[Unknown]) -> Value | None:
+    """That of what is computed from unknown tensors where no operations are counted: in blocks, parts and hooks."""
+    parents = tuple(value for value in map(value_of, unknown) if value is not None)
+    return Value((_UNTRACED, 0), parents) if parents else None
 
 
 def _why_late(names: Sequence[str]) -> str:

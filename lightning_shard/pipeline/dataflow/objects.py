@@ -7,6 +7,7 @@ items, or its attributes. Objects in objects are found by their paths: the keys 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,37 @@ def is_object(value: Any) -> bool:
     if isinstance(value, (list, dict)):
         return True
     return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, torch.Size)) and not callable(value)
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether it is an object with attributes that is neither a tensor, a module, a class nor a nesting (``tree``)."""
+    return not (tree.is_node(value) or isinstance(value, (Tensor, nn.Module, type))) and hasattr(value, "__dict__")
+
+
+def held_by(value: Any, depth: int = 4) -> list[Any]:
+    """What a container or object holds, and what containers and objects in it hold."""
+    if isinstance(value, dict):
+        entries = [*value.values()]
+    elif isinstance(value, (list, tuple, set, deque)):
+        entries = [*value]
+    else:
+        slots = {
+            name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)
+        }
+        entries = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in sorted(slots))]
+    inside = (each for each in entries if isinstance(each, (dict, list, tuple, set, deque)) or is_opaque(each))
+    return [*entries, *(held for each in inside if depth for held in held_by(each, depth - 1))]
+
+
+def is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether tensors are reached from a value that is neither a tensor, a module, a class nor a plain value."""
+    if value is None or isinstance(value, (Tensor, nn.Module, type, bool, int, float, str, bytes)):
+        return False
+    return any(isinstance(each, Tensor) for each in held_by(value))
 
 
 def objects(
@@ -89,7 +121,8 @@ def rebuilt(value: Any, function: Callable[[Any], Any], remedy: str) -> Any:
     """A copy of a tuple or object, with ``function`` of each of its entries; other values are returned as they are.
 
     Raises:
-        StepError: It is a module or a function; ``remedy`` says what to do.
+        StepError: It is a module, a function, or a set, a deque or an object with slots that holds tensors;
+            ``remedy`` says what to do.
     """
     if isinstance(value, tuple) and not hasattr(value, "_make"):
         return type(value)(map(function, value))
@@ -100,9 +133,10 @@ def rebuilt(value: Any, function: Callable[[Any], Any], remedy: str) -> Any:
         for key, each in entries(value).items():
             filled[key] = function(each)
         return filled
-    if isinstance(value, nn.Module) or (callable(value) and not isinstance(value, type)):
+    is_followed = is_object(value)
+    if isinstance(value, nn.Module) or is_function(value) or (not is_followed and holds_tensors(value)):
         raise StepError(f"The network leaves a {type(value).__name__} in what it is given. {remedy}")
-    if not is_object(value):
+    if not is_followed:
         return value
     made = copy.copy(value)
     vars(made).update({key: function(each) for key, each in vars(value).items()})

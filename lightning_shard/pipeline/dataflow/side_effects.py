@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import is_machinery, namespaces
-from lightning_shard.pipeline.dataflow.crossing import Change, Slot
-from lightning_shard.pipeline.dataflow.objects import Path, is_object, objects, rebuilt
+from lightning_shard.pipeline.dataflow.crossing import Change, Held, Slot
+from lightning_shard.pipeline.dataflow.objects import Path, held_by, is_object, is_opaque, objects, rebuilt
 from lightning_shard.pipeline.dataflow.objects import entries as entries_of
 
 _GIVEN = "a dataclass with slots that it is given"
@@ -89,18 +89,27 @@ class Before:
         unfollowed = [*_unfollowed(arguments, held)]
         if compares_globals:
             unfollowed += [
-                (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, _held_by(value), True)
+                (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, held_by(value), True)
                 for path, module in block.named_modules()
                 for key, value in vars(module).items()
-                if key not in _OF_TORCH and _is_opaque(value) and not is_machinery(value)
+                if key not in _OF_TORCH and is_opaque(value) and not is_machinery(value)
             ]
         globals_before = None if outside is None else dict(outside)
         return cls(block, noted, [*given, *own], held, attributes, unfollowed, globals_before)
 
-    def slot(self, leaf: Any) -> Any:
-        """The slot of a tensor in the output, with its argument's index if it is an argument."""
+    def slot(self, name: str, leaf: Any) -> Any:
+        """What stands for a leaf of the output, with the argument's index if it is an argument.
+
+        Raises:
+            StepError: It is an object with tensors, a module or a function, and no argument.
+        """
         place = next((place for place, (argument, _) in enumerate(self.arguments) if argument is leaf), None)
-        return replace(Slot.of(leaf), argument=place) if isinstance(leaf, Tensor) else leaf
+        if place is not None and is_object(leaf):
+            return Held(type(leaf).__name__, place)
+        slot = Slot.of(leaf)
+        if isinstance(slot, Held) and place is None:
+            raise StepError(_unsendable(name, leaf))
+        return replace(slot, argument=place) if isinstance(slot, (Slot, Held)) else slot
 
     def returned_containers(self, output: Any) -> tuple[tuple[int | None, int], ...]:
         """The argument containers that a block returns: index in a returned tuple (else ``None``), and in ``lists``."""
@@ -134,7 +143,7 @@ class Before:
             if is_changed:
                 raise StepError(f"{name} changes {what}, which the other pipeline stages don't see: {_RETURN_IT}")
         for what, each, entries, of_gradients in self.unfollowed:
-            now = _held_by(each)
+            now = held_by(each)
             known = set(map(id, entries))
             new = [entry for entry in now if id(entry) not in known]
             if _has_gradients(new) or not (of_gradients or tree.same_entries(entries, now)):
@@ -211,7 +220,7 @@ def check_sendable(name: str, output: Any) -> None:
     """Check that a block's output can be sent: dense tensors, and values that are equal for each microbatch.
 
     Raises:
-        StepError: It holds objects with tensors, an iterator, or tensors that aren't dense.
+        StepError: It holds an iterator, or tensors that aren't dense.
     """
     for _, leaf in tree.walk(output):
         if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
@@ -221,11 +230,15 @@ def check_sendable(name: str, output: Any) -> None:
                 " used (a torch.nn.TransformerEncoder does with enable_nested_tensor=False); or use"
                 " pipeline_parallel_size=1."
             )
-        if isinstance(leaf, Iterator) or (_is_opaque(leaf) and _tensors_of(leaf)):
-            raise StepError(
-                f"{name} returns a {type(leaf).__name__}, which can't be sent to another pipeline stage: return"
-                " tensors, or tuples, lists, dicts or dataclasses of these; or use pipeline_parallel_size=1."
-            )
+        if isinstance(leaf, Iterator):
+            raise StepError(_unsendable(name, leaf))
+
+
+def _unsendable(name: str, leaf: Any) -> str:
+    return (
+        f"{name} returns a {type(leaf).__name__}, which can't be sent to another pipeline stage: return tensors, or"
+        " tuples, lists, dicts or dataclasses of these; or use pipeline_parallel_size=1."
+    )
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, int]]]:
@@ -238,7 +251,7 @@ def _globals_of(block: nn.Module) -> list[tuple[str, Any]]:
     """Globals and attributes of classes and functions that the block's code uses, and attributes of objects there."""
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in block.modules())
     found = {f"{each.name}.{key}": v for each in namespaces(*kinds) for key, v in each.held.items()}
-    objects = {name: value for name, value in found.items() if _is_opaque(value) and not is_machinery(value)}
+    objects = {name: value for name, value in found.items() if is_opaque(value) and not is_machinery(value)}
     return [*found.items(), *((f"{n}.{key}", v) for n, value in objects.items() for key, v in vars(value).items())]
 
 
@@ -261,11 +274,6 @@ def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def _is_opaque(value: Any) -> bool:
-    """Whether it is an object with attributes that is neither a tensor, a module, a class nor a nesting (``tree``)."""
-    return not (tree.is_node(value) or isinstance(value, (Tensor, nn.Module, type))) and hasattr(value, "__dict__")
-
-
 def _unfollowed(
     arguments: Any, objects: Mapping[Path, tuple[Any, dict[Any, Any], Any]]
 ) -> Iterator[tuple[str, Any, list[Any], bool]]:
@@ -278,33 +286,13 @@ def _unfollowed(
         what = f"a {type(value).__name__} that it is given"
         has_slots = not hasattr(value, "__dict__") and any(hasattr(kind, "__slots__") for kind in type(value).__mro__)
         if isinstance(value, (deque, set)) or (has_slots and type(value).__module__ not in _SLOTTED):
-            yield what, value, _held_by(value), False
+            yield what, value, held_by(value), False
         elif owner is not None:
-            yield f"the {type(owner).__name__} of a method that it is given", owner, _held_by(owner), False
+            yield f"the {type(owner).__name__} of a method that it is given", owner, held_by(owner), False
         elif callable(value) and not inspect.isroutine(value) and hasattr(value, "__dict__"):
-            yield what, value, _held_by(value), True
-
-
-def _held_by(value: Any, depth: int = 4) -> list[Any]:
-    """What a container or object holds, and what containers and objects in it hold."""
-    if isinstance(value, dict):
-        entries = [*value.values()]
-    elif isinstance(value, (list, tuple, set, deque)):
-        entries = [*value]
-    else:
-        slots = {
-            name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)
-        }
-        entries = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in sorted(slots))]
-    inside = (each for each in entries if isinstance(each, (dict, list, tuple, set, deque)) or _is_opaque(each))
-    return [*entries, *(held for each in inside if depth for held in _held_by(each, depth - 1))]
+            yield what, value, held_by(value), True
 
 
 def _noted(value: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
     before = dict(entries_of(value))
     return before, {key: _version(each) for key, each in before.items() if isinstance(each, Tensor)}
-
-
-def _tensors_of(value: Any) -> list[Tensor]:
-    """The tensors among an opaque object's attributes."""
-    return [each for each in vars(value).values() if isinstance(each, Tensor)]

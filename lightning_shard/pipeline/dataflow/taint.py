@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -80,12 +80,10 @@ class Origin:
     Attributes:
         text: A noun phrase for messages: "what is computed from …".
         on_missing: Called with unknown values that are needed here, and the error message; always raises.
-        parameter: The parameter that it is computed from, if it is one.
     """
 
     text: str
     on_missing: Callable[[Sequence[Unknown], str], NoReturn]
-    parameter: Hollow | None = field(default=None, compare=False, repr=False)
 
     @property
     def at_end(self) -> str:
@@ -97,7 +95,12 @@ class _Collected(threading.local):
     found: list[Unknown] | None = None
 
 
+class _Recorded(threading.local):
+    provenance: Callable[[Sequence[Unknown]], Any] | None = None
+
+
 _collected = _Collected()
+_recorded = _Recorded()
 
 
 class Unknown(torch.Tensor):
@@ -136,16 +139,21 @@ class Unknown(torch.Tensor):
             _miss([unknown], f"{name} can't be computed of {unknown.origin.at_end} ({error}). {REMEDY}")
         if unknown is None:
             return result
+        value = (
+            _recorded.provenance([leaf for leaf in taken if isinstance(leaf, Unknown)])
+            if _recorded.provenance
+            else None
+        )
         if is_written or "out" in kwargs:
             for written in [*args[:is_written], *leaves(kwargs.get("out", ()))]:
                 if isinstance(written, Tensor):
-                    _mark_written(written, unknown.origin)
+                    _mark_written(written, unknown.origin, value)
         known = [*map(id, given)]  # arguments that are returned keep their state
         for leaf in leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in known:
                 if name in _TO_INTEGERS and not leaf.dtype.is_floating_point and not has_no_memory(leaf):
                     leaf.zero_()  # NaN cast to an index is out of range, which on CUDA kills the process
-                mark(leaf, unknown.origin)
+                mark(leaf, unknown.origin).value = value  # type: ignore[attr-defined]
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unknown:
@@ -199,7 +207,7 @@ class Hollow(Unknown):
         on_missing: Callable[[Sequence[Unknown], str], NoReturn],
     ) -> Hollow:
         hollow = _nan_like(parameter, device)
-        hollow.origin = Origin(f"what is computed from {name}, which stage {stage} holds,", on_missing, hollow)
+        hollow.origin = Origin(f"what is computed from {name}, which stage {stage} holds,", on_missing)
         hollow.fqn, hollow.holder, hollow.trains = name, stage, parameter.requires_grad
         return hollow
 
@@ -267,12 +275,13 @@ class _Overwritten(torch.autograd.Function):
 _overwrite: Any = _Overwritten.apply  # not the one that is patched to report the user's functions
 
 
-def _mark_written(tensor: Tensor, origin: Origin) -> None:
+def _mark_written(tensor: Tensor, origin: Origin, value: Any) -> None:
     """Mark a tensor that was changed in place, and the base that it is a view of."""
-    mark(tensor, origin)
     base = base_of(tensor)
-    if base is not None:
-        mark(base, origin)
+    for written in (tensor,) if base is None else (tensor, base):
+        mark(written, origin)
+        if not isinstance(written, Hollow):
+            written.value = value  # type: ignore[attr-defined]
 
 
 def _arguments_read(name: str, args: Any, kwargs: Any) -> Any:
@@ -382,6 +391,16 @@ def collecting_unknown(given: Any) -> Iterator[list[Unknown]]:
         if outer is not None:
             outer += _collected.found
         _collected.found = outer
+
+
+@contextmanager
+def recording_provenance(provenance: Callable[[Sequence[Unknown]], Any]) -> Iterator[None]:
+    """Context in which the ``value`` of a result is set to this function of the unknown tensors it is computed from."""
+    before, _recorded.provenance = _recorded.provenance, provenance
+    try:
+        yield
+    finally:
+        _recorded.provenance = before
 
 
 def mark_all(value: Any, origin: Origin) -> None:

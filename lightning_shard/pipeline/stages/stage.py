@@ -33,6 +33,7 @@ from lightning_shard.pipeline.dataflow.crossing import (
     Counted,
     Crossing,
     Delivery,
+    Held,
     Key,
     LateValue,
     Passage,
@@ -43,13 +44,14 @@ from lightning_shard.pipeline.dataflow.crossing import (
     keep,
     parameters_crossing,
     parameters_in_place,
+    provenance,
     unknown_states,
     value_of,
 )
 from lightning_shard.pipeline.dataflow.objects import alike, entries, objects
 from lightning_shard.pipeline.dataflow.padding_masks import masks_made_as_given
 from lightning_shard.pipeline.dataflow.side_effects import DEEPEST, Before, check_sendable
-from lightning_shard.pipeline.dataflow.taint import REMEDY, Hollow, Unknown, refuse
+from lightning_shard.pipeline.dataflow.taint import REMEDY, Hollow, Unknown, recording_provenance, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.dataflow.uncalled import called_now, none_called
 from lightning_shard.pipeline.runtime.network_calls import Calls
@@ -173,8 +175,9 @@ class Stage:
         self._times_run.clear()
         self._running.clear()
         self._trace = Trace(passage) if searching or crossing.is_traced() else None
+        recording = recording_provenance(provenance) if searching else nullcontext()
         try:
-            with self.apart():
+            with self.apart(), recording:
                 yield passage
         finally:
             passage.active, self._trace, self._before = False, None, None
@@ -506,7 +509,7 @@ class Stage:
         if passage.searching:
             assert before is not None
             passage.blocks[index] = BlockCall(
-                tree.map_leaves(before.slot, output),
+                tree.map_leaves(partial(before.slot, name), output),
                 tuple(self._seen_inside),
                 tuple((path, key, _slots(value)) for path, key, value in kept),
                 tuple(place for place, _ in changed),
@@ -516,8 +519,8 @@ class Stage:
             return
         if index not in passage.blocks:
             raise StepError(called_now(name))
-        slots = tree.map_leaves(Slot.of, output) if is_handed_on or tree.is_node(output) else None
         agreed = passage.blocks[index].output
+        slots = _slots_like(agreed, output) if is_handed_on or tree.is_node(output) else None
         if slots not in (None, agreed):
             raise StepError(
                 f"{self.blocks[index]} returns {described(slots)}, and returned {described(agreed)} for an earlier"
@@ -549,6 +552,17 @@ def _around_any(blocks: Sequence[str]) -> list[str]:
 def _attribute(root: nn.Module, name: str) -> Any:
     parent, _, key = name.rpartition(".")
     return getattr(root.get_submodule(parent), key)
+
+
+def _slots_like(agreed: Any, output: Any) -> Any:
+    """A block's output with slots for tensors; its arguments, and other objects, as agreed if their types are."""
+    told = iter(tree.leaves(agreed))
+
+    def slot(leaf: Any) -> Any:
+        known = next(told, None)
+        return known if isinstance(known, Held) and known.kind == type(leaf).__name__ else Slot.of(leaf)
+
+    return tree.map_leaves(slot, output)
 
 
 def _slots(value: Any) -> Any:

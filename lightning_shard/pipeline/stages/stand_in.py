@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints, function_of
-from lightning_shard.pipeline.dataflow.crossing import BlockCall, End, Key, Slot, StageEnd
+from lightning_shard.pipeline.dataflow.crossing import BlockCall, End, Held, Key, Slot, StageEnd
 from lightning_shard.pipeline.dataflow.objects import at, entries, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
 from lightning_shard.pipeline.dataflow.uncalled import called_now, out_of_order
@@ -171,6 +171,8 @@ class StandIn:
 
         def fill(leaf: Any) -> Any:
             key = (*name, next(places))
+            if isinstance(leaf, Held):
+                return _Absent(leaf.kind, text) if leaf.argument is None else arguments()[leaf.argument]
             if not isinstance(leaf, Slot):
                 return leaf
             if leaf.argument is not None and isinstance(argument := arguments()[leaf.argument], Tensor):
@@ -192,6 +194,31 @@ class StandIn:
             given = (args, kwargs) if number in module._forward_hooks_with_kwargs else (args,)
             result = hook(module, *given, output)
             output = output if result is None else result
+
+
+class _Absent:
+    """Given to hooks, and kept as an attribute, in place of an object that holds tensors on another stage.
+
+    Raises:
+        StepError: Code uses it.
+    """
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.__dict__["_what"] = f"a {kind} of {text}, on an earlier stage"
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise StepError(
+            f"The step uses {self.__dict__['_what']}, and an object that holds tensors isn't sent to other pipeline"
+            " stages: collect or keep the tensors themselves, or use pipeline_parallel_size=1."
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python's protocols: copying, inspection
+            raise AttributeError(name)
+        self._refuse()
+
+    __call__ = __setattr__ = __delattr__ = _refuse
+    __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
 
 
 def _into_arguments(

@@ -141,6 +141,7 @@ class KeptState:
         self._changed: set[Name] = set()
         self._set_once: dict[Name, set[str]] = {}
         self._read: set[Name] = set()
+        self._written: set[Name] = set()  # in this microbatch, which then reads its own value
         self._stale: set[Name] = set()
         if is_last:
             for block in map(root.get_submodule, dict.fromkeys(blocks)):  # a step may leave out the first or the last
@@ -148,7 +149,7 @@ class KeptState:
                 block.register_forward_hook(self._network_ends)
             return
         for path, module in self._modules.items():  # until the first batch shows which are changed after the network
-            watch(module, {name for name, _ in _own(module)}, self._reader(path))
+            watch(module, {name for name, _ in _own(module)}, *self._observers(path))
 
     @contextmanager
     def step(self, *, searching: bool) -> Iterator[None]:
@@ -159,6 +160,7 @@ class KeptState:
                 searching, since there may be many modules.
         """
         self._in_step, self._searching, self._numbers = True, searching, None
+        self._written.clear()
         if self._begun is None:
             self._begun = self._outlines()
         self._before = None if self._is_last else self._look()
@@ -235,7 +237,7 @@ class KeptState:
         self._stale.update(key for key in stale if not isinstance(changes[key], _Fields))
         self._followed.update(key for key, value in changes.items() if isinstance(value, (Change, _Elsewhere)))
         for path, module in self._modules.items():
-            watch(module, {name for place, name in self._stale if place == path}, self._reader(path))
+            watch(module, {name for place, name in self._stale if place == path}, *self._observers(path))
 
     def _can_set(self, key: Name, value: Any) -> bool:
         if isinstance(value, Change):
@@ -339,12 +341,18 @@ class KeptState:
     def _held(self, key: Name) -> Any:
         return attributes_and_buffers(self._modules[key[0]]).get(key[1])
 
-    def _reader(self, path: str) -> Callable[[str], None]:
+    def _observers(self, path: str) -> tuple[Callable[[str], None], Callable[[str], None]]:
+        """What is called when code reads and sets an attribute of a module."""
+
         def read(name: str) -> None:
-            if self._in_step:
+            if self._in_step and (path, name) not in self._written:
                 self._read.add((path, name))
 
-        return read
+        def written(name: str) -> None:
+            if self._in_step:
+                self._written.add((path, name))
+
+        return read, written
 
 
 class KeptStates:
