@@ -84,17 +84,12 @@ def test_what_earlier_stages_blocks_log_is_refused_by_the_blocks_name(layout: di
         assert_trains_alike(partial(LogsInBlocks, (0, 2, 3), one_name), batches, layout, steps=1)
 
 
-def test_what_the_last_stages_blocks_log_is_told_and_what_blocks_keep_can_be_logged() -> None:
+def test_what_the_last_stages_blocks_log_is_told_and_what_blocks_keep_and_hooks_compute_can_be() -> None:
     assert_trains_alike(partial(LogsInBlocks, (3,)), batches, SEVERAL, steps=1)
     assert_trains_alike(LogsAfterwards, batches, SEVERAL, steps=1)
+    assert_trains_alike(LogsInHooks, batches, STAGES, steps=1)
 
 
 def test_a_log_that_was_taken_from_the_module_before_is_refused_on_stages() -> None:
     with pytest.raises(StepError, match=r"'own' is logged through a stored reference to self.log"):
         assert_trains_alike(LogsByAnotherName, batches, STAGES, steps=1)
-
-
-@pytest.mark.long
-def test_what_hooks_compute_inside_of_other_stages_blocks_is_refused_in_logs() -> None:
-    with pytest.raises(StepError, match=r"self\.log\('size of 0', …\) takes what network\.blocks\.0\.down computes"):
-        assert_trains_alike(LogsInHooks, batches, STAGES, steps=1)

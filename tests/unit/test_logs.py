@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning as L
@@ -11,6 +12,8 @@ import torch
 from torchmetrics import MaxMetric, Metric, SumMetric
 
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.crossing import Passage
+from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.plugin.steps.checks.nonlinear_logs import noting_functions_of_means
 from lightning_shard.plugin.steps.logs import HeldLogs, LoggedMetric
 
@@ -145,6 +148,10 @@ def test_what_cant_be_logged_is_lightnings_to_say() -> None:
         module.log("x", "text")  # type: ignore[arg-type]
 
 
+def traced() -> AbstractContextManager[None]:
+    return Trace(Passage(0, {}, searching=True)).running()
+
+
 def test_functions_of_means_are_warned_of_and_means_of_functions_not() -> None:
     samples = torch.rand(2, 4) + 1
     temperature = torch.tensor(2.0)
@@ -158,13 +165,13 @@ def test_functions_of_means_are_warned_of_and_means_of_functions_not() -> None:
         "norm": lambda x: x.norm(dim=-1),
     }
     for name, way in ways.items():
-        with noting_functions_of_means():
+        with noting_functions_of_means(), traced():
             values = [way(part) for part in samples]
         with pytest.warns(
             UserWarning, match=rf"'x'.* logs ({name}|rtruediv|rdiv) (of a number|over the values) of each"
         ):
             combined(values)
-    with noting_functions_of_means():
+    with noting_functions_of_means(), traced():
         plain = [[x.exp().mean() * 3 + x.mean(), x.unflatten(0, (2, 2)).std(-1).mean()] for x in samples]
         same = [temperature.exp() for _ in samples]
     with warnings.catch_warnings():

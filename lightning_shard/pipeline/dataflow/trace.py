@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -28,6 +29,27 @@ from lightning_shard.pipeline.dataflow.taint import (
 )
 
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
+
+Observer = Callable[[Any, Sequence[Any], Any], None]
+"""Called with a torch function, its arguments and its result."""
+
+
+class _Of(threading.local):
+    observer: Observer | None = None
+
+
+_of_thread = _Of()
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Context in which what a trace counts is also shown to an observer; nothing inside of blocks and parts is."""
+    before, _of_thread.observer = _of_thread.observer, observer
+    try:
+        yield
+    finally:
+        _of_thread.observer = before
 
 
 class Trace(TorchFunctionMode):
@@ -67,6 +89,8 @@ class Trace(TorchFunctionMode):
         if self._passage.searching:
             unknown = [leaf for leaf in changed if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow)]
             self._written.update((memory_of(leaf), leaf) for leaf in unknown)
+        if _of_thread.observer is not None:
+            _of_thread.observer(func, args, result)
         return result
 
     def mark_written_aliases(self, value: Any) -> None:

@@ -1,21 +1,23 @@
 """Warns of logs that are no mean over samples: a perplexity, an RMSE, a deviation, a maximum.
 
 On stages a log is the mean of what the microbatches log. For ``loss.exp()`` that isn't what one process logs,
-``exp`` of the batch's mean, and nothing fails. So in the first step of each kind such functions of scalars are noted,
-and functions other than means and sums that make a scalar of many values.
+``exp`` of the batch's mean, and nothing fails. So in the first step of each kind, in the microbatch that is traced
+anyway, such functions of scalars are noted, and functions other than means and sums that make a scalar of many values.
 
-Limits: Python's own functions (``math.exp(loss.item())``), and quotients, such as an F1 score of counts.
+Limits: Python's own functions (``math.exp(loss.item())``), quotients, such as an F1 score of counts, and what is
+computed inside of a part with parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+from lightning_shard.pipeline.dataflow.trace import observing
 
 _NONLINEAR = {
     *("exp", "exp2", "expm1", "log", "log10", "log2", "log1p", "sqrt", "rsqrt", "square", "reciprocal"),
@@ -28,28 +30,24 @@ _OF_MANY = {
 _NOTED = "_lightning_shard_function"
 
 
-class _Notes(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if type(result) is Tensor and result.ndim == 0:
-            scalars = [each for each in args if isinstance(each, Tensor) and each.ndim == 0]
-            name = getattr(func, "__name__", "")
-            if name in _NONLINEAR and scalars:
-                noted: str | None = f"{name.strip('_')} of a number"
-            elif name in _OF_MANY and not scalars:
-                noted = f"{name} over the values"
-            else:
-                noted = next(filter(None, map(function_of_mean, scalars)), None)
-            if noted:
-                setattr(result, _NOTED, noted)
-        return result
+def noting_functions_of_means() -> AbstractContextManager[None]:
+    """Context of a step whose scalars are noted for :func:`function_of_mean`, where its operations are traced."""
+    return observing(_note)
 
 
-@contextmanager
-def noting_functions_of_means() -> Iterator[None]:
-    """Context of a step whose scalars are noted for :func:`function_of_mean`."""
-    with _Notes():
-        yield
+def _note(func: Any, args: Sequence[Any], result: Any) -> None:
+    if type(result) is not Tensor or result.ndim:
+        return
+    scalars = [each for each in args if isinstance(each, Tensor) and each.ndim == 0]
+    name = getattr(func, "__name__", "")
+    if name in _NONLINEAR and scalars:
+        noted: str | None = f"{name.strip('_')} of a number"
+    elif name in _OF_MANY and not scalars:
+        noted = f"{name} over the values"
+    else:
+        noted = next(filter(None, map(function_of_mean, scalars)), None)
+    if noted:
+        setattr(result, _NOTED, noted)
 
 
 def function_of_mean(value: object) -> str | None:
