@@ -106,6 +106,12 @@ class Groups:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self.host)
         return [bool(value) for value in values.tolist()]
 
+    def are_equal(self, value: int) -> bool:
+        """Whether all ranks have the same number, of less than 2**62; a collective call of all ranks."""
+        both = torch.tensor((value, -value))
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.host)
+        return both.sum().item() == 0
+
     def from_first_rank(self, value: Any) -> Any:
         """Broadcast rank 0's value to all ranks; a collective call."""
         values = [value]

@@ -259,6 +259,20 @@ def prefetching(root: nn.Module, *, all_units: bool) -> Iterator[None]:
         reshard(root)
 
 
+@contextmanager
+def kept_gathered(root: nn.Module) -> Iterator[None]:
+    """Context in which units stay unsharded after their forward, until its end; without, as they were set to."""
+    units = [unit for unit in sharded_units(root) if any(group._reshard_after_forward for group in groups_of(unit))]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        reshard(root)
+        for unit in units:
+            unit.set_reshard_after_forward(True, recurse=False)
+
+
 def reshard(root: nn.Module) -> None:
     """Free unsharded parameters, and put the sharded ones in their places."""
     if (held := unsharded_of(root)) is not None:

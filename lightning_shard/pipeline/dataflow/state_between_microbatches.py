@@ -58,6 +58,10 @@ class LeftState:
         self._begun: _Begun | None = None
         self._checked = 0  # stages of this rank, in this batch
 
+    def knows(self, kind: str) -> bool:
+        """Whether the check has run for a kind of step."""
+        return kind in self._known
+
     def begins(self, kind: str, keys: Sequence[Hashable], i: int) -> None:
         """Microbatch ``i`` is about to run on a stage; what crosses is already known.
 
@@ -124,7 +128,7 @@ class LeftState:
         return not ran.crossing.is_traced() or self._begun.counted.get(ran.stage.index) == ran.passage.counted
 
     def _is_due(self, kind: str, keys: Sequence[Hashable], i: int) -> bool:
-        return kind not in self._known and keys[i : i + 1] == keys[i + 1 : i + 2]
+        return not self.knows(kind) and keys[i : i + 1] == keys[i + 1 : i + 2]
 
 
 def _carried_state_error(changed: Sequence[str], microbatches: int) -> StepError:

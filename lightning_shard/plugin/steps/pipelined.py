@@ -27,6 +27,7 @@ from lightning_shard.parallel.fsdp.shard import (
     accumulate_late_gradients,
     end_backward,
     expect_backward_of,
+    kept_gathered,
     prefetching,
     reduce_gradients,
     reshard,
@@ -117,6 +118,9 @@ class PipelinedSteps:
         self._splits = self._logs_whole_backwards = schedule.splits_backwards
         self._reduces_each = reduces_each
         self._reshards_each = reshards_each
+        self._gathers_together = reshards_each and layout.data_parallel_size > 1
+        # with several stages on a rank, states are versioned per batch
+        self._looks_ahead = len(stages) == 1 and not self._gathers_together
         self._whole_batch: int | None = None
         self._draw_from_torch: set[int] = set()
         self._draw_from_others: set[int] = set()
@@ -162,6 +166,8 @@ class PipelinedSteps:
         weights = self._weights.of(parts)
         scaler = getattr(precision, "scaler", None)  # fp16's
         units = list(sharded_units(module))
+        keeps_gathered = self._keeps_gathered(parts, "train")
+        reshards_each = self._reshards_each and not keeps_gathered
         if self._bypassed is not None:
             self._bypassed.begin_step(module.current_epoch)
 
@@ -181,7 +187,7 @@ class PipelinedSteps:
                 expect_backward_of(units, reduces=False, reshards=False, is_last=is_last)
                 return
             reduces = self._reduces_each or (is_last and not accumulating)
-            expect_backward_of(units, reduces=reduces, reshards=is_last or self._reshards_each)
+            expect_backward_of(units, reduces=reduces, reshards=is_last or reshards_each)
 
         def after_backward() -> None:
             if self._splits and self._reduces_each:
@@ -191,10 +197,11 @@ class PipelinedSteps:
 
         with self._apart.batch():
             with (
+                kept_gathered(module) if keeps_gathered else nullcontext(),
                 self._around_steps(len(parts)),
                 self._ties.adding(first=trainer_private.begins_accumulation(trainer), last=not accumulating),
                 # overlaps with the transfer of the stage's input
-                prefetching(module, all_units=not self._reshards_each) if self._has_trained else nullcontext(),
+                prefetching(module, all_units=not reshards_each) if self._has_trained else nullcontext(),
             ):
                 results = self._step.train(
                     run,
@@ -204,12 +211,7 @@ class PipelinedSteps:
                     before_backward=before_backward,
                     after_backward=after_backward,
                 )
-                end_backward(module, reduces=not accumulating)
-                if self._splits or (self._step.has_skipped_backward and not accumulating):
-                    # what the end of a last backward would have done
-                    if not accumulating:
-                        reduce_gradients(module)
-                    reshard(module)
+                self._end_backwards(accumulating)
             if self._logs_whole_backwards and self._has_trained:  # the first batch runs its first backwards whole
                 log_whole_backwards(self._schedule, self._step)
                 self._logs_whole_backwards = False
@@ -225,6 +227,14 @@ class PipelinedSteps:
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
         return result
+
+    def _end_backwards(self, accumulating: bool) -> None:
+        """Do what the end of a last backward would have done, where there was none."""
+        end_backward(self._module, reduces=not accumulating)
+        if self._splits or (self._step.has_skipped_backward and not accumulating):
+            if not accumulating:
+                reduce_gradients(self._module)
+            reshard(self._module)
 
     def evaluate(
         self, method: str, draw: Draw, upcoming: Iterable[Arguments], batch: Any, *args: Any, **kwargs: Any
@@ -247,11 +257,13 @@ class PipelinedSteps:
                 run = partial(self._run_inside, self._stages[-1], method, seed, 0, batch, args, kwargs)
                 after_call, note = partial(self._seed_after_call, seed), self._generators.remember
                 of_calls = partial(self._step.call_by_call, run, self._apart.call, note, after_call)
-                with self._around_steps(1):
+                # data ranks may call the network more or less often
+                whole = kept_gathered(self._module) if self._gathers_together else nullcontext()
+                with whole, self._around_steps(1):
                     results = [call_through(self._module, of_calls)]
                 self._apart.begin()  # the step ran once, not once per stage
                 logged = self._logs.in_blocks(of_last=False)
-            elif not self._late_changes and len(self._stages) == 1:  # with several, states are versioned per batch
+            elif self._looks_ahead and not self._late_changes:
                 self._look_ahead(method, draw, upcoming)
             if method in self._unused_results:
                 results = [None] * len(results)
@@ -316,11 +328,20 @@ class PipelinedSteps:
         def run(stage: Stage, i: int) -> Any:
             return self._run_inside(stage, method, seed, i, parts[i], tuple(args), kwargs)
 
-        order = self._order(len(parts))
-        step = partial(self._step.evaluate, run, parts, order, self._kind(method, args), waits=waits)
-        with self._around_steps(len(parts)):
+        kind = self._kind(method, args)
+        step = partial(self._step.evaluate, run, parts, self._order(len(parts)), kind, waits=waits)
+        whole = kept_gathered(self._module) if self._keeps_gathered(parts, kind) else nullcontext()
+        with whole, self._around_steps(len(parts)):
             results = call_through(self._module, step)
         return _Begun(parts, results, self._step.sent, self._logs.in_blocks(of_last=False))
+
+    def _keeps_gathered(self, parts: Sequence[Any], kind: str) -> bool:
+        """Whether units stay gathered in this batch that else are all-gathered for each forward; equal on all ranks.
+
+        A rank runs a microbatch several times where it searches for what crosses. If the shapes are new to some data
+        ranks only, these would all-gather more often than the others.
+        """
+        return self._gathers_together and not self._groups.are_equal(self._step.extra_runs(parts, kind))
 
     def _order(self, microbatches: int) -> Row:
         """This rank's actions for this number of microbatches."""
