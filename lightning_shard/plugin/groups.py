@@ -39,6 +39,7 @@ class Groups:
             ranks that hold parts of one sequence has such a group of its own.
         context: The ranks that hold the parts of this rank's sequences; only with several context ranks.
         gradient: Data and context ranks together: all that hold the same part of the model.
+        peers: The same ranks, host to host. Only made with several pipeline stages.
         host: All ranks, host to host: an exchange waits for no device.
         broadcaster: Broadcasts the last stage's values over the pipeline.
     """
@@ -50,6 +51,7 @@ class Groups:
     data: dist.ProcessGroup
     context: dist.ProcessGroup
     gradient: dist.ProcessGroup
+    peers: dist.ProcessGroup
     host: dist.ProcessGroup
     broadcaster: Broadcaster
 
@@ -86,10 +88,13 @@ class Groups:
         if layout.context_parallel_size > 1:
             data, context = (_of_axis(groups, timeout) for groups in (layout.data_groups(), layout.context_groups()))
         world: Any = dist.group.WORLD
-        host = world
+        host, peers = world, gradient
         if layout.world_size > 1 and "cpu:" not in dist.get_backend_config(world):
             host = dist.new_group(backend="gloo", timeout=timeout)
-        return cls(pipeline, forward, backward, control, data, context, gradient, host, Broadcaster(control, pipeline))
+            if layout.pipeline_parallel_size > 1:
+                peers = _own_of(layout.gradient_groups(), timeout, backend="gloo")
+        broadcaster = Broadcaster(control, pipeline)
+        return cls(pipeline, forward, backward, control, data, context, gradient, peers, host, broadcaster)
 
     def gather_over_stages(self, value: Any) -> list[Any]:
         """All-gather a value over the pipeline; returns every stage's, in stage order. A collective call."""
@@ -106,11 +111,11 @@ class Groups:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self.host)
         return [bool(value) for value in values.tolist()]
 
-    def are_equal(self, value: int) -> bool:
-        """Whether all ranks have the same number, of less than 2**62; a collective call of all ranks."""
-        both = torch.tensor((value, -value))
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.host)
-        return both.sum().item() == 0
+    def of_any_peer(self, flag: bool) -> bool:
+        """Whether a flag is true on any rank that holds the same part of the model; a collective call of these."""
+        value = torch.tensor(int(flag))
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.peers)
+        return bool(value)
 
     def from_first_rank(self, value: Any) -> Any:
         """Broadcast rank 0's value to all ranks; a collective call."""

@@ -261,15 +261,15 @@ def prefetching(root: nn.Module, *, all_units: bool) -> Iterator[None]:
 
 @contextmanager
 def kept_gathered(root: nn.Module) -> Iterator[None]:
-    """Context in which units stay unsharded after their forward, until its end; without, as they were set to."""
+    """Context in which units that are resharded after their forward stay unsharded until its end."""
     units = [unit for unit in sharded_units(root) if any(group._reshard_after_forward for group in groups_of(unit))]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
     try:
         yield
     finally:
-        reshard(root)
         for unit in units:
+            unit.reshard()
             unit.set_reshard_after_forward(True, recurse=False)
 
 

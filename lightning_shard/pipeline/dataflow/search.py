@@ -32,6 +32,10 @@ from lightning_shard.pipeline.stages.stage import Stage
 RunStep = Callable[[Stage, int], Any]
 
 
+#: Whether a condition holds on any of the ranks that have to run alike; a collective call over them.
+OfAny = Callable[[bool], bool]
+
+
 class CallsAgain(Exception):
     """A step calls the network several times; raised on all stages."""
 
@@ -179,12 +183,21 @@ class Search:
         return Request(False, tuple(needed), answer.sentence)
 
 
-def find_crossing(searches: Sequence[Search], run: RunStep, i: int, memory: Memory, *, as_before: bool = False) -> None:
+def find_crossing(
+    searches: Sequence[Search],
+    run: RunStep,
+    i: int,
+    memory: Memory,
+    of_any: OfAny = bool,
+    *,
+    as_before: bool = False,
+) -> None:
     """Run one microbatch through all stages, round by round, until no stage misses a value.
 
     Args:
         searches: The searches of this rank's stages, in order.
         memory: The snapshot that is restored before each further round.
+        of_any: As for :class:`PipelinedStep`.
         as_before: Whether the first round sends what another search has found; the same on all ranks.
 
     Raises:
@@ -195,7 +208,7 @@ def find_crossing(searches: Sequence[Search], run: RunStep, i: int, memory: Memo
             search.run(run, i)
         answers = [search.answer() for search in reversed(searches)]
         memory.check()
-        if all(answer.done for answer in answers):
+        if not of_any(not all(answer.done for answer in answers)):
             break
         memory.put_back()
         if any(answer.again for answer in answers):
@@ -209,7 +222,7 @@ def find_crossing(searches: Sequence[Search], run: RunStep, i: int, memory: Memo
         assert search.passage is not None
         check_order(search.passage, search.crossing)
         search.passage.known.clear()
-    _check_complete(searches, run, i, memory)
+    _check_complete(searches, run, i, memory, of_any)
 
 
 def rerun(ran: Ran, run: RunStep, i: int) -> Ran:
@@ -226,7 +239,7 @@ def rerun(ran: Ran, run: RunStep, i: int) -> Ran:
     return Ran(stage, crossing, again, result)
 
 
-def _check_complete(searches: Sequence[Search], run: RunStep, i: int, memory: Memory) -> None:
+def _check_complete(searches: Sequence[Search], run: RunStep, i: int, memory: Memory, of_any: OfAny) -> None:
     """Check whether NaN that a stage sends is the network's own, or leaked from a hollow parameter.
 
     Unknown values are tracked through torch's functions. One that bypasses them, such as through a scripted function,
@@ -237,7 +250,7 @@ def _check_complete(searches: Sequence[Search], run: RunStep, i: int, memory: Me
         StepError: NaN leaked from a hollow parameter.
     """
     found = [_added_nan(search) for search in searches]
-    if not any(found):
+    if not of_any(any(found)):
         return
     memory.put_back()
     for search, nan in zip(searches, found):

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Counted
-from lightning_shard.pipeline.dataflow.search import Memory, Ran, RunStep, rerun
+from lightning_shard.pipeline.dataflow.search import Memory, OfAny, Ran, RunStep, rerun
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Relative to a tensor's largest value, on the CPU: what the first run cached may have been rounded once more."""
@@ -50,17 +50,15 @@ class LeftState:
 
     Args:
         remember: Takes a snapshot of what a step may change beside gradients.
+        of_any: As for :class:`PipelinedStep`.
     """
 
-    def __init__(self, remember: Callable[[], Memory]) -> None:
+    def __init__(self, remember: Callable[[], Memory], of_any: OfAny = bool) -> None:
         self._remember = remember
+        self._of_any = of_any
         self._known: set[str] = set()
         self._begun: _Begun | None = None
         self._checked = 0  # stages of this rank, in this batch
-
-    def knows(self, kind: str) -> bool:
-        """Whether the check has run for a kind of step."""
-        return kind in self._known
 
     def begins(self, kind: str, keys: Sequence[Hashable], i: int) -> None:
         """Microbatch ``i`` is about to run on a stage; what crosses is already known.
@@ -80,7 +78,8 @@ class LeftState:
         Args:
             memory: A snapshot of the state that it began with; released here, or later.
         """
-        if self._begun is None or i != self._begun.i + 1 or not all(map(self._is_comparable, ran)):
+        follows = self._begun is not None and i == self._begun.i + 1
+        if not follows or self._of_any(not all(map(self._is_comparable, ran))):
             self.ends()
             if self._is_due(kind, keys, i):
                 self._begun = _Begun(i, memory, {each.stage.index: each.passage.counted for each in ran})
@@ -98,7 +97,7 @@ class LeftState:
         if self._begun is None:
             return
         self._begun.counted.setdefault(ran.stage.index, ran.passage.counted)
-        if i != self._begun.i + 1 or not self._is_comparable(ran):
+        if i != self._begun.i + 1 or self._of_any(not self._is_comparable(ran)):
             return
         before = self._begun.memory
         changed, now = before.changed(), self._remember()
@@ -128,7 +127,7 @@ class LeftState:
         return not ran.crossing.is_traced() or self._begun.counted.get(ran.stage.index) == ran.passage.counted
 
     def _is_due(self, kind: str, keys: Sequence[Hashable], i: int) -> bool:
-        return not self.knows(kind) and keys[i : i + 1] == keys[i + 1 : i + 2]
+        return kind not in self._known and keys[i : i + 1] == keys[i + 1 : i + 2]
 
 
 def _carried_state_error(changed: Sequence[str], microbatches: int) -> StepError:

@@ -11,17 +11,18 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_shard import tree
+from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Crossing, Key, Slot, StageEnd
 from lightning_shard.pipeline.dataflow.search import (
     CallsAgain,
     Memory,
+    OfAny,
     Ran,
     RunStep,
     Search,
@@ -82,9 +83,17 @@ class PipelinedStep:
         stages: This rank's stages of the cut model, in order.
         channels: Each stage's channel to its neighbours.
         remember: Takes a snapshot of what a step may change beside gradients.
+        of_any: Whether a condition holds on any data rank, where forwards make collective calls over data ranks: then
+            all ranks run a microbatch as often as the one that runs it most often.
     """
 
-    def __init__(self, stages: Iterable[Stage], channels: Iterable[Channel], remember: Callable[[], Memory]) -> None:
+    def __init__(
+        self,
+        stages: Iterable[Stage],
+        channels: Iterable[Channel],
+        remember: Callable[[], Memory],
+        of_any: OfAny = bool,
+    ) -> None:
         self._ends = {stage.index: _Ends(stage, channel) for stage, channel in zip(stages, channels, strict=True)}
         self._remember = remember
         self.has_skipped_backward = False  # in this batch, since the later stages had no gradient for it
@@ -94,7 +103,8 @@ class PipelinedStep:
         self.looked_again_at: str | None = None
         self.found_other = False  # when it last looked again
         self._call_by_call: set[Signature] = set()
-        self._left = LeftState(remember)
+        self._of_any = of_any
+        self._left = LeftState(remember, of_any)
 
     def train(
         self,
@@ -184,18 +194,6 @@ class PipelinedStep:
             self._is_settled(signature(microbatch, kind)) for microbatch in microbatches
         )
 
-    def extra_runs(self, microbatches: Sequence[Any], kind: str) -> int:
-        """What this rank may run beside the schedule's forwards: 0 for nothing.
-
-        Pipelines of equal numbers run the same: what they search for, and compare, depends on shapes only.
-        """
-        keys = [signature(microbatch, kind) for microbatch in microbatches]
-        settled = [self._is_settled(key) for key in keys]
-        known = self._left.knows(kind)
-        if known and all(settled) and kind not in self._again:
-            return 0
-        return 1 + crc32(repr((keys, settled, known, kind in self._again)).encode())
-
     def evaluate(
         self, run: RunStep, microbatches: Sequence[Any], actions: Sequence[Action], kind: str, *, waits: bool = True
     ) -> list[Any] | None:
@@ -214,7 +212,7 @@ class PipelinedStep:
             :meth:`call_by_call`.
         """
         first = signature(microbatches[0], kind)
-        if first in self._call_by_call:
+        if not self._of_any(first not in self._call_by_call):
             return None
         forwards = [action for action in actions if action.kind == "F"]
         results: dict[int, Any] = {}
@@ -246,6 +244,7 @@ class PipelinedStep:
         in_call: Callable[[], AbstractContextManager[None]],
         note_generators: Callable[[], Callable[[], None]],
         after_call: Callable[[int], None],
+        of_any: OfAny = bool,
     ) -> Any:
         """Run a step that calls the network several times, on its whole batch.
 
@@ -254,13 +253,17 @@ class PipelinedStep:
             in_call: Context of each call of the network, in which all stages of this rank run in turn.
             note_generators: Notes the states of the random generators; returns a function that restores them.
             after_call: Called after each call of the network with the number of calls so far.
+            of_any: As for the class, for calls of the network.
 
         Returns:
             The step's return value; meaningful on the rank of the last stage.
+
+        Raises:
+            StepError: Data ranks that have to run alike call the network a different number of times.
         """
         *siblings, end = self._ends.values()
         last, rank = end.stage, end.channel.rank_of[end.stage.index]
-        through = partial(self._through_stages, in_call)
+        through = partial(self._through_stages, in_call, of_any)
         calls = Calls(
             rank, last.is_last, last.entrances, last.device, end.channel, through, note_generators, after_call
         )
@@ -271,9 +274,17 @@ class PipelinedStep:
             inside.enter_context(calls.running())
             result = run()
             calls.end()
+            if of_any(False):
+                raise StepError(
+                    "Data ranks call the network a different number of times within one step, as generating texts of"
+                    " different lengths does. Where experts are dealt over data ranks, each call needs all of them:"
+                    " call it equally often (generate to a fixed length), or use expert_parallel_size=1."
+                )
         return result
 
-    def _through_stages(self, in_call: Callable[[], AbstractContextManager[None]], call: Callable[[], Any]) -> Any:
+    def _through_stages(
+        self, in_call: Callable[[], AbstractContextManager[None]], of_any: OfAny, call: Callable[[], Any]
+    ) -> Any:
         """Run one call of the network; returns its output on the rank of the last stage."""
 
         def run(stage: Stage, _: int) -> Any:
@@ -289,9 +300,10 @@ class PipelinedStep:
                     return None
 
         searches = [Search(end.stage, end.channel) for end in self._ends.values()]
+        of_any(True)  # a rank whose step has ended raises
         with in_call():
             memory = self._remember()
-            find_crossing(searches, run, 0, memory)
+            find_crossing(searches, run, 0, memory, of_any)
             memory.forget()
         self.flush()
         return searches[-1].result
@@ -324,14 +336,15 @@ class PipelinedStep:
             self.looked_again_at, self.found_other = kind, False
         for i, key in enumerate(keys):
             again = again and i == 0
-            if not again and all(self._is_settled(key) for key in keys[i:]):
+            if not self._of_any(again or not all(map(self._is_settled, keys[i:]))):
                 break
+            searches = self._of_any(again or not self._is_settled(key))
             searched: dict[int, Ran] = {}
             for index, end in self._ends.items():
                 action = Action(index, "F", i)
                 found.add(action)
                 watch.begins(action)
-                if not searched and (again or not self._is_settled(key)):
+                if not searched and searches:
                     searched = self._find_crossing(run, i, keys, kind)
                 yield action, searched.get(index) or self._forward(end, run, i, key)
         rest = [action for action in actions if action not in found]
@@ -364,7 +377,7 @@ class PipelinedStep:
             if as_before:
                 search.begin_as(end.latest[kind])
         memory = self._remember()
-        find_crossing(searches, run, i, memory, as_before=as_before)
+        find_crossing(searches, run, i, memory, self._of_any, as_before=as_before)
         ran = {}
         for search, end in zip(searches, self._ends.values()):
             crossing = search.crossing

@@ -128,8 +128,7 @@ class PreparedStrategy(CheckpointedStrategy):
             known.lay_out_again(self.layout, self._settings, self._schedules, self.groups)
             known.check_parameters(module, self.groups)
         self._assembly = known
-        has_others = self._layer_sync is not None and self.layout.data_parallel_size > 1
-        synchronize(module, self.groups.data if has_others else None)
+        synchronize(module, self.groups.data if self._syncs_over_data_ranks() else None)
         self.model = module
         self._connect_checkpoint_io(trainer)
         self._make_steps(module, known)
@@ -189,7 +188,12 @@ class PreparedStrategy(CheckpointedStrategy):
             BypassedUnits(module, None, device) if reshards and layout.data_parallel_size > 1 else None,
             reduces_each=self._reduces_each,
             reshards_each=reshards,
+            runs_alike=layout.data_parallel_size > 1
+            and (reshards or layout.expert_parallel_size > 1 or self._syncs_over_data_ranks()),
         )
+
+    def _syncs_over_data_ranks(self) -> bool:
+        return self._layer_sync is not None and self.layout.data_parallel_size > 1
 
     def _schedules_for(self, trainer: pl.Trainer) -> Sequence[Schedule]:
         if trainer.state.fn != TrainerFn.FITTING:

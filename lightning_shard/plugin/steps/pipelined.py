@@ -107,7 +107,12 @@ class PipelinedSteps:
         *,
         reduces_each: bool = False,
         reshards_each: bool = False,
+        runs_alike: bool = False,
     ) -> None:
+        """
+        Args:
+            runs_alike: Whether forwards make collective calls over data ranks, so that all have to run equally many.
+        """
         self._module = module
         self._stages = stages
         self._groups = groups
@@ -118,9 +123,9 @@ class PipelinedSteps:
         self._splits = self._logs_whole_backwards = schedule.splits_backwards
         self._reduces_each = reduces_each
         self._reshards_each = reshards_each
-        self._gathers_together = reshards_each and layout.data_parallel_size > 1
+        self._runs_alike = runs_alike
         # with several stages on a rank, states are versioned per batch
-        self._looks_ahead = len(stages) == 1 and not self._gathers_together
+        self._looks_ahead = len(stages) == 1 and not runs_alike
         self._whole_batch: int | None = None
         self._draw_from_torch: set[int] = set()
         self._draw_from_others: set[int] = set()
@@ -148,7 +153,8 @@ class PipelinedSteps:
         ranks = [rank_of[stage] for stage in range(len(rank_of))]
         first = Channel(groups.forward, groups.backward, groups.control, 0, ranks, self._device)
         channels = [replace(first, stage=stage.index) for stage in self._stages]
-        self._step = PipelinedStep(self._stages, channels, self._remember)
+        of_any = groups.of_any_peer if self._runs_alike else bool
+        self._step = PipelinedStep(self._stages, channels, self._remember, of_any)
 
     def watch(self, watch: Watch) -> str:
         """Call ``watch`` for each action of training steps from now on; returns the schedule's name."""
@@ -166,8 +172,6 @@ class PipelinedSteps:
         weights = self._weights.of(parts)
         scaler = getattr(precision, "scaler", None)  # fp16's
         units = list(sharded_units(module))
-        keeps_gathered = self._keeps_gathered(parts, "train")
-        reshards_each = self._reshards_each and not keeps_gathered
         if self._bypassed is not None:
             self._bypassed.begin_step(module.current_epoch)
 
@@ -187,7 +191,7 @@ class PipelinedSteps:
                 expect_backward_of(units, reduces=False, reshards=False, is_last=is_last)
                 return
             reduces = self._reduces_each or (is_last and not accumulating)
-            expect_backward_of(units, reduces=reduces, reshards=is_last or reshards_each)
+            expect_backward_of(units, reduces=reduces, reshards=is_last or self._reshards_each)
 
         def after_backward() -> None:
             if self._splits and self._reduces_each:
@@ -197,11 +201,10 @@ class PipelinedSteps:
 
         with self._apart.batch():
             with (
-                kept_gathered(module) if keeps_gathered else nullcontext(),
                 self._around_steps(len(parts)),
                 self._ties.adding(first=trainer_private.begins_accumulation(trainer), last=not accumulating),
                 # overlaps with the transfer of the stage's input
-                prefetching(module, all_units=not reshards_each) if self._has_trained else nullcontext(),
+                prefetching(module, all_units=not self._reshards_each) if self._has_trained else nullcontext(),
             ):
                 results = self._step.train(
                     run,
@@ -256,10 +259,9 @@ class PipelinedSteps:
                     self._seed(stage, seed, 0)
                 run = partial(self._run_inside, self._stages[-1], method, seed, 0, batch, args, kwargs)
                 after_call, note = partial(self._seed_after_call, seed), self._generators.remember
-                of_calls = partial(self._step.call_by_call, run, self._apart.call, note, after_call)
-                # data ranks may call the network more or less often
-                whole = kept_gathered(self._module) if self._gathers_together else nullcontext()
-                with whole, self._around_steps(1):
+                of_any = self._groups.of_any_peer if self._layout.expert_parallel_size > 1 else bool
+                of_calls = partial(self._step.call_by_call, run, self._apart.call, note, after_call, of_any)
+                with kept_gathered(self._module), self._around_steps(1):  # data ranks may make more or fewer calls
                     results = [call_through(self._module, of_calls)]
                 self._apart.begin()  # the step ran once, not once per stage
                 logged = self._logs.in_blocks(of_last=False)
@@ -328,20 +330,11 @@ class PipelinedSteps:
         def run(stage: Stage, i: int) -> Any:
             return self._run_inside(stage, method, seed, i, parts[i], tuple(args), kwargs)
 
-        kind = self._kind(method, args)
-        step = partial(self._step.evaluate, run, parts, self._order(len(parts)), kind, waits=waits)
-        whole = kept_gathered(self._module) if self._keeps_gathered(parts, kind) else nullcontext()
-        with whole, self._around_steps(len(parts)):
+        order = self._order(len(parts))
+        step = partial(self._step.evaluate, run, parts, order, self._kind(method, args), waits=waits)
+        with self._around_steps(len(parts)):
             results = call_through(self._module, step)
         return _Begun(parts, results, self._step.sent, self._logs.in_blocks(of_last=False))
-
-    def _keeps_gathered(self, parts: Sequence[Any], kind: str) -> bool:
-        """Whether units stay gathered in this batch that else are all-gathered for each forward; equal on all ranks.
-
-        A rank runs a microbatch several times where it searches for what crosses. If the shapes are new to some data
-        ranks only, these would all-gather more often than the others.
-        """
-        return self._gathers_together and not self._groups.are_equal(self._step.extra_runs(parts, kind))
 
     def _order(self, microbatches: int) -> Row:
         """This rank's actions for this number of microbatches."""
