@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.source_order import attributes_used, loops
@@ -401,11 +402,21 @@ def _lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tup
         for name in _running_order(level, children, bare, carriers, runs):
             if name in carriers:
                 visit(prefix + name)
+            elif name in children and _counts_only(level.get_submodule(name)):
+                continue  # each stage's code around the blocks has it
             elif path or not network or name in bare or _trains(level.get_submodule(name)):
                 add(prefix + name)
 
     visit("")
     return names, [*parts, *((part, names.index(block)) for part, block in turns)]
+
+
+def _counts_only(module: nn.Module) -> bool:
+    """Whether it is a metric, or a container of metrics only."""
+    if isinstance(module, (Metric, MetricCollection)):
+        return True
+    held = list(module.children())
+    return bool(held) and type(module).forward is nn.Module.forward and all(map(_counts_only, held))
 
 
 def _running_order(
