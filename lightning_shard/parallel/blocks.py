@@ -37,7 +37,8 @@ class Blocks:
         names: Every block's name in running order; a block that runs several times appears as often.
         network: The module that a step calls: the first part of all names, or ``""`` if it is ``root`` itself.
         parts: Modules and bare parameters around the blocks, each with the index in ``names`` of the block that it runs
-            before; ``len(names)`` if it runs after all blocks. Parts outside of the network only if they are trained.
+            before; ``len(names)`` if it runs after all blocks. Without metrics. Of the root's own modules those with
+            parameters, and outside of the network only those that are trained.
     """
 
     names: tuple[str, ...]
@@ -402,13 +403,23 @@ def _lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tup
         for name in _running_order(level, children, bare, carriers, runs):
             if name in carriers:
                 visit(prefix + name)
-            elif name in children and _counts_only(level.get_submodule(name)):
-                continue  # each stage's code around the blocks has it
-            elif path or not network or name in bare or _trains(level.get_submodule(name)):
+            elif name in bare or _is_part(level.get_submodule(name), outside=not path, beside=bool(network)):
                 add(prefix + name)
 
     visit("")
     return names, [*parts, *((part, names.index(block)) for part, block in turns)]
+
+
+def _is_part(module: nn.Module, *, outside: bool, beside: bool) -> bool:
+    """Whether a stage holds a module for all; else it belongs to the code around the blocks, which all stages run.
+
+    Args:
+        outside: Whether it is the root's own.
+        beside: Whether the network is another module of the root's.
+    """
+    if _counts_only(module):
+        return False
+    return not outside or _trains(module) or (not beside and any(True for _ in module.parameters()))
 
 
 def _counts_only(module: nn.Module) -> bool:

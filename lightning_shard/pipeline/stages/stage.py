@@ -75,6 +75,7 @@ class Stage:
         hollow: The parameters that other stages hold, by name.
         elsewhere: The modules whose parameters other stages hold.
         own_parts: The parts that this stage holds.
+        last_parts: Those that the last stage holds.
         keep: Sets an attribute of a module that another stage holds.
         apart: Context with this stage's own plain-Python state, if the rank has several stages.
         shown: Context in which the model looks as if the rank held this stage alone, if it has several.
@@ -102,6 +103,7 @@ class Stage:
     hollow: dict[str, Hollow] = field(default_factory=dict)
     elsewhere: set[nn.Module] = field(default_factory=set)
     own_parts: Collection[str] = ()
+    last_parts: Collection[str] = ()
     keep: Callable[[nn.Module, str, Any], None] = keep
     apart: Callable[[], AbstractContextManager[None]] = nullcontext
     shown: Callable[[], AbstractContextManager[None]] = nullcontext

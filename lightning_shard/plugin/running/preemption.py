@@ -90,7 +90,9 @@ class Preemption(callbacks.Callback):
         layout = trainer.strategy.layout  # type: ignore[attr-defined]
         asked: list[SameGradients | SameSettings] = []
         if layout.stage_size > 1:  # otherwise no other rank has parts of this stage
-            asked = [SameGradients(trainer.lightning_module, layout), SameSettings(trainer.optimizers, layout)]
+            asked.append(SameGradients(trainer.lightning_module, layout))
+        if layout.world_size > 1:
+            asked.append(SameSettings(trainer.optimizers, layout))
         sigterm, requeue, *combined = self._exchange(trainer, *chain.from_iterable(each.flags for each in asked))
         for each in asked:
             each.check(combined[: len(each.flags)])

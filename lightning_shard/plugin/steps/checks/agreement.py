@@ -120,7 +120,7 @@ class SameSettings:
     """Checks that the optimizers of a stage's ranks have equal settings, within the same message.
 
     Each rank updates its part of the parameters. A ReduceLROnPlateau that monitors a data rank's own value lowers the
-    learning rate on that rank only.
+    learning rate on that rank only. Learning rates are compared over all stages, where these have as many groups.
 
     Args:
         optimizers: After a step.
@@ -130,7 +130,9 @@ class SameSettings:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], layout: Layout) -> None:
         self._rates = [[group.get("lr") for group in optimizer.param_groups] for optimizer in optimizers]
         settings = [[_numbers(group) for group in optimizer.param_groups] for optimizer in optimizers]
-        self.flags = _of_stage(settings, layout)
+        groups = [len(each) for each in self._rates]
+        rates = [rate if isinstance(rate, (int, float)) else None for each in self._rates for rate in each]
+        self.flags = [*_of_stage(settings, layout), *_of_all(groups), *_of_all(rates)]
 
     def check(self, combined: Sequence[bool]) -> None:
         """Check the disjunction (logical or) of all ranks' ``flags``.
@@ -138,7 +140,12 @@ class SameSettings:
         Raises:
             StepError: On every rank, if they differ.
         """
-        if _differ(combined):
+        of_stages, of_groups, of_rates = (
+            combined[: -4 * _BITS],
+            combined[-4 * _BITS : -2 * _BITS],
+            combined[-2 * _BITS :],
+        )
+        if _differ(of_stages) or (_differ(of_rates) and not _differ(of_groups)):
             raise StepError(
                 f"The ranks' optimizers have different settings (this rank's learning rates: {self._rates}), and each"
                 " steps its own part of the parameters, so this step's weights are wrong: resume from an earlier"
@@ -156,11 +163,16 @@ def _of_stage(value: object, layout: Layout) -> list[bool]:
     This rank sets bits of its own stage only: those of a digest, and their complements. Where both a bit and its
     complement are set by some rank, the values differ.
     """
-    digest = xxhash.xxh3_64_intdigest(repr(value).encode())
-    own = [bool(digest >> bit & 1) for bit in range(_BITS)]
-    both, silent = [*own, *(not bit for bit in own)], [False] * 2 * _BITS
+    both, silent = _of_all(value), [False] * 2 * _BITS
     stages = range(layout.pipeline_parallel_size)
     return [bit for stage in stages for bit in (both if stage == layout.pipeline_rank else silent)]
+
+
+def _of_all(value: object) -> list[bool]:
+    """Encode a value so that an "or" over all ranks shows whether their values differ."""
+    digest = xxhash.xxh3_64_intdigest(repr(value).encode())
+    own = [bool(digest >> bit & 1) for bit in range(_BITS)]
+    return [*own, *(not bit for bit in own)]
 
 
 def _differ(combined: Sequence[bool]) -> bool:

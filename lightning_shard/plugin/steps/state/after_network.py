@@ -1,11 +1,11 @@
 """Sends state that a step changes on modules after calling the network from the last stage to the earlier ones.
 
-Only the last stage runs the code after the network. At the end of a batch it broadcasts what has changed since the
-network's first block was called: new values, and changes inside of lists, dicts and objects (``contents.py``). The
-other stages apply these, so that the next batch, hooks and callbacks find on every stage what one process would. Within
-a batch an earlier stage can't have them: its next microbatch begins before the last stage is done with this one. So a
-step is refused if a stage has read such an attribute in a batch of several microbatches, or has read one that can't be
-sent. Of tensors that are too large the other stages know only the shape.
+Only the last stage runs the code after the network, and the parts that it holds, such as a head. At the end of a batch
+it broadcasts what has changed since the network's first block was called: new values, and changes inside of lists,
+dicts and objects (``contents.py``). The other stages apply these, so that the next batch, hooks and callbacks find on
+every stage what one process would. Within a batch an earlier stage can't have them: its next microbatch begins before
+the last stage is done with this one. So a step is refused if a stage has read such an attribute in a batch of several
+microbatches, or has read one that can't be sent. Of tensors that are too large the other stages know only the shape.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class KeptState:
     Args:
         root: Cut and sharded.
         blocks: Names of all blocks, in running order.
-        parts: Names of modules with parameters that run around the blocks; each keeps its state where it is held.
+        parts: Names of modules with parameters that run around the blocks and keep their state where they are held.
         is_last: Whether this is the last stage.
         elsewhere: The modules whose parameters other stages hold.
         hollow: Names of parameters for which other tensors are substituted while a stage runs: received ones, if any.
@@ -212,7 +212,11 @@ class KeptState:
         Raises:
             StepError: This stage has read one before, with another value than a single process would have.
         """
-        changes = {key: value if self._can_set(key, value) else _Elsewhere() for key, value in changes.items()}
+        changes = {
+            key: value if self._can_set(key, value) else _Elsewhere()
+            for key, value in changes.items()
+            if key[0] in self._modules
+        }
         own, read, begun = set(self._changed), set(self._read), self._begun or {}
         self._changed.clear()
         self._read.clear()
@@ -368,9 +372,10 @@ class KeptStates:
         hollow = {name for stage in stages for name in stage.hollow}
 
         def kept(stage: Stage) -> KeptState:
-            return KeptState(
-                root, stage.blocks, stage.parts, is_last=stage.is_last, elsewhere=stage.elsewhere, hollow=hollow
-            )
+            # a rank that holds the last stage has the state of its parts
+            of_all = stage.last_parts if stage.is_last or not stages.is_last else ()
+            parts = [part for part in stage.parts if part not in of_all]
+            return KeptState(root, stage.blocks, parts, is_last=stage.is_last, elsewhere=stage.elsewhere, hollow=hollow)
 
         self._stages = stages
         self._apart = apart

@@ -1,0 +1,99 @@
+"""State that a part of the last stage keeps, such as a head's running sum, read by hooks on all stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import RanksFailed, run_ranks
+from tests.parity import QUIET
+
+WIDTH = 8
+
+
+class Head(nn.Linear):
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("total", torch.zeros(()))
+        self.samples = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if not self.training:
+            self.total += y.detach().abs().mean(-1).sum()
+            self.samples += len(y)
+        return y
+
+
+class Module(L.LightningModule):
+    """Its learning rate follows what the head has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = Head()
+        self.sizes: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.head(x)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[0].roll(1, -1))
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self(batch[0])
+
+    def on_validation_epoch_end(self) -> None:
+        size = float(self.head.total) / self.head.samples
+        self.head.total.zero_()
+        self.head.samples = 0
+        self.sizes.append(size)
+        self.log("size", size)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "size"}}
+
+
+class OwnRates(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 2:
+            self.optimizers().param_groups[0]["lr"] = 0.1 / (1 + self.global_rank)  # type: ignore[union-attr, index]
+
+
+def fit(kind: type[Module], stages: int) -> tuple[list[float], float]:
+    torch.manual_seed(1)
+    module = kind()
+    settings: dict[str, Any] = {"devices": 1, "strategy": "auto"}
+    if stages > 1:
+        strategy = HybridShardStrategy(pipeline_parallel_size=stages, microbatches=4)
+        settings = {"devices": stages, "strategy": strategy}
+    data = TensorDataset(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(2)))
+    trainer = L.Trainer(max_epochs=4, **settings, **QUIET)
+    trainer.fit(module, DataLoader(data, batch_size=8), DataLoader(data, batch_size=8))
+    return module.sizes, trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def test_hooks_on_all_stages_read_what_the_head_has_kept() -> None:
+    sizes, rate = fit(Module, 1)
+    assert rate < 0.1
+    for seen, own_rate in run_ranks(fit, 2, Module, 2, elastic=True):
+        assert seen == pytest.approx(sizes, rel=1e-5)
+        assert own_rate == rate
+
+
+def test_stages_with_other_learning_rates_are_refused() -> None:
+    with pytest.raises(RanksFailed, match="The ranks' optimizers have different settings"):
+        run_ranks(fit, 2, OwnRates, 2, elastic=True)
