@@ -132,8 +132,12 @@ def rebuild(tree: Any, children: list[Any]) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(children)
     rebuilt = copy.copy(tree)
+    held = getattr(rebuilt, "__dict__", {})
     for field, child in zip(dataclasses.fields(tree), children):
-        object.__setattr__(rebuilt, field.name, child)
+        if field.name in held:  # past descriptors of the class, which may refuse slots in place of tensors
+            held[field.name] = child
+        else:
+            object.__setattr__(rebuilt, field.name, child)
     return rebuilt
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
 
 WIDTH = 16
@@ -22,6 +23,11 @@ class Layers(nn.Module):
         for layer in self.layers[:number]:
             x = x + layer(x)
         return x
+
+
+class Refining(Layers):
+    def forward(self, x: Tensor, number: int | None = None) -> Tensor:
+        return super().forward(x if self.training else self.layers[0](x), number)
 
 
 class Halves(nn.Module):
@@ -101,6 +107,14 @@ class EarlyExit(L.LightningModule):
         return self.head(self.net(batch, 1)).tanh()
 
 
+class Refines(EarlyExit):
+    """Its network runs its first layer a second time in evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Refining(5)
+
+
 class Spare(EarlyExit):
     """Calls the second and the last layer, in all of its steps."""
 
@@ -120,3 +134,9 @@ def batches() -> list[Tensor]:
 @pytest.mark.parametrize("layout", ["pp2", "pp4", "pp2 x dp2"])
 def test_trains_validates_and_predicts_as_one_process_does(module: type[L.LightningModule], layout: str) -> None:
     assert_trains_alike(module, batches, layout, trainer={"gradient_clip_val": 0.1})
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp4"])
+def test_a_block_of_an_early_stage_that_evaluations_run_again_is_refused_on_all_stages(layout: str) -> None:
+    with pytest.raises(StepError, match=r"net\.layers\.0 ran 2 times within one step, and a pipeline expects it 1"):
+        assert_trains_alike(Refines, batches, layout)

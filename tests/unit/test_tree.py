@@ -165,3 +165,30 @@ def test_leaves_are_mapped_and_listed_in_order() -> None:
     doubled = tree.map_leaves(lambda leaf: leaf * 2, nested)
     assert [int(t) for t in tree.tensors(doubled)] == [2, 4]
     assert doubled[1]["a"][1] == "texttext"
+
+
+class Checked:
+    """A descriptor that takes tensors only."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return None if instance is None else vars(instance)[self.name]
+
+    def __set__(self, instance: object, value: object) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{self.name} isn't a tensor")
+        vars(instance)[self.name] = value
+
+
+@dataclass
+class Picture:
+    image: Any = Checked()
+
+
+def test_fields_that_check_their_values_hold_slots_in_messages() -> None:
+    picture = Picture(torch.ones(2))
+    skeleton = tree.map_leaves(lambda leaf: leaf.shape, picture)
+    assert skeleton.image == (2,)
+    assert torch.equal(tree.map_leaves(torch.zeros, skeleton).image, torch.zeros(2))

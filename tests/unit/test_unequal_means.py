@@ -32,8 +32,16 @@ def group() -> Iterator[dist.ProcessGroup]:
         (lambda x, part: x.sum() / 0 if part else x.sum() / 2, 1),
         (lambda x, part: x.sum() / 0, 0),
         (lambda x, part: x.sum(), 0),
+        (lambda x, part: (x * (1 - part)).sum() / torch.tensor(float(1 - part)).clamp(min=1), 1),
+        (lambda x, part: x.sum() * 0 if part else x.sum() / torch.tensor(2.0), 1),
+        (lambda x, part: torch.nan_to_num(x.sum() * (1 - part) / (1 - part)), 1),
+        (lambda x, part: (x * 0).sum() / torch.tensor(1.0), 0),
+        (lambda x, part: (x * part)[:1].mean(), 0),
     ],
-    ids=["unequal", "unequal and negative", "equal and negative", "one over nothing", "all over nothing", "none"],
+    ids=[
+        *("unequal", "unequal and negative", "equal and negative", "one over nothing", "all over nothing", "none"),
+        *("guarded divisor", "guarded loss", "guarded result", "all are 0", "one element that is 0"),
+    ],
 )
 def test_unequal_numbers_are_told_of_once(
     group: dist.ProcessGroup, loss_of: Callable[[Tensor, int], Tensor], told: int

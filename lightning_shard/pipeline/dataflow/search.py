@@ -94,6 +94,7 @@ class Search:
         asked: Values that the next stage requested, in all rounds.
         unavailable: Those of them that are computed from parameters of a later stage.
         passage: The last round's run; ``None`` if the previous stage sent nothing.
+        again: Whether this or an earlier stage has met a second call of the network in the last round.
         result: The step's return value in that run.
         leaves_after: The end of this stage's part, once it is known to be after a block.
         crossing: What was found so far.
@@ -104,6 +105,7 @@ class Search:
     asked: list[Key] = field(default_factory=list)
     unavailable: set[Key] = field(default_factory=set)
     passage: Passage | None = None
+    again: bool = False
     result: Any = None
     leaves_after: End | None = None
     crossing: Crossing = field(default_factory=lambda: Crossing(Delivery()))
@@ -127,7 +129,8 @@ class Search:
         stage, channel = self.stage, self.channel
         self.passage, sends = None, False
         incoming = Delivery() if stage.is_first else channel.hear()
-        if incoming is not None:
+        self.again = isinstance(incoming, Request)
+        if isinstance(incoming, Delivery):
             received = {} if stage.is_first else channel.receive(incoming.slots)
             self.crossing = Crossing(incoming, self.asked, self.unavailable, leaves_after=self.leaves_after)
             with stage.microbatch(received, self.crossing, searching=True) as self.passage:
@@ -139,7 +142,9 @@ class Search:
         if stage.is_last:
             return
         if not sends:
-            channel.announce(None)
+            missing = self.passage.missing if self.passage is not None else None
+            self.again |= missing is not None and missing.again
+            channel.announce(Request(done=False, again=True) if self.again else None)
             return
         assert self.passage is not None
         self.crossing.outgoing = stage.delivery(self.passage, self.crossing)
@@ -149,7 +154,7 @@ class Search:
     def answer(self) -> Request:
         """Receive the next stage's request, and send one to the previous stage: what is missing, or that nothing is."""
         if self.passage is None:
-            return Request(done=False)
+            return Request(done=False, again=self.again)
         request = self.passage.missing or self._receive_answer(self.passage)
         if request.done:
             self.crossing.is_settled = not (self.crossing.incoming.traced or request.traced)

@@ -66,11 +66,14 @@ class Channel:
 
     # In the search for the values that cross
 
-    def announce(self, delivery: Delivery | None) -> None:
-        """Tell the next stage what it will be sent. ``None``: nothing, since an earlier stage misses a value."""
+    def announce(self, delivery: Delivery | Request | None) -> None:
+        """Tell the next stage what it will be sent. Nothing (``None``) if an earlier stage misses a value.
+
+        A request says that an earlier stage has met a second call of the network.
+        """
         self._say(delivery, self.stage + 1)
 
-    def hear(self) -> Delivery | None:
+    def hear(self) -> Delivery | Request | None:
         """Receive the previous stage's announcement."""
         return self._listen(self.stage - 1)
 

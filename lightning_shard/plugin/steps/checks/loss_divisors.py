@@ -27,6 +27,7 @@ _LINEAR = (
     "Mul",
     "Neg",
     "Where",
+    "NanToNum",
     "ToCopy",
     "Clone",
     "Alias",

@@ -1,7 +1,8 @@
 """Warns of losses that are means over different numbers of targets in the parts of a batch.
 
 The mean of such means isn't the mean over the batch, which one process takes. ``loss_weight`` corrects that. Without it
-nothing fails, so in the first steps the divisors of losses are compared.
+nothing fails, so in the first steps the divisors of losses are compared. A part in which nothing counts often has a
+guarded loss of 0: with a divisor of 1 (``clamp(min=1)``), or with none. There the divisor is taken for 0.
 
 Limits: padding that begins after these steps, and means in evaluation steps, which have no graph, aren't detected.
 """
@@ -39,12 +40,12 @@ class UnequalMeans:
         self._ranks = dist.get_world_size(group)
         self._parts = parts
         self._left = 0 if is_weighted or parts * self._ranks == 1 else _STEPS
-        self._seen: list[list[Tensor | float]] = []
+        self._seen: list[tuple[Tensor, list[Tensor | float]]] = []  # losses and their divisors
 
     def note(self, loss: Any) -> None:
         """Read the divisors of a part's loss, before its backward frees the graph."""
-        if self._left:
-            self._seen.append([number for _, number in divisions(loss)] if isinstance(loss, Tensor) else [])
+        if self._left and isinstance(loss, Tensor):
+            self._seen.append((loss.detach(), [number for _, number in divisions(loss)]))
 
     def warn(self) -> None:
         """Warn once, after a batch's parts; a collective call over the data ranks in the first steps."""
@@ -61,7 +62,7 @@ class UnequalMeans:
 
     def _extremes(self) -> tuple[list[float], list[float]]:
         """Minimum and maximum of each divisor over all parts that have it."""
-        rows = [[float(each) for each in divisors[:_DIVISORS]] for divisors in self._seen]
+        rows = [_row(loss, divisors) for loss, divisors in self._seen]
         bounds = torch.full((2, _DIVISORS), -torch.inf, dtype=torch.float64)
         for row in rows:
             own = torch.tensor(row, dtype=torch.float64)
@@ -83,3 +84,11 @@ class UnequalMeans:
             " ones do), and so does self.log(…, batch_size=that number) of what is logged. loss_weight=lambda batch: 1"
             " says that they are to count equally."
         )
+
+
+def _row(loss: Tensor, divisors: list[Tensor | float]) -> list[float]:
+    divisors = divisors[:_DIVISORS]
+    if float(loss) != 0:
+        return [float(each) for each in divisors]
+    # a number of elements is exact; what was counted is a tensor
+    return [0.0 if isinstance(each, Tensor) and each == 1 else float(each) for each in divisors] or [0.0]
