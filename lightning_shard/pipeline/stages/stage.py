@@ -399,7 +399,7 @@ class Stage:
         """Record what forward hooks of a block's submodules see, for the stages where a stand-in replaces the block."""
         self._seen_inside = []
         for path, module in block.named_modules():
-            if path and module._forward_hooks:
+            if path and forward_hooks(module):
                 note = partial(self._note_inside, index, path)
                 self._inside.append(module.register_forward_hook(note, with_kwargs=True, prepend=True))
 
@@ -530,6 +530,22 @@ class Stage:
                 " (pad it), and what needs gradients may change where an epoch begins (on_train_epoch_start). Or use"
                 " pipeline_parallel_size=1."
             )
+
+
+def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """A module's forward hooks by number, without those of this library and of sharding.
+
+    A part around the blocks may be inside of blocks too, such as a shared rotary embedding.
+    """
+    defined = {
+        number: str(getattr(getattr(hook, "func", hook), "__module__", ""))
+        for number, hook in module._forward_hooks.items()
+    }
+    return {
+        number: hook
+        for number, hook in module._forward_hooks.items()
+        if not f"{defined[number]}.".startswith(("torch.distributed.", "lightning_shard."))
+    }
 
 
 def _unknown_in(arguments: Any) -> dict[Unknown, int]:

@@ -22,7 +22,7 @@ from lightning_shard.pipeline.dataflow.crossing import BlockCall, End, Held, Key
 from lightning_shard.pipeline.dataflow.objects import at, entries, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
 from lightning_shard.pipeline.dataflow.uncalled import called_now, out_of_order
-from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.pipeline.stages.stage import Stage, forward_hooks
 
 
 @dataclass(eq=False)
@@ -188,9 +188,7 @@ class StandIn:
         """Call the forward hooks of a submodule, on what the first of them saw on the block's own stage."""
         module = self.block.get_submodule(path)
         args, kwargs, output = seen
-        for number, hook in list(module._forward_hooks.items()):
-            if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
-                continue  # tensor parallelism's hook, on a block that this stage runs at other places
+        for number, hook in forward_hooks(module).items():
             given = (args, kwargs) if number in module._forward_hooks_with_kwargs else (args,)
             result = hook(module, *given, output)
             output = output if result is None else result
