@@ -33,7 +33,7 @@ def gather_parameters(
         for name, (shape, dtype) in names.items():
             of_rank = layout.pipelines()[0][stage]
             if layout.rank == of_rank and of_rank:
-                dist.send(gathered[name].to(device), group=groups.pipeline, group_dst=0)
+                dist.send(gathered[name].to(device).contiguous(), group=groups.pipeline, group_dst=0)
             elif layout.rank == 0 and of_rank:
                 received = torch.empty(shape, dtype=dtype, device=device)
                 dist.recv(received, group=groups.pipeline, group_src=layout.pipeline_parallel_size - 1 - stage)

@@ -67,6 +67,29 @@ class Module(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "size"}}
 
 
+class ReadsBefore(Module):
+    """Scales its input by what the head has kept."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step([batch[0] / (1 + self.head.seen)], batch_idx)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Seeing()
+
+
+class Seeing(Head):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.fill_(x.detach().abs().mean())
+        return super().forward(x)
+
+
 class OwnRates(Module):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step == 2:
@@ -97,3 +120,8 @@ def test_hooks_on_all_stages_read_what_the_head_has_kept() -> None:
 def test_stages_with_other_learning_rates_are_refused() -> None:
     with pytest.raises(RanksFailed, match="The ranks' optimizers have different settings"):
         run_ranks(fit, 2, OwnRates, 2, elastic=True)
+
+
+def test_code_before_the_network_that_reads_it_is_refused() -> None:
+    with pytest.raises(RanksFailed, match=r"head\._buffers\.seen changes|changes self\.head\.seen after"):
+        run_ranks(fit, 2, ReadsBefore, 2, elastic=True)

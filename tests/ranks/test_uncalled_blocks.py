@@ -115,6 +115,23 @@ class Refines(EarlyExit):
         self.net = Refining(5)
 
 
+class ValidatesNothing(EarlyExit):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        pass
+
+
+class ValidatesAfterTheSanityCheck(EarlyExit):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        if self.trainer.sanity_checking:
+            return None
+        return super().validation_step(batch, batch_idx)
+
+
+class ValidatesOneBatch(EarlyExit):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        return super().validation_step(batch, batch_idx) if batch_idx == 0 else None
+
+
 class Spare(EarlyExit):
     """Calls the second and the last layer, in all of its steps."""
 
@@ -140,3 +157,14 @@ def test_trains_validates_and_predicts_as_one_process_does(module: type[L.Lightn
 def test_a_block_of_an_early_stage_that_evaluations_run_again_is_refused_on_all_stages(layout: str) -> None:
     with pytest.raises(StepError, match=r"net\.layers\.0 ran 2 times within one step, and a pipeline expects it 1"):
         assert_trains_alike(Refines, batches, layout)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp4"])
+@pytest.mark.parametrize("module", [ValidatesNothing, ValidatesAfterTheSanityCheck])
+def test_evaluations_may_call_no_block(module: type[L.LightningModule], layout: str) -> None:
+    assert_trains_alike(module, batches, layout, trainer={"num_sanity_val_steps": 1})
+
+
+def test_a_later_batch_that_calls_no_block_is_refused() -> None:
+    with pytest.raises(StepError, match=r"validation_step didn't call net\.layers\..*its number"):
+        assert_trains_alike(ValidatesOneBatch, batches, "pp2")

@@ -26,11 +26,10 @@ def of_one_dtype(
         ConfigurationError: One module holds parameters of several dtypes.
     """
     units = list(units)
-    for unit in units:
-        yield from _inside(unit, set(besides))
-        yield unit
+    found = [part for unit in units for part in (*_inside(unit, set(besides)), unit)]
     if root is not None:
-        yield from _inside(root, {*besides, *(p for unit in units for p in unit.parameters())})
+        found += _inside(root, {*besides, *(p for unit in units for p in unit.parameters())})
+    yield from dict.fromkeys(found)  # units may share a module of another dtype
 
 
 def _inside(unit: nn.Module, besides: set[nn.Parameter], dtype: torch.dtype | None = None) -> Iterator[nn.Module]:

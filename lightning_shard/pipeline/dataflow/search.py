@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Crossing, Delivery, End, Key, Passage, Request
-from lightning_shard.pipeline.dataflow.uncalled import missing_now, none_called
+from lightning_shard.pipeline.dataflow.uncalled import called_now, missing_now, none_called
 from lightning_shard.pipeline.runtime.channel import Channel
 from lightning_shard.pipeline.stages.stage import Stage
 
@@ -290,15 +290,23 @@ def check_ran(stage: Stage, passage: Passage, crossing: Crossing) -> None:
     """Check where the stage has left the step, and that it changed no memory that sent values share.
 
     Where a run that searches comes to the step's end before the last stage, no later block is called. This is noted,
-    and in the next round the stage leaves after the last block that was called: the last stage runs what follows.
+    and in the next round the stage leaves after the last block that was called: the last stage runs what follows. An
+    evaluation step that calls no block runs whole on every stage, and nothing is sent.
 
     Raises:
-        StepError: The step calls no block, or other blocks than the previous stage or an earlier microbatch did.
+        StepError: A training step calls no block, or a step other blocks than the previous stage or an earlier
+            microbatch did.
     """
     until, incoming = passage.until, crossing.incoming.until
     agreed = crossing.outgoing.until if crossing.outgoing is not None else None
     if until is None and passage.last_block is None:
-        raise StepError(none_called(stage.method, stage.blocks))
+        if agreed is not None:
+            raise StepError(missing_now(stage.method, [stage.blocks[agreed.place]]))
+        if passage.differentiates or incoming is not None:
+            raise StepError(none_called(stage.method, stage.blocks))
+        return
+    if agreed is None and crossing.outgoing is not None and not passage.searching:
+        raise StepError(called_now(stage.blocks[passage.last_block or 0]))
     if until is None and not stage.is_last and passage.searching:
         assert passage.last_block is not None
         passage.found_end, passage.missing = End(passage.last_block, after=True), Request(done=False)
