@@ -48,7 +48,7 @@ def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module], *, whole_st
 def _gather_for_calls(root: nn.Module, blocks: Collection[nn.Module], *, whole_steps: bool) -> None:
     if unsharded_of(root) is None and not isinstance(root, FSDPModule):
         return
-    calls = _Calls(root, whole_steps=whole_steps)
+    calls = _Calls(root)
     for part in set(_called(root, blocks)):
         part.register_forward_pre_hook(calls.enter, prepend=True)
         part.register_forward_hook(calls.leave, always_call=True)
@@ -82,15 +82,13 @@ def _is_step(args: Any) -> bool:
 class _Calls:
     """Counts nested calls of parts outside of a call of ``root``: the outermost call unshards and reshards."""
 
-    def __init__(self, root: nn.Module, *, whole_steps: bool = True) -> None:
+    def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._whole_steps = whole_steps
         self._depth = 0
         self._in_step = False
 
     def enter(self, *_: Any) -> None:
-        if not self._whole_steps:
-            set_up(self._root)
+        set_up(self._root)  # a part may be called before the first step, such as in configure_optimizers
         if self._depth or not self._is_gathered():
             self._depth += 1
             if self._depth == 1:
