@@ -98,6 +98,8 @@ def block_lists(root: nn.Module, *, mixed: bool = False) -> dict[str, list[str]]
             continue
         names = [first_names[id(child)] for child in _held_by(module)]
         classes = [type(child) for child in map(root.get_submodule, names) if _holds(child)]
+        if classes and all(issubclass(kind, (nn.Embedding, nn.EmbeddingBag)) for kind in classes):
+            continue  # tables run side by side
         alike = len(set(classes)) == 1 and len(classes) == len(names)
         in_turn = mixed and len(set(classes)) < len(classes) and len(names) > 2
         if len(classes) > 1 and (alike or in_turn):
@@ -113,7 +115,8 @@ def find_blocks(
 
     Without a path, the first of these that exists:
 
-    - The longest list, a trained one if there is one, and other lists of the same network that hold blocks of its
+    - The longest list, a trained one if there is one, without lists that are small beside others (a tenth of one, or
+      a head's layers beside blocks), and other lists of the same network that hold blocks of its
       classes or are about as large: an encoder's and a decoder's, or a ResNet's stages. Lists that the example doesn't
       run are left out, such as those of a vision tower if the example is text.
     - A module that runs several times: instead of lists inside of it, or if there are no lists.
@@ -179,7 +182,11 @@ def _chain(root: nn.Module, lists: dict[str, list[str]]) -> dict[str, list[str]]
     """The longest list, a trained one if there is one, and the lists that are cut with it."""
     if not lists:
         return {}
-    path = max(lists, key=lambda name: (_trains(root.get_submodule(name)), len(lists[name]), _size(root, name)))
+    small = _small(root, lists)
+    path = max(
+        lists,
+        key=lambda name: (_trains(root.get_submodule(name)), name not in small, len(lists[name]), _size(root, name)),
+    )
     if type(_parent(root, path)) is nn.Sequential and type(root.get_submodule(path)) is nn.Sequential:
         return _sequential(root)
     classes = {type(root.get_submodule(name)) for name in lists[path]}
@@ -198,6 +205,19 @@ def _chain(root: nn.Module, lists: dict[str, list[str]]) -> dict[str, list[str]]
         return same_kind and _size(root, other) >= _SMALL * _size(root, path)
 
     return {other: names for other, names in lists.items() if other == path or belongs(other)}
+
+
+def _small(root: nn.Module, lists: dict[str, list[str]]) -> set[str]:
+    """Lists that aren't worth cutting beside others that train: much smaller than one, or layers of a head."""
+    trained = [name for name in lists if _trains(root.get_submodule(name))]
+    sizes = {name: _size(root, name) for name in trained or lists}
+    of_layers = {name for name in sizes if all(_is_leaf(root.get_submodule(each)) for each in lists[name])}
+    of_blocks = sum(size for name, size in sizes.items() if name not in of_layers)
+    return {
+        name
+        for name, size in sizes.items()
+        if size < _SMALL * max(sizes.values()) or (name in of_layers and size < of_blocks)
+    }
 
 
 def _run_by(root: nn.Module, lists: dict[str, list[str]], called: Set[str]) -> dict[str, list[str]]:

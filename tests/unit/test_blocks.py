@@ -123,7 +123,7 @@ def test_transformers_models_bring_their_plans() -> None:
 
 def test_a_frozen_teacher_is_not_what_is_cut() -> None:
     module = Model("gpt")
-    module.teacher = nn.ModuleList(nn.Linear(8, 8) for _ in range(9)).requires_grad_(False)
+    module.teacher = nn.ModuleList(nn.TransformerEncoderLayer(64, 2, 64) for _ in range(9)).requires_grad_(False)
     assert find_blocks(module).names[0] == "model.blocks.0"
     module.model.requires_grad_(False)
     assert find_blocks(module).names[0] == "teacher.0"
@@ -327,4 +327,27 @@ def test_a_list_in_a_module_that_runs_several_times_isnt_cut() -> None:
     module = Holder()
     module.net = LooksLikeAList()
     assert find_blocks(module, calls=lambda: ["net", "net.block", "net.block"]).names == ("net.block",)
-    assert find_blocks(module).names[0] == "net.block.heads.0"
+    assert find_blocks(module).names[0] == "net.block.encoder.0"
+
+
+class SelfSupervised(L.LightningModule):
+    """A backbone of four stages, and heads of more layers, whose parameters may be as many as a stage's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.ModuleList(nn.TransformerEncoderLayer(32, 2, 64) for _ in range(4))
+        self.projector = nn.Sequential(
+            nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 32)
+        )
+        self.predictor = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(9))
+        self.tables = nn.ModuleDict({str(size): nn.Embedding(size, 64) for size in range(100, 106)})
+
+
+def test_heads_and_tables_of_embeddings_are_not_what_is_cut() -> None:
+    module = SelfSupervised()
+    assert find_blocks(module).names == tuple(f"backbone.{number}" for number in range(4))
+    del module.backbone, module.predictor
+    assert find_blocks(module).names[0] == "projector.0"
+    del module.projector
+    with pytest.raises(PlacementError):
+        find_blocks(module)
