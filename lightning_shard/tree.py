@@ -192,7 +192,8 @@ def batch_size(batch: Any) -> int:
     seen = ", ".join(f"{'.'.join(path) or 'the batch'}: {size}" for size, path in sizes.items())
     raise BatchError(
         f"The batch's tensors differ in their first dimension ({seen}), so it isn't clear how to cut it into"
-        " microbatches: put the sample dimension first in all of them, or make constants 0-dimensional."
+        " microbatches: put the sample dimension first in all of them, or make constants 0-dimensional. Graphs joined"
+        " into one can't be cut: use pipeline_parallel_size=1."
     )
 
 

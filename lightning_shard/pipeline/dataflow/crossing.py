@@ -391,12 +391,17 @@ class Passage:
                 " use pipeline_parallel_size=1."
             )
 
-    def check_differentiates(self) -> None:
+    def check_differentiates(self, name: str) -> None:
+        """
+        Args:
+            name: The block that is called.
+        """
         if torch.is_grad_enabled() != self.differentiates:
             raise StepError(
-                "The blocks run with gradients switched off within a step that needs them, so no gradient would cross"
-                " the stages: with activation checkpointing, use use_reentrant=False; to freeze them,"
-                " requires_grad_(False) in place of torch.no_grad(); or use pipeline_parallel_size=1."
+                f"{name} and other blocks run with gradients switched off within a step that needs them, so no gradient"
+                " would cross the stages: with activation checkpointing, use use_reentrant=False; if they are frozen,"
+                " say so by requires_grad_(False) too, or name the blocks that train by pipeline_blocks; or use"
+                " pipeline_parallel_size=1."
             )
 
     def produced(self, key: Key, tensor: Tensor, parents: tuple[Value, ...] = (), *, written: bool = False) -> Tensor:

@@ -305,8 +305,9 @@ class Stage:
             self.passage.calls += 1
             if self.passage.calls > allowed:
                 self._on_second_call(
-                    "The network was called a second time within one step, and a pipeline runs it once: call it once on"
-                    " the concatenated inputs, or use pipeline_parallel_size=1."
+                    f"The network ({self.network or 'the LightningModule'}) was called a second time within one step,"
+                    " and a pipeline runs it once: call it once on the concatenated inputs, name blocks of what is"
+                    " called once by pipeline_blocks, or use pipeline_parallel_size=1."
                 )
 
     def _on_second_call(self, sentence: str) -> NoReturn:
@@ -431,7 +432,7 @@ class Stage:
         if index is not None and index in self.owned:
             while self._inside:
                 self._inside.pop().remove()
-            passage.check_differentiates()
+            passage.check_differentiates(name)
             if passage.searching:
                 self._ask_for_objects(name, output)
                 refuse(output, f"What {name} returns")  # it may use a part that an earlier stage holds

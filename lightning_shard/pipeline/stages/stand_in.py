@@ -65,7 +65,7 @@ class StandIn:
                 f"{self.name} runs within another block, or without its __call__, and a pipeline cuts between blocks:"
                 " name others by pipeline_blocks, or use pipeline_parallel_size=1."
             )
-        passage.check_differentiates()
+        passage.check_differentiates(self.name)
         if index >= self.stage.owned.stop:
             passage.until = End(index)
             raise StageEnd

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from lightning_shard import tree
-from lightning_shard.errors import StepError
+from lightning_shard.errors import ShardError, StepError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.fsdp.bypassed_units import BypassedUnits
 from lightning_shard.parallel.fsdp.shard import (
@@ -70,6 +70,12 @@ _RESULT_HOOKS = {
     "test_step": "on_test_batch_end",
 }
 """The hooks that receive what a step returned."""
+
+
+_CUT = (
+    "With several pipeline stages a step gets a part of the batch at a time (here one of {parts}): a network or step"
+    " that works across samples, or for one batch size only, needs pipeline_parallel_size=1."
+)
 
 
 @dataclass(frozen=True)
@@ -402,6 +408,10 @@ class PipelinedSteps:
                 return result
         except StageEnd:
             return None
+        except (RuntimeError, ValueError, IndexError) as error:
+            if stage.calls is None and not isinstance(error, ShardError):
+                error.add_note(_CUT.format(parts=self._microbatches))
+            raise
         finally:
             if forget_logs is not None:
                 forget_logs()

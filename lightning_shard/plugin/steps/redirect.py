@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_shard.errors import StepError
 
@@ -22,6 +25,8 @@ _NOT_FOR_SHARDED = (
 """All of torch's messages about sharded parameters, including those for operations that DTensors don't support."""
 
 
+_IN_PLACE = re.compile(r"aten\.\w+_\.")
+"""An operation in torch's message that changes its first argument."""
 _OF_SHARDED = (
     "Outside of steps a parameter, and its gradient, is a DTensor of which each rank has a part: make what it is"
     " computed with from it (torch.ones_like(p), p.detach().clone() in on_train_start), have p.copy_() take a whole"
@@ -29,16 +34,40 @@ _OF_SHARDED = (
 )
 
 
+_IN_OPTIMIZER = (
+    "{kind} isn't an optimizer for sharded parameters: each rank steps its own part of them, a DTensor that may be"
+    " empty. Use one that updates each element by itself and makes what it needs from the parameter"
+    " (torch.zeros_like(p)), such as those of torch.optim; or use one process, or another strategy."
+)
+
+
 def note_sharded(exception: BaseException) -> None:
     """Add a note to an exception of user code that used a sharded parameter, which says what such a parameter is."""
-    if _is_about_sharded(exception) and _OF_SHARDED not in getattr(exception, "__notes__", ()):
-        exception.add_note(_OF_SHARDED)
+    optimizer = _optimizer_that_raised(exception)
+    if optimizer is not None:
+        note = _IN_OPTIMIZER.format(kind=optimizer)
+    elif _is_about_sharded(exception):
+        note = _OF_SHARDED
+    else:
+        return
+    if note not in getattr(exception, "__notes__", ()):
+        exception.add_note(note)
 
 
 def sharded_refusal(error: Exception) -> StepError | None:
     """The same explanation as a StepError; ``None`` for other exceptions."""
-    said = " ".join(str(error).split())
-    return StepError(f"{_OF_SHARDED} torch said: {said}") if _is_about_sharded(error) else None
+    if not _is_about_sharded(error):
+        return None
+    optimizer = _optimizer_that_raised(error)
+    reason = _OF_SHARDED if optimizer is None else _IN_OPTIMIZER.format(kind=optimizer)
+    return StepError(f"{reason} torch said: {' '.join(str(error).split())}")
+
+
+def _optimizer_that_raised(error: BaseException) -> str | None:
+    """The class of the optimizer whose code raised an error; ``None`` if it is another's code, or one of torch's."""
+    kinds = [type(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    optimizers = [kind for kind in kinds if issubclass(kind, Optimizer)]
+    return None if not optimizers or optimizers[-1].__module__.startswith("torch.") else optimizers[-1].__name__
 
 
 def _is_about_sharded(error: BaseException) -> bool:
@@ -89,10 +118,19 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
     except RuntimeError as error:
         if not any(text in str(error) for text in (_NOT_GATHERED, _AS_VALUES)):
             raise
+        if _IN_PLACE.search(str(error)):
+            remedy = (
+                "To change parameters, such as those of a momentum encoder, do so in on_train_batch_start or"
+                " on_train_batch_end, where each rank has its own part (with several pipeline stages that isn't"
+                " possible)."
+            )
+        else:
+            remedy = (
+                "Each of the model's repeated blocks is gathered while it is called: call block(x) and not"
+                " block.forward(x), and elsewhere take p.full_tensor() of its parameters that are DTensors."
+            )
         raise StepError(
-            f"The step computes with parameters that are sharded ({error}). Each of the"
-            " model's repeated blocks is gathered while it is called: call block(x) and not block.forward(x), and"
-            " elsewhere take p.full_tensor() of its parameters that are DTensors. Or use one process, or another"
+            f"The step computes with parameters that are sharded ({error}). {remedy} Or use one process, or another"
             " strategy."
         ) from error
     finally:
