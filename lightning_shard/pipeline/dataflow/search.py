@@ -14,7 +14,7 @@ stages hold. In the next round it leaves after the last block that was called, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -230,11 +230,12 @@ def find_crossing(
     _check_complete(searches, run, i, memory, of_any)
 
 
-def rerun(ran: Ran, run: RunStep, i: int) -> Ran:
-    """Rerun a stage's part of a microbatch, on the values received for it."""
+def rerun(ran: Ran, run: RunStep, i: int, given: Mapping[Key, Tensor] | None = None) -> Ran:
+    """Rerun a stage's part of a microbatch, on the values received for it, or on ``given`` ones."""
     stage, crossing = ran.stage, ran.crossing
     received = {
-        key: tensor.detach().requires_grad_(tensor.requires_grad) for key, tensor in ran.passage.received.items()
+        key: tensor.detach().requires_grad_(ran.passage.received[key].requires_grad)
+        for key, tensor in (ran.passage.received if given is None else given).items()
     }
     with stage.microbatch(received, crossing) as again:
         result = run(stage, i)

@@ -19,6 +19,7 @@ from torch.profiler import record_function
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Crossing, Key, Slot, StageEnd
+from lightning_shard.pipeline.dataflow.mixed_samples import MixedSamples, RunOn
 from lightning_shard.pipeline.dataflow.search import (
     CallsAgain,
     Memory,
@@ -105,23 +106,27 @@ class PipelinedStep:
         self._call_by_call: set[Signature] = set()
         self._of_any = of_any
         self._left = LeftState(remember, of_any)
+        self.mixed = MixedSamples(remember, of_any)
 
     def train(
         self,
-        run: RunStep,
+        run_on: RunOn,
         microbatches: Sequence[Any],
         actions: Sequence[Action],
         *,
         loss_of: Callable[[int, Any], Tensor],
+        plain_loss_of: Callable[[Any], Tensor] | None = None,
         before_backward: Callable[[Stage, int, bool], None],
         after_backward: Callable[[], None] = lambda: None,
     ) -> list[Any]:
         """Run forwards and backwards in the schedule's order.
 
         Args:
-            run: Calls the step for a stage, on the microbatch of this number.
+            run_on: Calls the step for a stage on a microbatch, with the random numbers of that of a number.
             microbatches: The microbatches, the same on every stage.
             actions: This rank's row of the schedule.
+            plain_loss_of: Gives the loss from the step's return value, to check that it doesn't compare samples;
+                ``None`` to skip this check.
             loss_of: Gives a microbatch's loss from its number and the step's return value, scaled so that microbatches'
                 losses add up. Called on the last stage only.
             before_backward: Called before each backward, or its first part, with the stage, the microbatch's number,
@@ -138,6 +143,9 @@ class PipelinedStep:
         last_backward = next(action for action in reversed(actions) if action.kind in "BI")
         arriving: dict[Action, Arriving] = {}
 
+        def run(stage: Stage, i: int) -> Any:
+            return run_on(stage, i, microbatches[i])
+
         def crossing_of(action: Action) -> Crossing | None:
             started = in_flight.get((action.stage, action.microbatch))
             return started.crossing if started is not None else None
@@ -146,6 +154,8 @@ class PipelinedStep:
             end = self._ends[action.stage]
             i = action.microbatch
             if ran is not None:
+                if plain_loss_of is not None:
+                    self.mixed.ran(i, ran, microbatches, run_on, plain_loss_of)
                 loss = None
                 if end.stage.is_last:
                     loss = loss_of(i, ran.result)
@@ -166,6 +176,7 @@ class PipelinedStep:
                 if action.kind != "I":
                     after_backward()
         self.watch.ends()
+        self.mixed.ends()
         self.flush()
         return [results[i] for i in sorted(results)]
 

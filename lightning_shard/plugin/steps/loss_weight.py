@@ -44,6 +44,11 @@ class LossWeights:
         self._group = group
         self._device = device
 
+    @property
+    def are_set(self) -> bool:
+        """Whether parts count unequally."""
+        return self._weigh is not None
+
     def of(self, parts: Sequence[Any]) -> list[Weight]:
         """The weights of this data rank's microbatches; a collective call over the data ranks.
 

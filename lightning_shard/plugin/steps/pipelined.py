@@ -47,6 +47,7 @@ from lightning_shard.pipeline.stages.tied import Tie, TiedGradients
 from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.checks import compared_samples
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows, what_follows
 from lightning_shard.plugin.steps.checks.summed_losses import SummedLosses
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
@@ -152,6 +153,7 @@ class PipelinedSteps:
         self._means = means
         self._bypassed = bypassed
         self._sums = SummedLosses(schedule.microbatches)
+        self._tells = layout.data_rank == layout.tensor_rank == 0
 
     def reset_crossings(self) -> None:
         """Forget what crosses between stages, to find it again: when other parameters train. On all stages together."""
@@ -187,9 +189,9 @@ class PipelinedSteps:
             loss = weighted_for_backward(_loss(result), weights[i].of_gradient) * scale
             return loss if scaler is None else scaler.scale(loss)
 
-        def run(stage: Stage, i: int) -> Any:
+        def run(stage: Stage, i: int, part: Any) -> Any:
             with precision.train_step_context():
-                return self._run(stage, "training_step", draw, i, parts[i], args, kwargs)
+                return self._run(stage, "training_step", draw, i, part, args, kwargs)
 
         def before_backward(stage: Stage, i: int, is_last: bool) -> None:
             self._seed(stage, draw, i)
@@ -217,6 +219,7 @@ class PipelinedSteps:
                     parts,
                     self._order(len(parts)),
                     loss_of=scaled,
+                    plain_loss_of=_loss if self._compares_samples() else None,
                     before_backward=before_backward,
                     after_backward=after_backward,
                 )
@@ -225,9 +228,11 @@ class PipelinedSteps:
                 log_whole_backwards(self._schedule, self._step)
                 self._logs_whole_backwards = False
             self._has_trained = True
+            told = self._stages.is_last and self._means.warn()
             if self._stages.is_last:
-                self._means.warn()
                 self._sums.end_step()
+            if (mixed := self._step.mixed.take()) and not told and self._tells:
+                compared_samples.warn(mixed, len(parts))
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
             # where no hook receives the other results, only the losses are shared
             results = losses if "training_step" in self._unused_results else with_losses(results, losses)
@@ -236,6 +241,12 @@ class PipelinedSteps:
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
         return result
+
+    def _compares_samples(self) -> bool:
+        """Whether to check that samples aren't compared with each other."""
+        return not (
+            self._has_trained or self._weights.are_set or compared_samples.normalizes_over_samples(self._module)
+        )
 
     def _end_backwards(self, accumulating: bool) -> None:
         """Do what the end of a last backward would have done, where there was none."""

@@ -47,10 +47,14 @@ class UnequalMeans:
         if self._left and isinstance(loss, Tensor):
             self._seen.append((loss.detach(), [number for _, number in divisions(loss)]))
 
-    def warn(self) -> None:
-        """Warn once, after a batch's parts; a collective call over the data ranks in the first steps."""
+    def warn(self) -> bool:
+        """Warn once, after a batch's parts; a collective call over the data ranks in the first steps.
+
+        Returns:
+            Whether it has warned now.
+        """
         if not self._left:
-            return
+            return False
         self._left -= 1
         least, most = self._extremes()
         self._seen = []
@@ -58,7 +62,8 @@ class UnequalMeans:
             if high - low > 1e-6 * abs(low):
                 self._left = 0
                 rank_zero_warn(self._text(low, high))
-                return
+                return True
+        return False
 
     def _extremes(self) -> tuple[list[float], list[float]]:
         """Minimum and maximum of each divisor over all parts that have it."""

@@ -1,0 +1,131 @@
+"""Losses and networks that compute with the samples of a batch together are told of; others aren't."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import run_ranks
+from tests.parity import QUIET
+
+WIDTH = 8
+TOLD = "depends on which other samples are in the batch"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.linear(x).tanh())
+
+
+class OverSamples(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - x.mean(0)
+
+
+class Module(L.LightningModule):
+    """A mean over samples, with masks and a scale that all samples share; it collects what it sees."""
+
+    first: type[Block] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.first(), Block(), Block(), Block()])
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        scale = 1 + self.head.weight.mean()
+        for block in self.blocks:
+            x = block(x) * scale
+        self.seen.append(x.detach())
+        return self.loss(self.head(x), y)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x, y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Contrastive(Module):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x @ x.T, torch.arange(len(x)))
+
+
+class HardExamples(Module):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x, y, reduction="none").topk(2).values.mean()
+
+
+class Together(Module):
+    first = OverSamples
+
+
+class Normalized(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))  # type: ignore[assignment]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), y)
+
+
+def fit(kind: type[Module], settings: dict[str, Any], batch_size: int = 16) -> tuple[list[str], int]:
+    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(2)
+    data = TensorDataset(
+        torch.randn(32, WIDTH, generator=generator), torch.randint(0, WIDTH, (32,), generator=generator)
+    )
+    strategy = HybridShardStrategy(microbatches=4, **settings)
+    trainer = L.Trainer(max_epochs=1, devices=2, strategy=strategy, **QUIET)
+    module = kind()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(data, batch_size=batch_size))
+    return [text for each in said if TOLD in (text := str(each.message))], len(module.seen)
+
+
+STAGES = {"pipeline_parallel_size": 2}
+SCHEDULES = [STAGES, {**STAGES, "schedule": "Interleaved1F1B"}, {**STAGES, "schedule": "ZBVZeroBubble"}]
+
+
+@pytest.mark.parametrize("settings", SCHEDULES, ids=lambda settings: settings.get("schedule", "1F1B"))
+def test_what_compares_samples_is_told_of_once(settings: dict[str, Any]) -> None:
+    for kind, start in {
+        Contrastive: "The training loss",
+        HardExamples: "The training loss",
+        Together: "What pipeline stage 0",
+    }.items():
+        told = [text for texts, _ in run_ranks(fit, 2, kind, settings, elastic=True) for text in texts]
+        assert len(told) == 1, kind
+        assert told[0].startswith(start)
+
+
+@pytest.mark.parametrize("settings", SCHEDULES, ids=lambda settings: settings.get("schedule", "1F1B"))
+@pytest.mark.parametrize("kind", [Module, Normalized])
+def test_means_over_samples_are_not(kind: type[Module], settings: dict[str, Any]) -> None:
+    ranks = run_ranks(fit, 2, kind, settings, elastic=True)
+    assert [texts for texts, _ in ranks] == [[], []]
+    if kind is Module:
+        assert 2 * 4 in [seen for _, seen in ranks]  # runs of the check leave nothing
+
+
+def test_microbatches_of_one_sample_are_not_compared() -> None:
+    assert [texts for texts, _ in run_ranks(fit, 2, Contrastive, STAGES, 4, elastic=True)] == [[], []]
