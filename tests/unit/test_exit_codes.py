@@ -19,7 +19,7 @@ def test_threads_that_poll_at_once_read_one_exit_code() -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # unlocked, half of the processes seem to end with 255
     try:
-        for _ in range(10):
+        for _ in range(4):
             process = context.Process(target=ends)
             process.start()
             _poll_one_at_a_time(process)
