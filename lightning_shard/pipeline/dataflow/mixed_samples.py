@@ -13,6 +13,7 @@ Limits: microbatches of one sample; what only later steps compare; differences b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from lightning_shard import tree
 from lightning_shard.errors import BatchError
 from lightning_shard.pipeline.dataflow.crossing import Key
-from lightning_shard.pipeline.dataflow.search import Memory, OfAny, Ran, rerun
+from lightning_shard.pipeline.dataflow.search import Memory, Ran, rerun
 from lightning_shard.pipeline.stages.stage import Stage
 
 #: Calls the user's step for a stage on a microbatch, with the random numbers of the microbatch of this number.
@@ -55,12 +56,10 @@ class MixedSamples:
 
     Args:
         remember: Takes a snapshot of what a step may change beside gradients.
-        of_any: As for :class:`PipelinedStep`.
     """
 
-    def __init__(self, remember: Callable[[], Memory], of_any: OfAny = bool) -> None:
+    def __init__(self, remember: Callable[[], Memory]) -> None:
         self._remember = remember
-        self._of_any = of_any
         self._first: dict[int, _Run] = {}
         self._checked: set[int] = set()
         self._found: list[Stage] = []
@@ -78,30 +77,30 @@ class MixedSamples:
         del self._first[stage.index]
         size = tree.batch_size(microbatches[i])
         mixed = _mixed(microbatches[one.i], microbatches[i], one.received, other.received, size)
-        if self._of_any(mixed is None):
+        if mixed is None:
             return
-        assert mixed is not None
         memory = self._remember()
 
         def again(microbatch: Any, received: Mapping[Key, Tensor]) -> _Run:
-            result = rerun(ran, lambda stage, number: run(stage, number, microbatch), one.i, received)
-            memory.put_back()
+            try:
+                result = rerun(ran, lambda stage, number: run(stage, number, microbatch), one.i, received)
+            finally:
+                memory.put_back()
             return _Run.of(one.i, result, loss_of)
 
-        first, second = mixed
-        alone = again(microbatches[i], other.received)  # with the random numbers of the first
-        together = again(*first)
-        if stage.is_last:
-            rest = again(*second)
-            losses = [each.loss for each in (one, alone, together, rest)]
-            is_mixed = not _add_up(*losses)  # type: ignore[arg-type]
-        else:
-            is_mixed = any(
-                not _has_rows(tensor, one.sent[key], alone.sent[key], size) for key, tensor in together.sent.items()
-            )
+        with suppress(Exception):  # code may need what a batch's samples have in common, such as an order by length
+            alone = again(microbatches[i], other.received)  # with the random numbers of the first
+            together = again(*mixed[0])
+            if stage.is_last:
+                losses = [each.loss for each in (one, alone, together, again(*mixed[1]))]
+                is_mixed = not _add_up(*losses)  # type: ignore[arg-type]
+            else:
+                is_mixed = not all(
+                    _has_rows(tensor, one.sent[key], alone.sent[key], size) for key, tensor in together.sent.items()
+                )
+            if is_mixed:
+                self._found.append(stage)
         memory.forget()
-        if is_mixed:
-            self._found.append(stage)
 
     def take(self) -> list[Stage]:
         """The stages that were found since the last call."""

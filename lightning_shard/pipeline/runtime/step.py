@@ -106,7 +106,7 @@ class PipelinedStep:
         self._call_by_call: set[Signature] = set()
         self._of_any = of_any
         self._left = LeftState(remember, of_any)
-        self.mixed = MixedSamples(remember, of_any)
+        self.mixed = MixedSamples(remember)
 
     def train(
         self,
