@@ -75,6 +75,15 @@ class Together(Module):
     first = OverSamples
 
 
+class InOrder(Module):
+    """Needs samples in order, as packed sequences are by their lengths."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if not bool((batch[0][:, 0].diff() >= 0).all()):
+            raise ValueError("not in order")
+        return super().training_step(batch, batch_idx)
+
+
 class Normalized(Module):
     def __init__(self) -> None:
         super().__init__()
@@ -90,9 +99,9 @@ class Normalized(Module):
 def fit(kind: type[Module], settings: dict[str, Any], batch_size: int = 16) -> tuple[list[str], int]:
     torch.manual_seed(1)
     generator = torch.Generator().manual_seed(2)
-    data = TensorDataset(
-        torch.randn(32, WIDTH, generator=generator), torch.randint(0, WIDTH, (32,), generator=generator)
-    )
+    inputs = torch.randn(32, WIDTH, generator=generator)
+    inputs = inputs[inputs[:, 0].argsort()]
+    data = TensorDataset(inputs, torch.randint(0, WIDTH, (32,), generator=generator))
     strategy = HybridShardStrategy(microbatches=4, **settings)
     trainer = L.Trainer(max_epochs=1, devices=2, strategy=strategy, **QUIET)
     module = kind()
@@ -119,7 +128,7 @@ def test_what_compares_samples_is_told_of_once(settings: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("settings", SCHEDULES, ids=lambda settings: settings.get("schedule", "1F1B"))
-@pytest.mark.parametrize("kind", [Module, Normalized])
+@pytest.mark.parametrize("kind", [Module, InOrder, Normalized])
 def test_means_over_samples_are_not(kind: type[Module], settings: dict[str, Any]) -> None:
     ranks = run_ranks(fit, 2, kind, settings, elastic=True)
     assert [texts for texts, _ in ranks] == [[], []]

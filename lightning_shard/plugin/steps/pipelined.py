@@ -244,12 +244,9 @@ class PipelinedSteps:
 
     def _compares_samples(self) -> bool:
         """Whether to check that samples aren't compared with each other."""
-        return not (
-            self._has_trained
-            or self._weights.are_set
-            or self._runs_alike
-            or compared_samples.normalizes_over_samples(self._module)
-        )
+        if self._has_trained or self._weights.are_set or self._runs_alike:
+            return False
+        return not compared_samples.normalizes_over_samples(self._module)
 
     def _end_backwards(self, accumulating: bool) -> None:
         """Do what the end of a last backward would have done, where there was none."""
