@@ -94,3 +94,12 @@ def test_moving_averages_in_globals_are_warned_of() -> None:
     changed = pytest.warns(UserWarning, match=r"changed .*test_counters\.CENTER\.of classes\. ")
     with changed, warning_of_tensors_changed(module, 4):
         module(torch.ones(3, 2))
+
+
+def test_nan_is_no_change() -> None:
+    module = L.LightningModule()
+    module.register_buffer("threshold", torch.tensor([torch.nan, 1.0]))
+    with warnings.catch_warnings(), warning_of_tensors_changed(module, 4):
+        warnings.simplefilter("error")
+    with pytest.warns(UserWarning, match="training_step changed threshold"), warning_of_tensors_changed(module, 4):
+        module.threshold[1] = 2  # type: ignore[operator]

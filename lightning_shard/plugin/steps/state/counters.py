@@ -82,11 +82,11 @@ def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator
 
 @torch.no_grad()
 def _sums_of_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Sum and norm of each tensor; version counters don't show changes made through ``.data``."""
+    """Sum and norm of each tensor, with 0 for NaN; version counters don't show changes made through ``.data``."""
     norms, found = {id(part) for part in batch_norms(module).values()}, [*reachable(module)]
     known = tuple(f"{path}." for path, part in found if isinstance(part, Metric) or id(part) in norms)
     return {
-        path.replace("_buffers.", ""): torch.stack([(wide := tensor.double()).sum(), wide.norm()])
+        path.replace("_buffers.", ""): torch.stack([(wide := tensor.double().nan_to_num()).sum(), wide.norm()])
         for path, tensor in found
         if type(tensor) is Tensor and tensor.is_floating_point() and not path.startswith(known)
         if tensor.layout is torch.strided and not (tensor.is_meta or tensor.requires_grad)
