@@ -289,9 +289,9 @@ def _run(
     for start in range(0, len(parts), microbatches):
         batch = parts[start : start + microbatches]
 
-        def run(stage: Stage, i: int, start: int = start) -> Any:
+        def run(stage: Stage, i: int, part: Any, start: int = start) -> Any:
             seed_generators(root, start + i)
-            return _run_step(stage, root, step, parts[start + i], kept)
+            return _run_step(stage, root, step, part, kept)
 
         with apart.batch():
             losses += pipelined.train(
