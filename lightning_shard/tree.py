@@ -303,26 +303,27 @@ def _slice(tree: Any, size: int, start: int, stop: int) -> Any:
     return rebuild(tree, [_slice(child, size, start, stop) for _, child in children(tree)])
 
 
-def with_first_of(tree: Any, other: Any, size: int) -> Any:
-    """A copy of a batch of ``size`` samples whose first sample is another batch's; of what :func:`split` cuts.
+def with_half_of(tree: Any, other: Any, size: int) -> Any:
+    """A copy of a batch of ``size`` samples whose first half is another batch's; of what :func:`split` cuts.
 
     Raises:
         BatchError: The batches are of different structures, or hold tensors that aren't dense.
     """
+    half = size // 2
     if isinstance(tree, Tensor):
         if tree.shape != other.shape or tree.layout != torch.strided or tree.is_nested:
             raise BatchError("The batches hold tensors of other shapes, or that aren't dense.")
-        return torch.cat([other[:1], tree[1:]]) if tree.ndim else tree
+        return torch.cat([other[:half], tree[half:]]) if tree.ndim else tree
     if isinstance(tree, np.ndarray):
-        return np.concatenate([other[:1], tree[1:]]) if tree.ndim and len(tree) == size else tree
+        return np.concatenate([other[:half], tree[half:]]) if tree.ndim and len(tree) == size else tree
     if _is_a_column(tree, size):
-        return type(tree)([other[0], *tree[1:]])
+        return type(tree)([*other[:half], *tree[half:]])
     if not is_node(tree):
         return tree
     pairs = list(zip(children(tree), children(other)))
     if type(tree) is not type(other) or len(children(tree)) != len(children(other)):
         raise BatchError("The batches are of different structures.")
-    return rebuild(tree, [with_first_of(child, twin, size) for (_, child), (_, twin) in pairs])
+    return rebuild(tree, [with_half_of(child, twin, size) for (_, child), (_, twin) in pairs])
 
 
 def _sparse_slice(tensor: Tensor, start: int, stop: int) -> Tensor:

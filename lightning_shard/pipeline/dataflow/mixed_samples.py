@@ -1,7 +1,7 @@
 """Detects losses and networks that compute with the samples of a batch together, such as contrastive losses.
 
 In one process these see the whole batch, and in a pipeline a microbatch at a time: nothing fails, and the loss is
-another one. So two microbatches of the first batch run once more with their first samples exchanged. For what is
+another one. So two microbatches of the first batch run once more with half of their samples exchanged. For what is
 computed of each sample by itself, each stage's output has the rows of the runs before, and the sum of the two losses is
 as it was. Where that isn't so, samples are compared.
 
@@ -118,9 +118,9 @@ _Given = tuple[Any, dict[Key, Tensor]]
 def _mixed(
     one: Any, other: Any, received: Mapping[Key, Tensor], other_received: Mapping[Key, Tensor], size: int
 ) -> tuple[_Given, _Given] | None:
-    """Two microbatches, and what was received for them, with their first samples exchanged; ``None`` if that can't be.
+    """Two microbatches, and what was received for them, with half of their samples exchanged.
 
-    It is also ``None`` if it isn't clear which dimension of a received value counts the samples.
+    It is ``None`` if their structures differ, or they hold one sample each. It is also ``None`` if it isn't clear which dimension of a received value counts the samples.
     """
     if size < 2 or received.keys() != other_received.keys():
         return None
@@ -138,14 +138,15 @@ def _mixed(
         for each, tensor in zip(given, exchanged):
             each[key] = tensor
     try:
-        parts = tree.with_first_of(one, other, size), tree.with_first_of(other, one, size)
+        parts = tree.with_half_of(one, other, size), tree.with_half_of(other, one, size)
     except BatchError:
         return None
     return (parts[0], given[0]), (parts[1], given[1])
 
 
 def _exchanged(tensor: Tensor, other: Tensor) -> Tensor:
-    return torch.cat([other[:1], tensor[1:]])
+    half = len(tensor) // 2
+    return torch.cat([other[:half], tensor[half:]])
 
 
 def _tolerance(tensor: Tensor) -> float:
@@ -161,7 +162,7 @@ def _add_up(one: Tensor, alone: Tensor, together: Tensor, rest: Tensor) -> bool:
 
 
 def _has_rows(together: Tensor, one: Tensor, alone: Tensor, size: int) -> bool:
-    """Whether a stage's output is the first run's, with the other run's first row."""
+    """Whether a stage's output is the first run's, with half of the rows of the other's."""
     if not together.is_floating_point() or not together.ndim or together.size(0) != size:
         return True
     expected = _exchanged(one, alone)
