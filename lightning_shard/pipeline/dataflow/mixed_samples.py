@@ -120,7 +120,8 @@ def _mixed(
 ) -> tuple[_Given, _Given] | None:
     """Two microbatches, and what was received for them, with half of their samples exchanged.
 
-    It is ``None`` if their structures differ, or they hold one sample each. It is also ``None`` if it isn't clear which dimension of a received value counts the samples.
+    It is ``None`` if their structures differ, if they hold one sample each, or if it isn't clear which dimension of a
+    received value counts the samples.
     """
     if size < 2 or received.keys() != other_received.keys():
         return None
