@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.blocks import find_blocks, names_of_parameters
 from lightning_shard.pipeline.cost import measure
-from lightning_shard.pipeline.dataflow.crossing import Key, Slot, StageEnd
+from lightning_shard.pipeline.dataflow.crossing import StageEnd
+from lightning_shard.pipeline.dataflow.messages import Key, Slot
 from lightning_shard.pipeline.dataflow.search import MemoryBeside
 from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.pipeline.placement import place

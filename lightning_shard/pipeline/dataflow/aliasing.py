@@ -21,7 +21,7 @@ _STAYS_ITSELF = ("operation", "block", "changed")
 
 
 class SharedMemory:
-    """Tracks the tensors that a stage sends and has received for a microbatch, by name (``crossing.Key``).
+    """Tracks the tensors that a stage sends and has received for a microbatch, by name (``messages.Key``).
 
     Args:
         aliased: Names of received values that shared memory with another value where they were computed.

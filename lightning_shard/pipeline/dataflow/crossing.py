@@ -20,43 +20,32 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn
-from zlib import crc32
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
-from lightning_shard.pipeline.dataflow.objects import Path, holds_tensors, is_function
+from lightning_shard.pipeline.dataflow.messages import (
+    BlockCall,
+    Counted,
+    Delivery,
+    End,
+    Key,
+    Request,
+    Slot,
+)
 from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, leaves, mark, refuse
 from lightning_shard.pipeline.dataflow.uncalled import few
-
-Key = tuple[Any, ...]
-"""A value's name: ``("operation", number, leaf, function)``, ``("parameter", name)``, or a value of a block's call
-(:class:`BlockCall`): ``("block", block, leaf)``, ``("inside", block, call, leaf)``, ``("kept", block, attribute,
-leaf)``, ``("changed", block, argument)``, ``("object", block, slot)``."""
 
 LARGEST_PARAMETER = 2**24
 """The most elements of a parameter that is sent with each microbatch to a stage that uses but doesn't hold it."""
 
 
-class Counted(NamedTuple):
-    """The number of operations counted, and a checksum of their names; both sides of a cut must agree on it."""
-
-    number: int = 0
-    names: int = 0
-
-    def and_then(self, name: str) -> Counted:
-        return Counted(self.number + 1, crc32(name.encode(), self.names))
-
-
 _NOTHING_YET = Counted()
 _UNTRACED = "untraced"
-
-
 _FROM_THE_FIRST = "Use from an epoch's first step on what only later ones need; in a loss, with a weight of 0."
 
 
@@ -76,67 +65,6 @@ class LateValue(Exception):
         super().__init__(sentence + _why_late(self.parameters))
 
 
-@dataclass(frozen=True)
-class End(tree.Leaf):
-    """Where a stage leaves the step: at the call of a later stage's block, or after a block if no later one is called.
-
-    Attributes:
-        place: The block's place.
-        after: Whether it is the last block that the stage's run of the step called, and the stage leaves after it.
-        why: What the stage lacked in the code after that block; empty if it ran the step to its end.
-    """
-
-    place: int
-    after: bool = False
-    why: str = field(default="", compare=False)
-
-
-@dataclass(frozen=True)
-class Held(tree.Leaf):
-    """Stands in a message for an object that holds tensors, a module or a function, which aren't sent.
-
-    Attributes:
-        kind: The name of its type.
-        argument: The index of the block's argument it is.
-    """
-
-    kind: str
-    argument: int | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True)
-class Slot(tree.Leaf):
-    """Describes a tensor in a message, without its values; ``argument``: the index of the block's argument it is."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    argument: int | None = field(default=None, compare=False)
-
-    @staticmethod
-    def of(leaf: Any) -> Any:
-        """What stands in a message for a leaf: a slot, a :class:`Held`, or the leaf itself if it holds no tensors."""
-        if isinstance(leaf, Tensor):
-            return Slot(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-        if isinstance(leaf, nn.Module) or is_function(leaf) or holds_tensors(leaf):
-            return Held(type(leaf).__name__)
-        return leaf
-
-
-def described(slots: Any) -> str:
-    """A nested value, for a message: the dtypes and shapes of tensors that slots stand for, and other values."""
-
-    def text(leaf: Any) -> str:
-        if isinstance(leaf, Held):
-            return leaf.kind
-        if not isinstance(leaf, Slot):
-            return repr(leaf)
-        dtype = str(leaf.dtype).removeprefix("torch.")
-        return f"{dtype} {list(leaf.shape)}{' with gradients' * leaf.requires_grad}"
-
-    return ", ".join(map(text, tree.leaves(slots))) or "nothing"
-
-
 @dataclass(frozen=True, eq=False)
 class Value:
     """The provenance of an unknown tensor: its name, and the unknown values that it was computed from."""
@@ -144,91 +72,6 @@ class Value:
     key: Key
     parents: tuple[Value, ...] = ()
     hollow: Hollow | None = None
-
-
-@dataclass(frozen=True)
-class Change(tree.Leaf):
-    """The entries of an object that a block's call set.
-
-    Attributes:
-        path: The path to the object from the call's arguments, ``(args, kwargs)``.
-        entries: The new entries, with slots in place of tensors.
-        written: The keys of tensors that it wrote to in place.
-        is_cache: Whether the object is a cache of transformers, or in one. Its models have one by default, and in
-            training nothing reads it: unless tensors of one cross, only the search follows its changes.
-    """
-
-    path: Path
-    entries: dict[Any, Any]
-    written: frozenset[Any]
-    is_cache: bool
-
-
-@dataclass(frozen=True)
-class BlockCall(tree.Leaf):
-    """The effects of a block's call on its own stage, for the stages where a stand-in replaces it.
-
-    Tensors are replaced by slots.
-
-    Attributes:
-        output: The return value.
-        inside: What the forward hooks of submodules saw: a submodule's name, and its arguments and output.
-        kept: Attributes that submodules set: the submodule's name, the attribute's name, and the value; ``None`` for a
-            value without tensors.
-        changed: Indices of the leaves among its arguments that it wrote to.
-        returned_containers: Lists, dicts, dataclasses among its arguments that it returned: the index in the returned
-            tuple (``None`` if the container is the whole output), and the index among the arguments' containers.
-        objects: Changes of objects among its arguments.
-    """
-
-    output: Any
-    inside: tuple[tuple[str, Any], ...] = ()
-    kept: tuple[tuple[str, str, Any], ...] = ()
-    changed: tuple[int, ...] = ()
-    returned_containers: tuple[tuple[int | None, int], ...] = ()
-    objects: tuple[Change, ...] = ()
-
-
-@dataclass(frozen=True)
-class Delivery(tree.Leaf):
-    """What one stage sends to the next for each microbatch of a signature.
-
-    Attributes:
-        slots: A slot for each value, by name.
-        blocks: The calls of all blocks so far, by the block's place.
-        unavailable: Requested values that are computed from parameters of a later stage.
-        counted: The operations before the stage left the step.
-        until: Where it left the step.
-        traced: Whether results of operations cross this cut or an earlier one.
-        aliased: Values that shared memory with another one where they were computed.
-    """
-
-    slots: dict[Key, Slot] = field(default_factory=dict)
-    blocks: dict[int, BlockCall] = field(default_factory=dict)
-    unavailable: frozenset[Key] = frozenset()
-    counted: Counted | None = None
-    until: End | None = None
-    traced: bool = False
-    aliased: frozenset[Key] = frozenset()
-
-
-@dataclass(frozen=True)
-class Request(tree.Leaf):
-    """The answer to a delivery: the names of values that are still missing, or that none is.
-
-    Attributes:
-        done: Whether nothing is missing.
-        sentence: The error message, in case the values can't be had.
-        again: Whether the step called the network a second time, so that it must run call by call
-            (``network_calls.py``).
-        traced: Whether results of operations cross a later cut.
-    """
-
-    done: bool
-    keys: tuple[Key, ...] = ()
-    sentence: str = ""
-    again: bool = False
-    traced: bool = False
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import BatchError
-from lightning_shard.pipeline.dataflow.crossing import Key
+from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.search import Memory, Ran, rerun
 from lightning_shard.pipeline.stages.stage import Stage
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.crossing import Crossing, Delivery, End, Key, Passage, Request
+from lightning_shard.pipeline.dataflow.crossing import Crossing, Passage
+from lightning_shard.pipeline.dataflow.messages import Delivery, End, Key, Request
 from lightning_shard.pipeline.dataflow.uncalled import called_now, missing_now, none_called
 from lightning_shard.pipeline.runtime.channel import Channel
 from lightning_shard.pipeline.stages.stage import Stage

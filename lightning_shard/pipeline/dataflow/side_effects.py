@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import is_machinery, namespaces
-from lightning_shard.pipeline.dataflow.crossing import Change, Held, Slot
+from lightning_shard.pipeline.dataflow.messages import Change, Held, Slot
 from lightning_shard.pipeline.dataflow.objects import Path, held_by, is_object, is_opaque, objects, rebuilt
 from lightning_shard.pipeline.dataflow.objects import entries as entries_of
 

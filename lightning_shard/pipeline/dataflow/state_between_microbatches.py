@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.crossing import Counted
+from lightning_shard.pipeline.dataflow.messages import Counted
 from lightning_shard.pipeline.dataflow.search import Memory, OfAny, Ran, RunStep, rerun
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}

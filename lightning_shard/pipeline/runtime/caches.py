@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.crossing import Slot
+from lightning_shard.pipeline.dataflow.messages import Slot
 from lightning_shard.pipeline.dataflow.objects import alike, is_object, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.objects import entries as entries_of
 from lightning_shard.pipeline.dataflow.taint import Unknown, fill

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.crossing import Delivery, Key, Request, Slot, described
+from lightning_shard.pipeline.dataflow.messages import Delivery, Key, Request, Slot, described
 
 Signature = tuple[str, tuple[Any, ...]]
 

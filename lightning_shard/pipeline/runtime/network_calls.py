@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.crossing import Slot, StageEnd
+from lightning_shard.pipeline.dataflow.crossing import StageEnd
+from lightning_shard.pipeline.dataflow.messages import Slot
 from lightning_shard.pipeline.dataflow.objects import Path, objects
 from lightning_shard.pipeline.dataflow.taint import Origin, Unknown, mark, refuse
 from lightning_shard.pipeline.runtime.caches import WITHOUT_CACHE, Left, Noted, add, apply

@@ -18,7 +18,8 @@ from torch.profiler import record_function
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.crossing import Crossing, Key, Slot, StageEnd
+from lightning_shard.pipeline.dataflow.crossing import Crossing, StageEnd
+from lightning_shard.pipeline.dataflow.messages import Key, Slot
 from lightning_shard.pipeline.dataflow.mixed_samples import MixedSamples, RunOn
 from lightning_shard.pipeline.dataflow.search import (
     CallsAgain,

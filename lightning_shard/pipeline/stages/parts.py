@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints
-from lightning_shard.pipeline.dataflow.crossing import Passage, Slot
+from lightning_shard.pipeline.dataflow.crossing import Passage
+from lightning_shard.pipeline.dataflow.messages import Slot
 from lightning_shard.pipeline.dataflow.side_effects import Before
 from lightning_shard.pipeline.dataflow.taint import Unknown
 from lightning_shard.pipeline.stages.stage import Stage

@@ -28,25 +28,27 @@ from lightning_shard.pipeline.dataflow.backward_hooks import (
     refuse_pre_hooks,
 )
 from lightning_shard.pipeline.dataflow.crossing import (
-    BlockCall,
-    Change,
-    Counted,
     Crossing,
-    Delivery,
-    Held,
-    Key,
     LateValue,
     Passage,
-    Request,
-    Slot,
     StageEnd,
-    described,
     keep,
     parameters_crossing,
     parameters_in_place,
     provenance,
     unknown_states,
     value_of,
+)
+from lightning_shard.pipeline.dataflow.messages import (
+    BlockCall,
+    Change,
+    Counted,
+    Delivery,
+    Held,
+    Key,
+    Request,
+    Slot,
+    described,
 )
 from lightning_shard.pipeline.dataflow.objects import alike, entries, objects
 from lightning_shard.pipeline.dataflow.padding_masks import masks_made_as_given

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints, function_of
-from lightning_shard.pipeline.dataflow.crossing import BlockCall, End, Held, Key, Slot, StageEnd
+from lightning_shard.pipeline.dataflow.crossing import StageEnd
+from lightning_shard.pipeline.dataflow.messages import BlockCall, End, Held, Key, Slot
 from lightning_shard.pipeline.dataflow.objects import at, entries, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
 from lightning_shard.pipeline.dataflow.uncalled import called_now, out_of_order
