@@ -42,6 +42,10 @@ __all__ = [
 ]
 
 
+WHOLE_BATCHES = "microbatches=1 (stages then wait for each other)"
+"""A remedy where one process has a batch at once: with a single microbatch, so do stages."""
+
+
 class ShardError(Exception):
     """Base class of this package's errors."""
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_shard.errors import BatchError
+from lightning_shard.errors import WHOLE_BATCHES, BatchError
 
 Path = tuple[str, ...]
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+_UNCUT = f"{WHOLE_BATCHES} or pipeline_parallel_size=1"
 
 
 class Leaf:
@@ -150,7 +151,7 @@ copyreg.pickle(PackedSequence, lambda packed: (_named, (PackedSequence, tuple(pa
 
 
 def split(batch: Any, parts: int) -> list[Any]:
-    """Cut a batch into ``parts`` microbatches of equal size, in order.
+    """Cut a batch into ``parts`` microbatches of equal size, in order; a batch of any kind is its own single one.
 
     Tensors of at least one dimension are cut along dim 0. Lists with an entry per sample and no such tensors (texts,
     file names, a number for each sample), tuples of strings, and numpy arrays of the batch's length are cut too.
@@ -159,6 +160,8 @@ def split(batch: Any, parts: int) -> list[Any]:
     Raises:
         BatchError: Tensors differ in the size of dim 0, there is no tensor, or ``parts`` doesn't divide the size.
     """
+    if parts == 1:
+        return [batch]
     size = batch_size(batch)
     if size % parts:
         raise BatchError(
@@ -183,7 +186,7 @@ def batch_size(batch: Any) -> int:
         raise BatchError(
             f"A batch without tensors of at least one dimension ({type(batch).__name__}) can't be cut into"
             " microbatches: put the samples into tensors, in tuples, lists, dicts or dataclasses, or use"
-            " pipeline_parallel_size=1."
+            f" {_UNCUT}."
         )
     sizes: dict[int, Path] = {}
     for path, leaf in walk(batch):
@@ -193,7 +196,8 @@ def batch_size(batch: Any) -> int:
     raise BatchError(
         f"The batch's tensors differ in their first dimension ({seen}), so it isn't clear how to cut it into"
         " microbatches: put the sample dimension first in all of them, or make constants 0-dimensional. Graphs joined"
-        " into one can't be cut: use pipeline_parallel_size=1."
+        " into one can't be cut: use"
+        f" {_UNCUT}."
     )
 
 
@@ -260,7 +264,7 @@ def _list_of_samples(node: Any, alike: str) -> BatchError:
         f"The batch has a {type(node).__name__} of {len(node)} entries, and the size of their tensors' dim 0 is"
         f" {alike}. It is ambiguous which of the two counts the samples, and so how to cut it into microbatches. Stack"
         " them into tensors (torch's own collate function does), or use another batch_size, or"
-        " pipeline_parallel_size=1."
+        f" {_UNCUT}."
     )
 
 
@@ -330,8 +334,7 @@ def _sparse_slice(tensor: Tensor, start: int, stop: int) -> Tensor:
     if tensor.layout != torch.sparse_coo:
         kind = f"{'nested ' * tensor.is_nested}tensor of layout {tensor.layout}"
         raise BatchError(
-            f"A batch with a {kind} can't be cut into microbatches: use a dense or"
-            " sparse_coo tensor, or pipeline_parallel_size=1."
+            f"A batch with a {kind} can't be cut into microbatches: use a dense or sparse_coo tensor, or {_UNCUT}."
         )
     return tensor.index_select(0, torch.arange(start, stop, device=tensor.device))
 
@@ -341,6 +344,43 @@ def _is_a_column(tree: Any, size: int) -> bool:
     if not isinstance(tree, (list, tuple)) or len(tree) != size or any(tensor.ndim for tensor in tensors(tree)):
         return False
     return isinstance(tree, list) or (type(tree) is tuple and all(isinstance(entry, str) for entry in tree))
+
+
+def copied(batch: Any) -> Any:
+    """A copy of a batch, whose tensors and objects may be changed in place; what can't be copied is the same."""
+
+    def copied_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.clone()
+        if type(leaf) in _PLAIN:
+            return leaf
+        try:
+            return copy.deepcopy(leaf)
+        except Exception:  # of any class's own
+            return leaf
+
+    return map_leaves(copied_leaf, batch)
+
+
+def outline(batch: Any) -> tuple[Any, ...]:
+    """What the shapes in a step may depend on: shapes and dtypes of a batch's tensors and arrays, also inside objects.
+
+    Of a batch without any, such as texts, it is the values.
+    """
+    found: list[tuple[Any, Any]] = []
+    plain: list[Any] = []
+    seen: set[int] = set()
+    waiting = leaves(batch)
+    while waiting:
+        leaf = waiting.pop(0)
+        if isinstance(leaf, (Tensor, np.ndarray)):
+            found.append((tuple(leaf.shape), leaf.dtype))
+        elif type(leaf) in _PLAIN:
+            plain.append(leaf)
+        elif id(leaf) not in seen and not isinstance(leaf, (type, torch.nn.Module)):
+            seen.add(id(leaf))
+            waiting += leaves(getattr(leaf, "__dict__", {}))
+    return tuple(found or plain)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -16,13 +16,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_shard.errors import ConfigurationError, StepError
+from lightning_shard.errors import WHOLE_BATCHES, ConfigurationError, StepError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.batch_norm import batch_norms
 
 
-def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> None:
+def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, microbatches: int) -> None:
     """Check a module and a Trainer's settings against the layout.
+
+    Args:
+        microbatches: How many a batch is split into on stages.
 
     Raises:
         ConfigurationError: The first setting that doesn't work on this layout, with a remedy.
@@ -53,17 +56,19 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout) -> N
         )
     if layout.pipeline_parallel_size == 1:
         return
-    if normalizing and trainer.state.fn == TrainerFn.FITTING:
+    fits = trainer.state.fn == TrainerFn.FITTING
+    if normalizing and fits and microbatches > 1:
         rank_zero_warn(
             f"{normalizing[0]} normalizes by the samples of a microbatch, as it does when gradients are accumulated:"
-            " with several pipeline stages training differs from that on whole batches. GroupNorm and LayerNorm don't."
+            " with several pipeline stages training differs from that on whole batches. GroupNorm and LayerNorm don't,"
+            f" and nothing does with {WHOLE_BATCHES}."
         )
-    fits = trainer.state.fn == TrainerFn.FITTING
     counting = [name for name, part in module.named_modules() if getattr(part, "scale_grad_by_freq", False)]
-    if fits and counting:
+    if fits and counting and microbatches > 1:
         rank_zero_warn(
             f"{counting[0]} divides gradients by how often an entry is in a microbatch (scale_grad_by_freq): with"
             " several pipeline stages training differs from that on whole batches, as where gradients are accumulated."
+            f" With {WHOLE_BATCHES} it doesn't."
         )
     steps = ("training_step", "validation_step", "test_step", "predict_step")
     takes_iterator = [

@@ -29,8 +29,8 @@ def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
     if facts.batch_norms and parts > 1:
         return (
             f"{_some(facts.batch_norms)} computes statistics over the samples of one call: a microbatch with pipeline"
-            " stages, the rank's part of the batch with data parallelism. Use GroupNorm or LayerNorm, or accept the"
-            " difference, as with any data parallelism."
+            " stages, the rank's part of the batch with data parallelism. Use GroupNorm or LayerNorm, or"
+            " microbatches=1 on stages, or accept the difference, as with any data parallelism."
         )
     if facts.draws:
         return (

@@ -126,10 +126,6 @@ def gpt() -> L.LightningModule:
             r"microbatches \(3\) must be at least 2 × pipeline_parallel_size \(2\) for schedule='DualPipeV'",
         ),
         ({"schedule": "none.csv"}, "'none.csv' can't be read.*give the path of a CSV file"),
-        (
-            {"pipeline_parallel_size": 4, "microbatches": 2},
-            r"microbatches \(2\) must be at least pipeline_parallel_size \(4\)",
-        ),
         ({"tensor_parallel_size": 0}, r"tensor_parallel_size \(0\) must be an integer of at least 1"),
         (
             {"data_parallel_size": 4, "data_parallel_replicas": 3},

@@ -20,12 +20,13 @@ from lightning_shard.pipeline.schedules.simulate import Costs, simulate
 
 
 @st.composite
-def built(draw: st.DrawFn) -> Schedule:
+def built(draw: st.DrawFn, *, keeps_busy: bool = False) -> Schedule:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     least, most = SCHEDULES[name].stages
     ranks = draw(st.integers(1, 5))
     stages = draw(st.integers(least, most or 3))
-    return build(name, ranks, draw(st.integers(2 * ranks, 4 * ranks + 1)), stages)
+    fewest = 1 if SCHEDULES[name].can_have_fewer and not keeps_busy else 2 * ranks
+    return build(name, ranks, draw(st.integers(fewest, 4 * ranks + 1)), stages)
 
 
 @given(schedule=built())
@@ -96,7 +97,7 @@ def test_what_is_in_flight_is_bounded_as_claimed(schedule: Schedule) -> None:
 
 
 @settings(max_examples=60)
-@given(schedule=built(), times=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)))
+@given(schedule=built(keeps_busy=True), times=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)))
 def test_bubbles_are_no_longer_than_in_theory(schedule: Schedule, times: tuple[int, int, int]) -> None:
     forward, inputs, weights = times
     if schedule.name in ("ZBVZeroBubble", "DualPipeV"):
@@ -244,7 +245,6 @@ def test_a_file_is_of_one_layout(tmp_path: Path) -> None:
     ("name", "ranks", "microbatches", "stages", "says"),
     [
         ("1F", 2, 4, None, "isn't one of"),
-        ("1F1B", 4, 3, None, r"must be at least pipeline_parallel_size \(4\)"),
         ("DualPipeV", 4, 7, None, r"at least 2 × pipeline_parallel_size \(4\).*use 8 or more"),
         ("GPipe", 2, 0, None, "integer of at least 1"),
         ("GPipe", 2, True, None, "integer of at least 1"),

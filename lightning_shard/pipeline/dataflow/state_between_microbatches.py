@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard import tree
-from lightning_shard.errors import StepError
+from lightning_shard.errors import WHOLE_BATCHES, StepError
 from lightning_shard.pipeline.dataflow.messages import Counted
 from lightning_shard.pipeline.dataflow.search import Memory, OfAny, Ran, RunStep, rerun
 
@@ -138,7 +138,8 @@ def _carried_state_error(changed: Sequence[str], microbatches: int) -> StepError
         f" ({kept or 'something that is kept outside of the LightningModule'} changes). A batch goes through the"
         f" pipeline in {microbatches} microbatches, each a call of the step, and an earlier stage leaves the step after"
         " its last block: one process would go on from what the batch before has left. Set it anew where the step"
-        " begins, change it in on_train_batch_start or on_train_batch_end, or use pipeline_parallel_size=1."
+        " begins, change it in on_train_batch_start or on_train_batch_end, or use"
+        f" {WHOLE_BATCHES} or pipeline_parallel_size=1."
     )
 
 

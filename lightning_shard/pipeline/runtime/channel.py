@@ -29,7 +29,7 @@ Signature = tuple[str, tuple[Any, ...]]
 
 def signature(microbatch: Any, kind: str) -> Signature:
     """The kind of step, and shapes and dtypes of the microbatch's tensors: these determine which values cross."""
-    return kind, tuple((tuple(t.shape), t.dtype) for t in tree.tensors(microbatch))
+    return kind, tree.outline(microbatch)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,9 @@ from lightning_shard.pipeline.schedules.recorded import UNWATCHED, Watch
 from lightning_shard.pipeline.schedules.schedule import Action
 from lightning_shard.pipeline.stages.stage import Stage
 
+_KNOWN = 1024
+"""Of so many signatures it is remembered what crosses."""
+
 #: Waits for posted receives, and returns what was received.
 Arriving = Callable[[], Any]
 
@@ -398,6 +401,7 @@ class PipelinedStep:
             # second microbatch is searched too. Whether any stage counts them is known to all stages.
             crossing.is_settled = crossing.is_settled or keys[i] in end.crossings
             end.crossings[keys[i]] = end.latest[kind] = crossing
+            _forget_oldest(end.crossings, keys)
             ran[end.stage.index] = search.ran
         self._left.searched(kind, keys, i, memory, [*ran.values()], run)
         return ran
@@ -471,6 +475,12 @@ class PipelinedStep:
         ]
         self.has_skipped_backward |= not needed
         return [output for output, _ in needed], [gradient for _, gradient in needed]
+
+
+def _forget_oldest(crossings: dict[Signature, Crossing], in_use: Sequence[Signature]) -> None:
+    """Limit what is known where batches are of ever new shapes; on all stages alike, since all search together."""
+    if len(crossings) > _KNOWN:
+        crossings.pop(next((key for key in crossings if key not in in_use), None), None)  # type: ignore[arg-type]
 
 
 def _expect(action: Action, end: _Ends, crossing: Crossing, arriving: dict[Action, Arriving]) -> bool:

@@ -192,13 +192,15 @@ class _Named:
         rows: Builds the orders, from the numbers of ranks, of stages per rank, and of microbatches.
         stages: The least number of stages per rank, and the most (``None``: unlimited).
         usual: The default number of stages per rank.
-        microbatches: The least number of microbatches per rank: with fewer, ranks would mostly be idle.
+        microbatches: The least number of microbatches per rank: with fewer, ranks are mostly idle.
+        can_have_fewer: Whether it can still be built then. One microbatch is the batch as one process has it.
     """
 
     rows: Callable[[int, int, int], list[Row]]
     stages: tuple[int, int | None] = (1, 1)
     usual: int = 1
     microbatches: int = 1
+    can_have_fewer: bool = True
 
 
 SCHEDULES: dict[str, _Named] = {
@@ -207,8 +209,8 @@ SCHEDULES: dict[str, _Named] = {
     "Eager1F1B": _Named(partial(_in_rounds, ahead=2)),
     "Interleaved1F1B": _Named(partial(_in_rounds, ahead=2), stages=(2, None), usual=2),
     "InterleavedZeroBubble": _Named(partial(_in_rounds, ahead=1, splits=True), stages=(1, None), usual=2),
-    "ZBVZeroBubble": _Named(_zero_bubble_v, stages=(2, 2), usual=2, microbatches=2),
-    "DualPipeV": _Named(_dual_pipe_v, stages=(2, 2), usual=2, microbatches=2),
+    "ZBVZeroBubble": _Named(_zero_bubble_v, stages=(2, 2), usual=2, microbatches=2, can_have_fewer=False),
+    "DualPipeV": _Named(_dual_pipe_v, stages=(2, 2), usual=2, microbatches=2, can_have_fewer=False),
 }
 
 
@@ -238,11 +240,10 @@ def build(name: str, ranks: int, microbatches: int | None = None, stages_per_ran
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ConfigurationError(f"microbatches ({microbatches!r}) must be an integer of at least 1.")
     fewest = named.microbatches * ranks
-    if microbatches < fewest:
-        twice = "" if named.microbatches == 1 else f"{named.microbatches} × "
+    if microbatches < fewest and not named.can_have_fewer:
         raise ConfigurationError(
-            f"microbatches ({microbatches}) must be at least {twice}pipeline_parallel_size ({ranks}) for"
-            f" schedule={name!r}, since with fewer some stages are idle: use {fewest} or more."
+            f"microbatches ({microbatches}) must be at least {named.microbatches} × pipeline_parallel_size ({ranks})"
+            f' for schedule={name!r}: use {fewest} or more, or schedule="1F1B", which takes any number.'
         )
     return Schedule(name, tuple(named.rows(ranks, stages, microbatches)))
 

@@ -93,7 +93,7 @@ class PreparedStrategy(CheckpointedStrategy):
         precision = str(self.precision_plugin.precision)
         trainer_private.refuse_precision(precision)
         self._settings = replace(self._settings, gathered_dtype=trainer_private.GATHERED.get(precision))
-        refuse(trainer, module, self.layout)
+        refuse(trainer, module, self.layout, self._microbatches)
         if trainer.state.fn == TrainerFn.FITTING:
             warn_of_unstorable(trainer, module)
         known = module.__dict__.get(_ASSEMBLY)
@@ -157,9 +157,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self._gradients = gradients
         copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None
         context = groups.context if layout.context_parallel_size > 1 else None
-        self._first_checks = FirstStepChecks(
-            module, layout, self.device_mesh, self._microbatches, self._check_ties, copies, context
-        )
+        self._first_checks = FirstStepChecks(module, layout, self.device_mesh, parts, self._check_ties, copies, context)
         if known.stages is None:
             self._states = PartialStates(_sharded(module) if layout.world_size > 1 else {}, OF_RANK, {})
             self._states.release()  # removes an earlier Trainer's

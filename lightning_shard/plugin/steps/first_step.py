@@ -70,7 +70,7 @@ class FirstStepChecks:
                 self.check_copies()
         shown = Shown()
         with ExitStack() as looks:
-            if method == "training_step" and self._steps <= 2 and layout.pipeline_parallel_size > 1:
+            if method == "training_step" and self._steps <= 2 and self._microbatches > 1:
                 looks.enter_context(warning_of_tensors_changed(module, self._microbatches))
                 if self._steps == 2:
                     looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches, within=True))
@@ -78,8 +78,9 @@ class FirstStepChecks:
                 self._kinds.add(method)
                 check_same_batch(batch, layout)
                 if layout.pipeline_parallel_size > 1:
-                    looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
                     looks.enter_context(refusing_world_calls())
+                if self._microbatches > 1:
+                    looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
                     looks.enter_context(noting_functions_of_means())
                 if layout.data_parallel_size > 1 and layout.expert_parallel_size == 1:  # dealt lists refuse hooks
                     looks.enter_context(finding_calls_of_parts(module))

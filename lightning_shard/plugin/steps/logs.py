@@ -273,7 +273,7 @@ def _check_combinable(record: Record, value: Number | Tensor) -> None:
         f"self.log({record.name!r}, …, reduce_fx={reduction!r}) of the {type(value).__name__} {value} is called once"
         f" for each microbatch, and these values can't be combined to the batch's. {_REMEDIES[reduction]} For one"
         " number per batch, return what it needs from the step and log it in on_train_batch_end"
-        " (on_validation_batch_end, …); or use pipeline_parallel_size=1."
+        " (on_validation_batch_end, …); or use microbatches=1 or pipeline_parallel_size=1."
     )
 
 

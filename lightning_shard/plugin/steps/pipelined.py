@@ -185,7 +185,8 @@ class PipelinedSteps:
 
         def scaled(i: int, result: Any) -> Tensor:
             self._means.note(_loss(result))
-            self._sums.note(_loss(result), tree.batch_size(parts[i]))
+            if len(parts) > 1:
+                self._sums.note(_loss(result), tree.batch_size(parts[i]))
             loss = weighted_for_backward(_loss(result), weights[i].of_gradient) * scale
             return loss if scaler is None else scaler.scale(loss)
 
@@ -236,7 +237,7 @@ class PipelinedSteps:
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
             # where no hook receives the other results, only the losses are shared
             results = losses if "training_step" in self._unused_results else with_losses(results, losses)
-            result = self._share(results, tree.batch_size(parts[0]), self._logs.in_blocks(of_last=False))
+            result = self._share(results, parts, self._logs.in_blocks(of_last=False))
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
@@ -286,7 +287,7 @@ class PipelinedSteps:
                 self._look_ahead(method, draw, upcoming)
             if method in self._unused_results:
                 results = [None] * len(results)
-            result = self._share(results, tree.batch_size(parts[0]), logged)
+            result = self._share(results, parts, logged)
         self._of_known_ends.add(self._kind(method, args))
         self._step.flush(begun.sent if self._under_way else None)  # the last stage has received all of this batch
         return result
@@ -367,6 +368,8 @@ class PipelinedSteps:
         Raises:
             BatchError: The batch doesn't divide into the microbatches.
         """
+        if self._microbatches == 1:
+            return [batch]
         size = tree.batch_size(batch)
         self._whole_batch = self._whole_batch or size
         self._refuse_list_of_samples(batch, may_be_last=size < self._whole_batch)
@@ -374,10 +377,12 @@ class PipelinedSteps:
 
     def _refuse_list_of_samples(self, batch: Any, *, may_be_last: bool) -> None:
         trainer = self._module.trainer
-        if not trainer_private.stacks_samples(trainer):
+        if self._microbatches > 1 and not trainer_private.stacks_samples(trainer):
             tree.refuse_list_of_samples(batch, trainer_private.samples_drawn(trainer), may_be_last=may_be_last)
 
     def _most_parts(self, batch: Any) -> int:
+        if self._microbatches == 1:
+            return 1
         size = tree.batch_size(batch)
         return max(n for n in range(1, self._microbatches + 1) if size % n == 0)
 
@@ -405,7 +410,7 @@ class PipelinedSteps:
         stage.method = method
         searching, several = stage.passage.searching, len(self._stages) > 1
         if searching or several:  # the part may run again, and a step may change its batch in place
-            part = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, part)
+            part = tree.copied(part)
         # call by call, a step runs whole on each rank
         kept = self._kept.step(stage, searching=searching) if stage.calls is None else nullcontext()
         # otherwise each stage's run on this rank would add to the logs
@@ -498,7 +503,7 @@ class PipelinedSteps:
             return None
         return stage.blocks[stage.place], stage.is_last
 
-    def _share(self, results: list[Any], size: int, logged: set[InBlock]) -> Any:
+    def _share(self, results: list[Any], parts: Sequence[Any], logged: set[InBlock]) -> Any:
         """The last stage's merged result and logs, on every stage; no device is waited for.
 
         Args:
@@ -507,6 +512,7 @@ class PipelinedSteps:
         shared: Any = None
         follows = what_follows(self._module.trainer)
         if self._stages.is_last:
+            size = tree.batch_size(parts[0]) if len(parts) > 1 else 0
             merged = tree.map_leaves(_detached, merge(results, size))
             in_blocks = sorted(self._logs.in_blocks(of_last=True))  # the broadcaster takes no set for an equal value
             shared = (merged, self._logs.combined(), self._kept.changes(), len(results), in_blocks, follows)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_shard.errors import WHOLE_BATCHES
 from lightning_shard.pipeline.stages.stage import Stage
 
 
@@ -31,7 +32,7 @@ def warn(found: Sequence[Stage], microbatches: int) -> None:
         warnings.warn(
             f"{what} depends on which other samples are in the batch, as contrastive losses do. With several pipeline"
             f" stages it is computed for each of {microbatches} microbatches by itself, as where gradients are"
-            " accumulated, and differs from one process's, which has the whole batch. If that matters, use larger"
-            " batches with fewer microbatches, or pipeline_parallel_size=1.",
+            " accumulated, and differs from one process's, which has the whole batch. If that matters, use"
+            f" {WHOLE_BATCHES} or pipeline_parallel_size=1.",
             stacklevel=2,
         )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_shard.errors import WHOLE_BATCHES
 from lightning_shard.pipeline.dataflow.trace import observing
 
 _NONLINEAR = {
@@ -60,7 +61,8 @@ def text(name: str, function: str) -> str:
     return (
         f"self.log({name!r}, …) logs {function} of each microbatch. With several pipeline stages the log is the mean of"
         " that, which isn't that of the batch. Log what it is computed from, means over samples, and compute it in"
-        " on_train_batch_end or on_train_epoch_end (on_validation_…) of these; or log a torchmetrics.Metric."
+        " on_train_batch_end or on_train_epoch_end (on_validation_…) of these; or log a torchmetrics.Metric, or"
+        f" use {WHOLE_BATCHES}."
     )
 
 

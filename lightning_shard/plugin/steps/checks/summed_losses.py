@@ -74,7 +74,8 @@ class SummedLosses:
             rank_zero_warn(
                 "The training loss is a sum over samples, and the microbatches of a pipeline are averaged: loss and"
                 f" gradients are 1/{self._microbatches} of those of one process that has the batch at once. Divide the"
-                " loss by the number of samples (reduction='mean'), which is the same on every layout."
+                " loss by the number of samples (reduction='mean'), which is the same on every layout, or use"
+                " microbatches=1."
             )
 
     def end_step(self) -> None:

@@ -469,14 +469,14 @@ def _in_place_of_large(key: Name, sent: Unsent, device: torch.device) -> Tensor:
 
 def _too_late(key: Name, microbatches: int, elsewhere: bool) -> StepError:
     name = _path(key)
-    reason = (
-        "it can't be sent there (numbers, texts, tensors, and lists, dicts and plain objects of these could be)"
+    reason, ways = (
+        ("it can't be sent there (numbers, texts, tensors, and lists, dicts and plain objects of these could be)", "")
         if elsewhere
-        else f"each of the {microbatches} microbatches would begin with an old value"
+        else (f"each of the {microbatches} microbatches would begin with an old value", " microbatches=1 or")
     )
     return StepError(
         f"A step changes {name} after calling the network, and reads it before. Only the last pipeline stage gets to"
-        f" the change, and {reason}: change it before the network is called, or in on_train_batch_end, or use"
+        f" the change, and {reason}: change it before the network is called, or in on_train_batch_end, or use{ways}"
         " pipeline_parallel_size=1."
     )
 

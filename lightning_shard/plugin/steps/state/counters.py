@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_shard.errors import WHOLE_BATCHES
 from lightning_shard.parallel.batch_norm import batch_norms
 from lightning_shard.plugin.steps.state.python_state import children, reachable
 
@@ -41,7 +42,8 @@ def warning_of_numbers_kept(
         warnings.warn(
             f"{method} changed {named}. With several pipeline stages a step"
             f" runs for each of {microbatches} microbatches, and to its end on the last stage only: count batches in"
-            " on_train_batch_end (on_validation_batch_end, …), and samples by a torchmetrics metric.",
+            " on_train_batch_end (on_validation_batch_end, …), and samples by a torchmetrics metric; or use"
+            f" {WHOLE_BATCHES}.",
             stacklevel=2,
         )
 
@@ -75,7 +77,8 @@ def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator
             f"training_step changed {changed[0]}{f' and {len(changed) - 1} other tensors' * (len(changed) > 1)}."
             f" With several pipeline stages it does so for each of {microbatches} microbatches, by that one's samples:"
             " moving averages, and what a later step or a hook reads, differ from one process that has the batch at"
-            " once. Keep what training_step returns, or what is in trainer.callback_metrics, in on_train_batch_end.",
+            " once. Keep what training_step returns, or what is in trainer.callback_metrics, in on_train_batch_end; or"
+            f" use {WHOLE_BATCHES}.",
             stacklevel=2,
         )
 
