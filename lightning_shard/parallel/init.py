@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.parallel.attributes import parameter_like
 from lightning_shard.sharding import local_part
 from lightning_shard.tree import as_bytes
 
@@ -129,8 +130,7 @@ def _whole(
             if id(tensor) not in whole:
                 full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 full.fill_(torch.nan if full.is_floating_point() or full.is_complex() else 0)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                whole[id(tensor)] = nn.Parameter(full, tensor.requires_grad) if is_parameter else full
+                whole[id(tensor)] = parameter_like(full, tensor) if isinstance(tensor, nn.Parameter) else full
             slot = module._parameters if key in module._parameters else module._buffers
             slot[key] = whole[id(tensor)]  # type: ignore[assignment]
     yield originals
@@ -150,7 +150,7 @@ def _keep(full: Tensor, like: Tensor) -> Tensor:
     kept = DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-    return nn.Parameter(kept, like.requires_grad) if isinstance(like, nn.Parameter) else kept
+    return parameter_like(kept, like) if isinstance(like, nn.Parameter) else kept
 
 
 @contextmanager

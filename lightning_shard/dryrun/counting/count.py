@@ -36,6 +36,7 @@ from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.counting.two_parts import accumulators
 from lightning_shard.dryrun.counting.watched import Outcome, Watched, Way
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.parallel.attributes import parameter_like
 from lightning_shard.parallel.containers import with_forward
 from lightning_shard.parallel.experts.module_lists import RestoreAndReplay, distribute_list, is_list
 from lightning_shard.parallel.experts.stacked import distribute_stack, resolve_experts
@@ -283,7 +284,7 @@ def _lay_out(
     for name, dtype in in_half.items():
         owner, _, key = name.rpartition(".")
         whole = module.get_parameter(name)
-        module.get_submodule(owner)._parameters[key] = nn.Parameter(whole.detach().to(dtype), whole.requires_grad)
+        module.get_submodule(owner)._parameters[key] = parameter_like(whole.detach().to(dtype), whole)
     return {holder: tuple(held.values()) for holder, held in found.items()}
 
 

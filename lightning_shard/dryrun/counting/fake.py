@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.parallel.attributes import parameter_like
 from lightning_shard.pipeline.cost import GroupedMatmuls
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -79,7 +80,7 @@ def copied_to_meta(module: Module) -> Module:
     """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        memo[id(parameter)] = parameter_like(parameter.detach().to("meta"), parameter)
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.to("meta")
     trainer = vars(module).get("_trainer")
@@ -107,9 +108,8 @@ def make_fake(module: nn.Module) -> None:
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            is_parameter = isinstance(tensor, nn.Parameter)
             copy = empty(tensor)
-            made[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+            made[id(tensor)] = parameter_like(copy, tensor) if isinstance(tensor, nn.Parameter) else copy
         return made[id(tensor)]
 
     with torch.no_grad():

@@ -6,7 +6,7 @@ freed (resharded) together. Gradients are accumulated and reduced in 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.parallel.attributes import attributes_of, put_on_units
 from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.containers import called_below, with_forward
 from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
@@ -83,6 +84,7 @@ def apply_fully_sharded(
         return
     if not whole_steps:
         sharding = replace(sharding, keeps_gathered=False)
+    attributes = attributes_of(root)
     # FSDP2 can't shard scalar parameters, or can't reduce gradients of parameters without elements
     whole = {parameter for parameter in root.parameters() if not parameter.ndim or not parameter.numel()}
     whole.update(sharded)
@@ -112,8 +114,13 @@ def apply_fully_sharded(
     for unit in units:
         policy = _policy([unit], sharding.gathered_dtype if unit in cast else None)
         apply(unit, reshard_after_forward=not sharding.keeps_gathered, mp_policy=policy, ignored_params=elsewhere)
-    if whole_steps:
-        return
+    if not whole_steps:
+        _shard_what_is_called(root, whole, apply)
+    put_on_units(root, attributes)
+
+
+def _shard_what_is_called(root: nn.Module, whole: set[nn.Parameter], apply: Callable[..., Any]) -> None:
+    """Make each module below ``root`` that is called a unit; without ``whole_steps``."""
     bare = [name for name, _ in root.named_parameters(recurse=False)]
     if bare:
         raise ConfigurationError(
@@ -176,7 +183,9 @@ def _even_dim(parameter: nn.Parameter, parts: int) -> Shard:
 def to_device(root: nn.Module, device: torch.device, sharding: Sharding) -> None:
     """Move the model to ``device``; with offloading, all but the shards."""
     if not sharding.offloads:
-        root.to(device)
+        attributes = attributes_of(root)
+        root.to(device)  # makes new DTensors
+        put_on_units(root, attributes)
         return
     for parameter in scalar_parameters(root):
         parameter.data = parameter.data.to(device)

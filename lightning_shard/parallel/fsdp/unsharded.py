@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.attributes import parameter_like
 
 _OF: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
 _OF_PART: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
@@ -49,8 +50,7 @@ def hold_unsharded(root: nn.Module, mesh: DeviceMesh) -> None:
             if parameter is not None and parameter.ndim and parameter.numel() and not isinstance(parameter, DTensor):
                 if parameter not in made:
                     own = DTensor.from_local(parameter.detach(), mesh, _PLACEMENT, run_check=False)
-                    made[parameter] = nn.Parameter(own, parameter.requires_grad)
-                    made[parameter].__dict__.update(parameter.__dict__)
+                    made[parameter] = parameter_like(own, parameter)
                 _put_into(module)(name, made[parameter])
     whole = _OF[root] = UnshardedParameters(mesh)
     root.register_forward_pre_hook(_gather, prepend=True)
@@ -121,7 +121,7 @@ class UnshardedParameters:
                 if isinstance(parameter, DTensor):
                     if parameter not in self._running:
                         same = _local(parameter) if parameter.device_mesh == self._mesh else parameter
-                        self._running[parameter] = nn.Parameter(same.detach(), parameter.requires_grad)
+                        self._running[parameter] = parameter_like(same.detach(), parameter)
                     yield module, name, parameter, self._running[parameter], _put_into(module)
 
     def free(self) -> None:

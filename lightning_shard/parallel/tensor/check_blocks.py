@@ -35,6 +35,7 @@ from torch.func import functional_call
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
+from lightning_shard.parallel.attributes import parameter_like, put_attributes
 from lightning_shard.parallel.context.check_positions import RunChanges, TrialRuns, random_state
 from lightning_shard.parallel.probe_arguments import PLAIN, has_other_hooks, is_cache
 from lightning_shard.parallel.tensor.small_weights import enlarged
@@ -132,7 +133,7 @@ def _without_hooks(block: nn.Module) -> nn.Module:
     for module in block.modules():
         memo.update({id(value): value for value in vars(module).values() if isinstance(value, _GENERATORS)})
     for parameter in block.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        memo[id(parameter)] = parameter_like(torch.empty_like(parameter, device="meta"), parameter)
     whole = copy.deepcopy(block, memo)
     for module in whole.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -211,6 +212,8 @@ def _check(
     is_part: bool,
 ) -> None:
     tensors = {key: full_tensor(value) for key, value in chain(block.named_parameters(), block.named_buffers())}
+    for key, parameter in block.named_parameters():
+        put_attributes(tensors[key], parameter.__dict__)
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
 
     # both runs get copies, since a run may write to its arguments and to buffers

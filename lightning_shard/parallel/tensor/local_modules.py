@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from lightning_shard.parallel.attributes import parameter_like
 from lightning_shard.sharding import part_on
 
 
@@ -24,7 +25,7 @@ def split_parameter(module: nn.Module, key: str, mesh: DeviceMesh, placements: S
     whole = module.get_parameter(key)
     part = part_on(whole.detach(), mesh, placements).clone(memory_format=torch.contiguous_format)
     split = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-    module.register_parameter(key, nn.Parameter(split, requires_grad=whole.requires_grad))
+    module.register_parameter(key, parameter_like(split, whole))
 
 
 @contextmanager

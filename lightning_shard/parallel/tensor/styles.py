@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
+from lightning_shard.parallel.attributes import parameter_like
 from lightning_shard.parallel.tensor.local_modules import (
     as_plain,
     computing_with,
@@ -76,7 +77,7 @@ class Split(ParallelStyle):
             placement = self.placement(module, f"{name}.{key}", parameter, mesh.size())
             # every rank holds the same full values, so each keeps its own part without communication
             part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-            module.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
+            module.register_parameter(key, parameter_like(part, parameter))
 
     def placement(self, module: nn.Module, name: str, parameter: nn.Parameter, parts: int) -> Placement:
         """The placement of one of a module's parameters on the tensor axis.

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.attributes import put_attributes
 
 _AS_NUMBERS = {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__contains__"),
@@ -209,13 +210,14 @@ class Hollow(Unknown):
         hollow = _nan_like(parameter, device)
         hollow.origin = Origin(f"what is computed from {name}, which stage {stage} holds,", on_missing)
         hollow.fqn, hollow.holder, hollow.trains = name, stage, parameter.requires_grad
+        put_attributes(hollow, parameter.__dict__)
         return hollow
 
     def as_parameter(self) -> Hollow:
         """Another one that passes for a parameter, which trains if the one that it stands for does."""
         one: Any = _nan_like(self, self.device)
-        one.origin, one.fqn, one.holder, one.trains = self.origin, self.fqn, self.holder, self.trains
         one._is_param = True
+        put_attributes(one, self.__dict__)
         with torch._C.DisableTorchFunctionSubclass():
             one.requires_grad_(self.trains)
         return one  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lightning_shard.errors import ConfigurationError, LayoutError
 from lightning_shard.layout import EXPERT_AXIS, TENSOR_AXIS, Layout
 from lightning_shard.parallel.activation_checkpointing import chosen, leave_out_caches, recompute
+from lightning_shard.parallel.attributes import Attributes, attributes_of
 from lightning_shard.parallel.blocks import Blocks, block_lists, names_of_parameters
 from lightning_shard.parallel.clip import count_elsewhere
 from lightning_shard.parallel.compiled_blocks import compile_block
@@ -70,6 +71,7 @@ class Assembly:
         places: Each parameter's index in the whole module.
         names: All names of parameters, in the whole module's order, each mapped to the first name of that parameter.
         parameters: The module's parameters when it was assembled; ``None`` if the module shards itself.
+        attributes: What the user had set on parameters. Moving them to another device loses it.
         lockstep: Keeps data ranks in step during evaluation steps; created when it is first needed.
     """
 
@@ -84,6 +86,7 @@ class Assembly:
     places: Mapping[str, int]
     names: Mapping[str, str]
     parameters: LaidOutParameters | None
+    attributes: Attributes = field(default_factory=dict)
     lockstep: Lockstep | None = None
 
     def check_parameters(self, module: nn.Module, groups: Groups) -> None:
@@ -233,6 +236,7 @@ def assemble(
         places,
         names,
         LaidOutParameters(module),
+        attributes_of(module),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import PlacementError
+from lightning_shard.parallel.attributes import put_on_units
 from lightning_shard.parallel.batch_norm import synchronize
 from lightning_shard.parallel.fsdp.bypassed_units import BypassedUnits
 from lightning_shard.parallel.fsdp.lockstep import Lockstep
@@ -127,6 +128,7 @@ class PreparedStrategy(CheckpointedStrategy):
         else:
             known.lay_out_again(self.layout, self._settings, self._schedules, self.groups)
             known.check_parameters(module, self.groups)
+            put_on_units(module, known.attributes)
         self._assembly = known
         synchronize(module, self.groups.data if self._syncs_over_data_ranks() else None)
         self.model = module

@@ -133,7 +133,10 @@ class Walks:
         for path, part in module.named_modules() if recurse else [("", module)]:
             inner = f"{start}{path}." if path else start
             named |= {f"{inner}{key}": p.as_parameter() for key, p in vars(part).items() if isinstance(p, Hollow)}
-        first = {getattr(p, "fqn", key): p for key, p in sorted(named.items(), key=lambda item: self._place[item[0]])}
+        first = {
+            p.fqn if isinstance(p, Hollow) else key: p
+            for key, p in sorted(named.items(), key=lambda item: self._place[item[0]])
+        }
         return [*first.values()]
 
     def __reduce__(self) -> Any:

@@ -1,0 +1,60 @@
+"""Keeps what users set on parameters, such as ``weight._no_weight_decay = True`` for ``configure_optimizers``.
+
+Laying a module out replaces its parameters by others: parts, fake ones, sharded ones, gathered ones in calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_shard.parallel.fsdp.units import groups_of, sharded_units
+
+Attributes = Mapping[str, Mapping[str, Any]]
+"""By the parameter's name, and the attribute's."""
+
+
+def parameter_like(tensor: Tensor, like: Tensor) -> nn.Parameter:
+    """A parameter that replaces another: with what is set on that one, ``requires_grad`` included."""
+    made = nn.Parameter(tensor, like.requires_grad)
+    put_attributes(made, like.__dict__)
+    return made
+
+
+def put_attributes(tensor: Tensor, attributes: Mapping[str, Any]) -> None:
+    """Set those that a tensor doesn't have yet."""
+    for name, value in attributes.items():
+        tensor.__dict__.setdefault(name, value)
+
+
+def attributes_of(root: nn.Module) -> Attributes:
+    """Those of all parameters that have any."""
+    named = root.named_parameters(remove_duplicate=False)
+    return {name: dict(parameter.__dict__) for name, parameter in named if parameter.__dict__}
+
+
+def put_on_units(root: nn.Module, attributes: Attributes) -> None:
+    """Set them on the parameters that FSDP2 has put in place of others, and on the gathered ones of calls."""
+    if not attributes:
+        return
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        put_attributes(parameter, attributes.get(name, {}))
+    for unit in sharded_units(root):
+        parameters = [parameter for group in groups_of(unit) for parameter in group.fsdp_params]
+        if any(parameter.sharded_param.__dict__ for parameter in parameters):
+            _put_on_gathered(unit, parameters)
+
+
+def _put_on_gathered(unit: FSDPModule, parameters: list[Any]) -> None:
+    """FSDP2 makes a unit's gathered parameters in its first call, and keeps them."""
+
+    def put(*_: Any) -> None:
+        for parameter in parameters:
+            put_attributes(parameter.unsharded_param, parameter.sharded_param.__dict__)
+        handle.remove()
+
+    assert isinstance(unit, nn.Module)
+    handle = unit.register_forward_pre_hook(put)  # runs after FSDP2's own, which was put first
