@@ -43,7 +43,8 @@ class Module(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         assert self.head.weight.scaled_by == 2
-        assert sum(hasattr(each, "scaled_by") for each in optimizer.param_groups[0]["params"]) > 0
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        assert any(hasattr(each, "scaled_by") for each in held)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         kept = [each for each in self.parameters() if getattr(each, "_no_weight_decay", False)]
@@ -74,3 +75,30 @@ def fits_again() -> None:
 
 def test_they_are_kept_for_a_second_fit() -> None:
     run_ranks(fits_again, 2, elastic=True)
+
+
+class KeepsThem(Module):
+    """In ``__init__``, before they are replaced: ids, a dict by parameter, lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(True)
+        self.ids = {id(self.head.weight)}
+        self.rates = {parameter: 1e-2 * (1 + place) for place, parameter in enumerate(self.parameters())}
+        self.slow = [[block.linear.weight for block in self.blocks], (self.head.weight,)]
+        self.biases = tuple(block.linear.bias for block in self.blocks)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert sum(id(each) in self.ids for each in self.parameters()) == 1
+        groups = [{"params": [each], "lr": rate} for each, rate in self.rates.items()]
+        return torch.optim.SGD(groups, lr=1.0)
+
+    def on_after_backward(self) -> None:
+        for parameter in self.slow[0]:
+            if parameter.grad is not None:
+                parameter.grad *= 0.1
+        torch.nn.utils.clip_grad_norm_(self.biases, 1e-3)
+
+
+def test_what_was_kept_of_them_goes_on_with_those_that_replace_them() -> None:
+    assert_trains_alike(KeepsThem, batches, layouts=["pp2", "dp2", "pp2 x dp2"])

@@ -26,6 +26,7 @@ from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.assembly.all_parameters import all_parameters
 from lightning_shard.plugin.assembly.assemble import Assembly, assemble
+from lightning_shard.plugin.assembly.kept_parameters import names_by_id, replace_kept
 from lightning_shard.plugin.limits import (
     refuse,
     refuse_synced_generation,
@@ -105,26 +106,7 @@ class PreparedStrategy(CheckpointedStrategy):
             summarize_beside(callbacks)
         share_throughput(callbacks, self.layout)
         if known is None:
-            self._built = Built.of(module)
-            if trainer.state.fn == TrainerFn.FITTING and self.layout.pipeline_parallel_size > 1:
-                summarize_before_cutting(callbacks, module, self.groups.gather_over_stages)
-            self.precision_plugin.convert_module(module)
-            known = assemble(
-                module,
-                self.layout,
-                self.device_mesh,
-                self._expert_mesh,
-                self.root_device,
-                randomness.derive(self._seed, "init"),
-                self._settings,
-                self._schedules_for(trainer),
-                self.groups,
-                self._rendezvous().connect,
-            )
-            module.__dict__[_ASSEMBLY] = known
-            module._device = self.root_device  # Lightning's own: the device to compute on; shards may be on the host
-            if known.placement is not None and self.layout.pipeline_parallel_size > 1:
-                rank_zero_info(f"{self.layout}\n{known.placement}")
+            known = self._lay_out(trainer, module)
         else:
             known.lay_out_again(self.layout, self._settings, self._schedules, self.groups)
             known.check_parameters(module, self.groups)
@@ -147,6 +129,32 @@ class PreparedStrategy(CheckpointedStrategy):
         self._of_run.enter_context(self._norms.of_functions())
         if self._walks is not None:
             self._walks.guard(shows_all=True)
+
+    def _lay_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> Assembly:
+        """Cut and shard a module that wasn't laid out before."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._built, names = Built.of(module), names_by_id(module)
+        if trainer.state.fn == TrainerFn.FITTING and self.layout.pipeline_parallel_size > 1:
+            summarize_before_cutting(callbacks, module, self.groups.gather_over_stages)
+        self.precision_plugin.convert_module(module)
+        assembly = assemble(
+            module,
+            self.layout,
+            self.device_mesh,
+            self._expert_mesh,
+            self.root_device,
+            randomness.derive(self._seed, "init"),
+            self._settings,
+            self._schedules_for(trainer),
+            self.groups,
+            self._rendezvous().connect,
+        )
+        replace_kept(module, names, callbacks)
+        module.__dict__[_ASSEMBLY] = assembly
+        module._device = self.root_device  # Lightning's own: the device to compute on; shards may be on the host
+        if assembly.placement is not None and self.layout.pipeline_parallel_size > 1:
+            rank_zero_info(f"{self.layout}\n{assembly.placement}")
+        return assembly
 
     def _make_steps(self, module: pl.LightningModule, known: Assembly) -> None:
         groups, layout, device = self.groups, self.layout, self.root_device
