@@ -9,6 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 from torchmetrics import MaxMetric, Metric, SumMetric
 
 from lightning_shard.errors import StepError
@@ -165,16 +167,38 @@ def test_functions_of_means_are_warned_of_and_means_of_functions_not() -> None:
         "norm": lambda x: x.norm(dim=-1),
     }
     for name, way in ways.items():
-        with noting_functions_of_means(), traced():
+        with noting_functions_of_means(4), traced():
             values = [way(part) for part in samples]
         with pytest.warns(
             UserWarning, match=rf"'x'.* logs ({name}|rtruediv|rdiv) (of a number|over the values) of each"
         ):
             combined(values)
-    with noting_functions_of_means(), traced():
+    with noting_functions_of_means(4), traced():
         plain = [[x.exp().mean() * 3 + x.mean(), x.unflatten(0, (2, 2)).std(-1).mean()] for x in samples]
         same = [temperature.exp() for _ in samples]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for values in (*zip(*plain), same):
+            combined([*values])
+
+
+def test_sums_over_samples_are_warned_of_and_sums_of_losses_not() -> None:
+    samples = torch.rand(2, 4)
+    ways = {
+        "count": lambda x: (x >= 0).sum().float(),
+        "of losses": lambda x: F.mse_loss(x, x + 1, reduction="sum").detach(),
+        "two": lambda x: x.sum() + x.square().sum(),
+    }
+    for way in ways.values():
+        with noting_functions_of_means(4), traced():
+            values = [way(part) for part in samples]
+        with pytest.warns(UserWarning, match=r"'x'.* logs a sum over samples of each microbatch"):
+            combined(values)
+    weight = nn.Parameter(torch.rand(4))
+    with noting_functions_of_means(2), traced():
+        plain = [[x.sum() / 4, (x > 0.5).sum() / len(x), x.sum() * 0.25, weight.sum()] for x in samples]
+        tasks = [(torch.stack([x.mean(), x.square().mean()]) * 2 + 1).sum() for x in samples]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for values in (*zip(*plain), tasks):
             combined([*values])

@@ -40,6 +40,7 @@ def test_sums_over_samples_are_seen(loss_of: Callable[[Tensor], Tensor]) -> None
         lambda x: x.sum(-1).mean(),
         lambda x: F.cross_entropy(x, TARGETS),
         lambda x: torch.stack([x.mean(), x.square().mean()] * SAMPLES).sum(),
+        lambda x: (torch.stack([x.mean()] * SAMPLES) * x[:, 0].detach().exp().requires_grad_() + 1).sum(),
         lambda x: F.kl_div(x, x.detach(), reduction="batchmean"),
     ],
 )

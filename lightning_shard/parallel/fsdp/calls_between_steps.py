@@ -11,7 +11,7 @@ has changed the shards meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,8 +50,9 @@ def _gather_for_calls(root: nn.Module, blocks: Collection[nn.Module], *, whole_s
         return
     calls = _Calls(root)
     for part in set(_called(root, blocks)):
-        part.register_forward_pre_hook(calls.enter, prepend=True)
-        part.register_forward_hook(calls.leave, always_call=True)
+        holds = _has_parameters(part)
+        part.register_forward_pre_hook(calls.enter if holds else _Uncopied(calls.enter), prepend=True)
+        part.register_forward_hook(calls.leave if holds else _Uncopied(calls.leave), always_call=True)
     if not whole_steps:
         return
     root.register_forward_pre_hook(calls.enter_whole, prepend=True)
@@ -62,7 +63,7 @@ def refuse_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
     """Make calls between steps of modules below a pipeline stage's ``root`` fail: other stages hold the rest."""
     calls = _Calls(root)
     for part in set(_called(root, blocks)):
-        if not isinstance(part, FSDPModule):  # a unit all-gathers itself
+        if _has_parameters(part) and not isinstance(part, FSDPModule):  # a unit all-gathers itself
             part.register_forward_pre_hook(calls.refuse, prepend=True)
 
 
@@ -74,9 +75,26 @@ def _called(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Mod
             yield from _called(child, blocks)
 
 
+def _has_parameters(part: nn.Module) -> bool:
+    return next(part.parameters(), None) is not None
+
+
 def _is_step(args: Any) -> bool:
     """Whether a call of the root runs a step, which is its one argument (plugin/steps/redirect.py)."""
     return len(args) == 1 and callable(args[0]) and not isinstance(args[0], Tensor)
+
+
+class _Uncopied:
+    """A hook of a module without parameters, such as a metric, that may be copied: the copy has the same one."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        self._hook(*args)
+
+    def __deepcopy__(self, _: Any) -> _Uncopied:
+        return self
 
 
 class _Calls:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -32,7 +32,7 @@ from lightning_shard.pipeline.dataflow.taint import (
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
-Observer = Callable[[Any, Sequence[Any], Any], None]
+Observer = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
 """Called with a torch function, its arguments and its result."""
 
 
@@ -91,7 +91,7 @@ class Trace(TorchFunctionMode):
             unknown = [leaf for leaf in changed if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow)]
             self._written.update((memory_of(leaf), leaf) for leaf in unknown)
         if _of_thread.observer is not None:
-            _of_thread.observer(func, args, result)
+            _of_thread.observer(func, args, kwargs, result)
         return result
 
     def mark_written_aliases(self, value: Any) -> None:

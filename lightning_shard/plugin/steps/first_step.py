@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_shard import tree
+from lightning_shard.errors import BatchError
 from lightning_shard.layout import TENSOR_AXIS, Layout
 from lightning_shard.parallel.fsdp.calls_of_parts import finding_calls_of_parts
 from lightning_shard.parallel.tensor.check_handed_on import OutputGradients
@@ -81,7 +83,7 @@ class FirstStepChecks:
                     looks.enter_context(refusing_world_calls())
                 if self._microbatches > 1:
                     looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
-                    looks.enter_context(noting_functions_of_means())
+                    looks.enter_context(noting_functions_of_means(self._samples_in(batch)))
                 if layout.data_parallel_size > 1 and layout.expert_parallel_size == 1:  # dealt lists refuse hooks
                     looks.enter_context(finding_calls_of_parts(module))
                 if layout.tensor_parallel_size > 1:
@@ -96,6 +98,12 @@ class FirstStepChecks:
             if method == "training_step" and self._updates + 1 in tensor_ranks.STEPS:
                 looks.enter_context(self._outputs.watched())
             yield shown
+
+    def _samples_in(self, batch: object) -> int:
+        """Of a microbatch; 1 of a batch that the step will refuse."""
+        with suppress(BatchError):
+            return max(1, tree.batch_size(batch) // self._microbatches)
+        return 1
 
     def check_losses(self, output: object) -> None:
         """Compare losses between ranks that must compute the same; a collective call over these, in some steps."""

@@ -183,8 +183,8 @@ class HeldLogs:
             return LoggedMetric(last.path, reduce(torch.stack(of_step), 0) if of_step else None)
         if len(record.values) == 1:
             return last
-        if record.function_of_mean and nonlinear_logs.differ(record.values):
-            rank_zero_warn(nonlinear_logs.text(record.name, record.function_of_mean))
+        if (function := record.function_of_mean) and nonlinear_logs.is_another(function, record.values):
+            rank_zero_warn(nonlinear_logs.text(record.name, function))
         values = _together(record.values, self._module.device)
         if _reduction(record.options) == "sum":
             return values.sum().to(torch.get_default_dtype())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +20,12 @@ def share_metrics(module: nn.Module, groups: Groups, device: torch.device, stage
 
     Tensor-parallel ranks see the same data, so a reduction over the world would count it several times. Only the last
     stage of a pipeline updates metrics. ``compute``, which already is a collective call over the data ranks, becomes
-    one over the pipeline too.
+    one over the pipeline too. Copies of metrics are shared likewise.
     """
     sharing = _Sharing(groups, device, stages)
     for metric in module.modules():
-        if isinstance(metric, Metric) and metric.process_group is None:
-            metric.process_group = groups.data
-            if stages is not None:
-                metric.__dict__["compute"] = sharing.of(metric.compute)
+        if isinstance(metric, Metric):
+            sharing.share(metric)
 
 
 class _Sharing:
@@ -37,7 +37,25 @@ class _Sharing:
         self._stages = stages
         self._inside = False
 
-    def of(self, compute: Callable[[], Any]) -> Callable[[], Any]:
+    def share(self, metric: Metric) -> None:
+        if metric.process_group is None:
+            metric.process_group = self._groups.data
+            metric.__dict__["__deepcopy__"] = partial(self._copied, metric)
+            if self._stages is not None:
+                metric.__dict__["compute"] = self._of(metric.compute)
+
+    def _copied(self, metric: Metric, memo: dict[int, Any]) -> Metric:
+        """A copy, which torchmetrics makes to track a metric over epochs; a process group can't be copied."""
+        held = {name: metric.__dict__.pop(name) for name in ("process_group", "__deepcopy__")}
+        try:
+            copied: Metric = copy.deepcopy(metric, memo)
+        finally:
+            metric.__dict__.update(held)
+        copied.process_group = None
+        self.share(copied)
+        return copied
+
+    def _of(self, compute: Callable[[], Any]) -> Callable[[], Any]:
         stages = self._stages
         assert stages is not None
 

@@ -30,7 +30,8 @@ def warn(found: Sequence[Stage], microbatches: int) -> None:
             else f"What pipeline stage {stage.index} ({stage.blocks[stage.owned[0]]} …) computes for a sample"
         )
         warnings.warn(
-            f"{what} depends on which other samples are in the batch, as contrastive losses do. With several pipeline"
+            f"{what} depends on which other samples are in the batch, as contrastive losses do, or as where the first"
+            " dimension of its tensors doesn't count the samples (time first). With several pipeline"
             f" stages it is computed for each of {microbatches} microbatches by itself, as where gradients are"
             " accumulated, and differs from one process's, which has the whole batch. If that matters, use"
             f" {WHOLE_BATCHES} or pipeline_parallel_size=1.",

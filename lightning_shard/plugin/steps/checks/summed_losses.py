@@ -20,6 +20,8 @@ _STEPS = 2
 _NODES = 64
 _SUM = 2
 """How autograd nodes store ``reduction="sum"``."""
+_OF_EACH = ("Mul", "Div", "Add", "Sub", "Neg", "Exp", "Alias")
+"""Operations on each of several losses."""
 _UNCHANGED = ("Add", "Clone", "Alias", "View", "UnsafeView", "Squeeze", "Unsqueeze", "ToCopy")
 """Operations that leave a sum a sum."""
 
@@ -52,8 +54,18 @@ def is_sum_over_samples(loss: Tensor, size: int) -> bool:
 
 
 def _joins(following: list[Any]) -> bool:
-    """Whether a few losses are added up, such as those of several tasks."""
-    return any(before is not None and before.name().startswith(("Stack", "Cat")) for before in following)
+    """Whether a few losses are added up, such as those of several tasks, each weighted by a number."""
+    pending = [node for node in following if node is not None]
+    for _ in range(_NODES):
+        if not pending:
+            return False
+        node = pending.pop()
+        kind = node.name().partition("Backward")[0]
+        if kind in ("Stack", "Cat"):
+            return True
+        if kind in _OF_EACH:
+            pending += [before for before, _ in node.next_functions if before is not None]
+    return False
 
 
 class SummedLosses:
