@@ -202,3 +202,14 @@ def test_sums_over_samples_are_warned_of_and_sums_of_losses_not() -> None:
         warnings.simplefilter("error")
         for values in (*zip(*plain), tasks):
             combined([*values])
+
+
+@pytest.mark.parametrize("name", ["step", "epoch"])
+def test_where_a_log_stands_may_be_an_integer(name: str) -> None:
+    logs = HeldLogs(module := Module())
+    with logs.holding(2):
+        for _ in range(2):
+            module.log(name, 7)
+        with pytest.raises(StepError, match="can't be combined"):
+            module.log("samples", 7)
+    assert logs.combined()[0][:2] == (name, 7.0)

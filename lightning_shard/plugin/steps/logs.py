@@ -267,6 +267,8 @@ def _reduction(options: dict[str, Any]) -> str:
 
 def _check_combinable(record: Record, value: Number | Tensor) -> None:
     reduction = _reduction(record.options)
+    if record.name in _AXES and reduction == "mean":
+        return
     if reduction == ("sum" if _is_integer(value) else "mean") or reduction not in _REMEDIES:
         return
     raise StepError(
@@ -277,6 +279,8 @@ def _check_combinable(record: Record, value: Number | Tensor) -> None:
     )
 
 
+_AXES = ("step", "epoch")
+"""By these names loggers are told where a log stands: ``self.log("step", self.current_epoch)``. They count no samples."""
 _REMEDIES = {
     "mean": 'If it counts samples, log it with reduce_fx="sum"; if it is the same for all, log float(…) of it.',
     "sum": "If it counts samples, log it as an integer; if it is a sum over them, log a torchmetrics.SumMetric.",
