@@ -280,7 +280,7 @@ def _check_combinable(record: Record, value: Number | Tensor) -> None:
 
 
 _AXES = ("step", "epoch")
-"""By these names loggers are told where a log stands: ``self.log("step", self.current_epoch)``. They count no samples."""
+"""By these names loggers are told where a log stands, as by ``self.log("step", self.current_epoch)``."""
 _REMEDIES = {
     "mean": 'If it counts samples, log it with reduce_fx="sum"; if it is the same for all, log float(…) of it.',
     "sum": "If it counts samples, log it as an integer; if it is a sum over them, log a torchmetrics.SumMetric.",
