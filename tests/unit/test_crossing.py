@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -1122,8 +1122,54 @@ class GivesADeque(GivesWhatIsntFollowed):
     make = deque
 
 
-class GivesACallable(GivesWhatIsntFollowed):
-    make = Calls
+class CollectsInACallable(Collects):
+    kind = Called
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, hidden = Calls(), self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, held)
+        return self.head(self.norm(hidden + sum(held.states)))
+
+
+class Store(UserDict[str, Any]):
+    """As graphs of torch_geometric have it."""
+
+
+class Graph:
+    """Its values are in a mapping of its own, it can be called, and attributes are entries."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__["store"] = Store(values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.__dict__.get("store", {}):
+            raise AttributeError(name)
+        return self.__dict__["store"][name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__["store"][name] = value
+
+    def __call__(self) -> Any:
+        return iter(self.store.items())
+
+
+class OfGraph(Block):
+    def forward(self, graph: Any, condition: Any = None) -> Any:
+        graph.x = super().forward(graph.x) * graph.scale
+        return graph
+
+
+class PassesAGraph(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OfGraph() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        graph = Graph(x=self.embed(x), scale=x.float().mean())
+        for block in self.blocks:
+            graph = block(graph)
+        return self.head(self.norm(graph.x))
 
 
 class GivesSlots(GivesWhatIsntFollowed):
@@ -1380,6 +1426,8 @@ class Clamps(Net):
                 CollectsDensely,
                 WritesIntoObject,
                 CollectsContainers,
+                CollectsInACallable,
+                PassesAGraph,
             )
         ),
     ],
@@ -1619,7 +1667,6 @@ class DropsAtFirst(Net):
         (TakesFromObject, r"net\.blocks\.1 takes entries out of a list that it is given"),
         (LeavesOneTwice, r"net\.blocks\.0 puts one list into two places of what it is given"),
         (GivesADeque, r"net\.blocks\.0 changes a deque that it is given"),
-        (GivesACallable, r"net\.blocks\.0 changes a Calls that it is given"),
         (GivesSlots, r"net\.blocks\.0 changes a Slotted that it is given"),
         (GivesAMethod, r"net\.blocks\.0 changes the list of a method that it is given"),
         (HoldsACollector, r"net\.blocks\.0 changes its Collector held"),

@@ -7,8 +7,10 @@ items, or its attributes. Objects in objects are found by their paths: the keys 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +24,14 @@ Path = tuple[Any, ...]
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is a mutable container: a list, a dict, or an object with attributes."""
+    """Whether a value is a mutable container: a list, a dict, or an object with attributes.
+
+    Functions aren't; an object of a class that can be called, as a graph of torch_geometric's, is.
+    """
     if isinstance(value, (list, dict)):
         return True
-    return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, torch.Size)) and not callable(value)
+    others = (Tensor, nn.Module, torch.Size, type)
+    return hasattr(value, "__dict__") and not (isinstance(value, others) or is_function(value))
 
 
 def is_opaque(value: Any) -> bool:
@@ -44,12 +50,14 @@ def held_by(value: Any, depth: int = 4) -> list[Any]:
             name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)
         }
         entries = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in sorted(slots))]
-    inside = (each for each in entries if isinstance(each, (dict, list, tuple, set, deque)) or is_opaque(each))
+    containers = (dict, list, tuple, set, deque)
+    inside = (each for each in entries if isinstance(each, containers) or is_object(each) or is_opaque(each))
     return [*entries, *(held for each in inside if depth for held in held_by(each, depth - 1))]
 
 
 def is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type)
+    """Whether it is a function, a method, or a partial one."""
+    return inspect.isroutine(value) or isinstance(value, partial)
 
 
 def holds_tensors(value: Any) -> bool:

@@ -289,7 +289,7 @@ def _unfollowed(
             yield what, value, held_by(value), False
         elif owner is not None:
             yield f"the {type(owner).__name__} of a method that it is given", owner, held_by(owner), False
-        elif callable(value) and not inspect.isroutine(value) and hasattr(value, "__dict__"):
+        elif callable(value) and not is_object(value) and not inspect.isroutine(value) and hasattr(value, "__dict__"):
             yield what, value, held_by(value), True
 
 

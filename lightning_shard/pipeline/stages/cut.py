@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.taint import Hollow
+from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown
 from lightning_shard.pipeline.stages.padded_encoders import use_dense_tensors
 from lightning_shard.pipeline.stages.parts import ForeignPart, is_foreign
 from lightning_shard.pipeline.stages.rank_stages import Stages
@@ -148,6 +148,9 @@ def _hollow_out(root: nn.Module, stages: Stages, foreign: Mapping[Stage, _Foreig
         del module._parameters[key]
         # Into __dict__: nn.Module.__setattr__ would take a tensor for an attempt to replace the parameter.
         module.__dict__[key] = hollow[module, key]
+    for module in {module for module, _ in nowhere}:
+        if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+            module.register_state_dict_post_hook(_without_hollow)
 
 
 def _exclude_buffers(root: nn.Module, stages: Stages, modules: Collection[nn.Module]) -> None:
@@ -220,6 +223,13 @@ def _incomplete(root: nn.Module, lacking: Collection[_Slot]) -> dict[str, nn.Mod
     """By name, the modules that lack one of these parameters, themselves or in a submodule."""
     modules = {module for module, _ in lacking}
     return {name: module for name, module in root.named_modules() if not modules.isdisjoint(module.modules())}
+
+
+def _without_hollow(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
+    """Hook: remove what a module's own code has read from attributes, and not from its parameters."""
+    for name in [name for name, value in state_dict.items() if isinstance(value, Unknown)]:
+        if name.startswith(prefix):
+            del state_dict[name]
 
 
 def _without_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
