@@ -208,7 +208,16 @@ class StatesApart:
             for path, each, now in zip(self._exchanged, self._versions[stage].modules, self._shown or ()):
                 if self._keeps(stage, path) and each is not now:
                     each.put_back()
+        self._put_back_of_holders()
         self._shown = None
+
+    def _put_back_of_holders(self) -> None:
+        """What is followed of a block, such as statistics of a layer that is called by itself, is its holder's."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for number, base in self._followed():
+                holder = self._holder.get(self._place_of(base.path)[0])
+                if holder is not None and holder is not self._stages[-1]:
+                    self._versions[holder].objects.get(number, base).put_back()
 
     def changed(self) -> None:
         """Note that the module was changed outside of stages' runs."""
@@ -225,8 +234,12 @@ class StatesApart:
         self.show(last)
         before = {stage: version.copied() for stage, version in self._versions.items()}
         before[last] = self._versions[last]  # no clones: restoring the module restores these tensors
+        followed = {*self._base}
 
         def put_back() -> None:
+            for number, base in list(self._base.items()):
+                if number not in followed and (note := note_of(base.path, base.value)) is not None:
+                    self._base[number] = note  # found since, when other stages had already run
             for stage, version in before.items():
                 self._versions[stage] = version if stage is last else version.copied()
             self._shown = before[last].modules
