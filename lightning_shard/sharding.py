@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -88,3 +89,16 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """The local part of a DTensor, or the tensor itself; detached, sharing its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def parameter_like(tensor: Tensor, like: Tensor) -> nn.Parameter:
+    """A parameter that replaces another: with what is set on that one, ``requires_grad`` included."""
+    made = nn.Parameter(tensor, like.requires_grad)
+    put_attributes(made, like.__dict__)
+    return made
+
+
+def put_attributes(tensor: Tensor, attributes: Mapping[str, Any]) -> None:
+    """Set those that a tensor doesn't have yet."""
+    for name, value in attributes.items():
+        tensor.__dict__.setdefault(name, value)

@@ -8,26 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 
 from lightning_shard.parallel.fsdp.units import groups_of, sharded_units
+from lightning_shard.sharding import put_attributes
 
 Attributes = Mapping[str, Mapping[str, Any]]
 """By the parameter's name, and the attribute's."""
-
-
-def parameter_like(tensor: Tensor, like: Tensor) -> nn.Parameter:
-    """A parameter that replaces another: with what is set on that one, ``requires_grad`` included."""
-    made = nn.Parameter(tensor, like.requires_grad)
-    put_attributes(made, like.__dict__)
-    return made
-
-
-def put_attributes(tensor: Tensor, attributes: Mapping[str, Any]) -> None:
-    """Set those that a tensor doesn't have yet."""
-    for name, value in attributes.items():
-        tensor.__dict__.setdefault(name, value)
 
 
 def attributes_of(root: nn.Module) -> Attributes:
@@ -48,7 +35,7 @@ def put_on_units(root: nn.Module, attributes: Attributes) -> None:
             _put_on_gathered(unit, parameters)
 
 
-def _put_on_gathered(unit: FSDPModule, parameters: list[Any]) -> None:
+def _put_on_gathered(unit: nn.Module, parameters: list[Any]) -> None:
     """FSDP2 makes a unit's gathered parameters in its first call, and keeps them."""
 
     def put(*_: Any) -> None:
@@ -56,5 +43,4 @@ def _put_on_gathered(unit: FSDPModule, parameters: list[Any]) -> None:
             put_attributes(parameter.unsharded_param, parameter.sharded_param.__dict__)
         handle.remove()
 
-    assert isinstance(unit, nn.Module)
     handle = unit.register_forward_pre_hook(put)  # runs after FSDP2's own, which was put first

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.parallel.attributes import parameter_like
-from lightning_shard.sharding import local_part
+from lightning_shard.sharding import local_part, parameter_like
 from lightning_shard.tree import as_bytes
 
 _FILLED = 1

@@ -17,7 +17,7 @@ from lightning_shard.testing import run_ranks
 from tests.parity import QUIET
 
 WIDTH = 8
-TOLD = "depends on which other samples are in the batch"
+TOLD = "contrastive losses, or where the first dimension"
 
 
 class Block(nn.Module):

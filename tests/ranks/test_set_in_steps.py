@@ -94,7 +94,7 @@ def test_what_a_step_sets_or_leaves_out_is_as_on_one_process(how: str, batches: 
     ("how", "error", "says"),
     [
         ("replace", StepError, "was replaced or removed"),
-        ("list", StepError, "computes with parameter net.weight from before"),
+        ("list", StepError, "The loss is computed from a parameter as it is between steps"),
         ("hook", ConfigurationError, "head.weight has a hook on its gradient"),
         ("accumulated", ConfigurationError, "head.weight has a post-accumulate-gradient hook"),
     ],

@@ -24,7 +24,7 @@ def test_gradients_scaled_by_frequency_in_a_microbatch_are_warned_of() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     trainer.state.fn = TrainerFn.FITTING
     with pytest.warns(UserWarning, match=r"words divides gradients .*\(scale_grad_by_freq\)"):
-        refuse(trainer, module, Layout(pipeline_parallel_size=2))
+        refuse(trainer, module, Layout(pipeline_parallel_size=2), 4)
 
 
 def test_a_search_for_a_batch_size_is_refused_with_what_to_do_instead() -> None:

@@ -56,7 +56,7 @@ def test_a_bare_tensor_and_a_tuple() -> None:
     [
         (torch.zeros(6), 4, r"batch of 6 samples can't be cut into 4.*divisor of 6"),
         ({"x": torch.zeros(4), "y": torch.zeros(3)}, 2, r"first dimension \(x: 4, y: 3\)"),
-        ({"x": torch.tensor(1.0), "names": ["a"]}, 1, "without tensors"),
+        ({"x": torch.tensor(1.0), "names": ["a"]}, 2, "without tensors"),
         (torch.eye(4).to_sparse_csr(), 2, "layout torch.sparse_csr can't be cut"),
         (
             torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),

@@ -36,12 +36,12 @@ from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.counting.two_parts import accumulators
 from lightning_shard.dryrun.counting.watched import Outcome, Watched, Way
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.parallel.attributes import parameter_like
 from lightning_shard.parallel.containers import with_forward
 from lightning_shard.parallel.experts.module_lists import RestoreAndReplay, distribute_list, is_list
 from lightning_shard.parallel.experts.stacked import distribute_stack, resolve_experts
 from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
 from lightning_shard.parallel.tensor.plan import apply_tensor_parallel, resolve_plan
+from lightning_shard.sharding import parameter_like
 
 WAYS: tuple[Way, ...] = ("plain", "recomputed", "selective")
 

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.parallel.attributes import parameter_like
 from lightning_shard.pipeline.cost import GroupedMatmuls
+from lightning_shard.sharding import parameter_like
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
@@ -64,7 +63,7 @@ class BypassedUnits:
 
     def __init__(self, root: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
         frees = (unit for unit in sharded_units(root) if any(g._reshard_after_forward for g in groups_of(unit)))
-        self._units: list[FSDPModule] = [unit for unit in frees if unit is not root]
+        self._units: list[nn.Module] = [unit for unit in frees if unit is not root]
         self._group = group
         self._device = device
         self._names = {module: name for name, module in root.named_modules()}

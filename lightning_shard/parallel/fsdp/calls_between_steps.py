@@ -22,11 +22,13 @@ from lightning_shard.errors import StepError
 from lightning_shard.parallel.containers import called_below
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.fsdp.units import (
+    call_fsdp,
     check_before_gather,
     class_name,
     gather_for_backward,
     groups_of,
     is_set_up,
+    is_unit,
     set_up,
 )
 from lightning_shard.parallel.fsdp.unsharded import COPIED, unsharded_of
@@ -46,7 +48,7 @@ def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module], *, whole_st
 
 
 def _gather_for_calls(root: nn.Module, blocks: Collection[nn.Module], *, whole_steps: bool) -> None:
-    if unsharded_of(root) is None and not isinstance(root, FSDPModule):
+    if unsharded_of(root) is None and not is_unit(root):
         return
     calls = _Calls(root)
     for part in set(_called(root, blocks)):
@@ -63,7 +65,7 @@ def refuse_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
     """Make calls between steps of modules below a pipeline stage's ``root`` fail: other stages hold the rest."""
     calls = _Calls(root)
     for part in set(_called(root, blocks)):
-        if _has_parameters(part) and not isinstance(part, FSDPModule):  # a unit all-gathers itself
+        if _has_parameters(part) and not is_unit(part):  # a unit all-gathers itself
             part.register_forward_pre_hook(calls.refuse, prepend=True)
 
 
@@ -142,20 +144,20 @@ class _Calls:
         """Whether the root unit is unsharded, has nothing to all-gather, or isn't initialised by FSDP2 yet."""
         if (whole := unsharded_of(self._root)) is not None:
             return whole.is_gathered
-        if not isinstance(self._root, FSDPModule):
+        if not is_unit(self._root):
             raise StepError(COPIED.format(kind=class_name(self._root)))
         return not is_set_up(self._root) or not any(group.is_sharded for group in groups_of(self._root))
 
     def _gather(self) -> None:
         if (whole := unsharded_of(self._root)) is not None:
             whole.gather(self._root)
-        elif isinstance(self._root, FSDPModule):
+        elif is_unit(self._root):
             check_before_gather(self._root)
-            self._root.unshard()
+            call_fsdp(self._root, FSDPModule.unshard)
 
     def _free(self, args: Any, output: Any) -> None:
         if (whole := unsharded_of(self._root)) is not None:
             whole.free()
-        elif isinstance(self._root, FSDPModule):
+        elif is_unit(self._root):
             gather_for_backward(self._root, args, output)
-            self._root.reshard()
+            call_fsdp(self._root, FSDPModule.reshard)

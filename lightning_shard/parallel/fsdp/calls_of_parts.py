@@ -17,9 +17,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.parallel.compiled_blocks import is_compiled
 from lightning_shard.parallel.fsdp.units import (
+    call_fsdp,
     check_before_gather,
     gather_for_backward,
     groups_of,
+    is_unit,
     set_up,
     sharded_units,
 )
@@ -31,10 +33,10 @@ _FOUND: WeakSet[nn.Module] = WeakSet()
 @contextmanager
 def finding_calls_of_parts(root: nn.Module) -> Iterator[None]:
     """Context of a step: parts of units below ``root`` that are called by themselves will always gather their unit."""
-    outermost: dict[nn.Module, FSDPModule] = {}
+    outermost: dict[nn.Module, nn.Module] = {}
     with ExitStack() as hooks:
         for unit in sharded_units(root):
-            for module in unit.modules():  # type: ignore[attr-defined]
+            for module in unit.modules():
                 outermost.setdefault(module, unit)
             if unit is not root:
                 for part in _parts(unit):
@@ -46,12 +48,12 @@ def finding_calls_of_parts(root: nn.Module) -> Iterator[None]:
 def _parts(unit: Any) -> Iterator[nn.Module]:
     """The modules in a unit that have parameters of it; not those of units in it, nor what is compiled."""
     for child in () if is_compiled(unit) else unit.children():
-        if not isinstance(child, FSDPModule) and any(True for _ in child.parameters()):
+        if not is_unit(child) and any(True for _ in child.parameters()):
             yield child
             yield from _parts(child)
 
 
-def _gather_from_now_on(unit: FSDPModule, outermost: Any, part: nn.Module, args: Any) -> None:
+def _gather_from_now_on(unit: nn.Module, outermost: Any, part: nn.Module, args: Any) -> None:
     if part in _FOUND:
         return
     set_up(outermost)
@@ -63,24 +65,24 @@ def _gather_from_now_on(unit: FSDPModule, outermost: Any, part: nn.Module, args:
         calls.enter()  # of this call, for which the new hook is too late
 
 
-def _is_sharded(unit: FSDPModule) -> bool:
+def _is_sharded(unit: nn.Module) -> bool:
     return any(group.is_sharded for group in groups_of(unit))
 
 
 class _Calls:
     """The calls of one part."""
 
-    def __init__(self, unit: FSDPModule) -> None:
+    def __init__(self, unit: nn.Module) -> None:
         self._unit = unit
         self._gathers: list[bool] = []
 
     def enter(self, *_: Any) -> None:
         self._gathers.append(_is_sharded(self._unit))
         if self._gathers[-1]:
-            check_before_gather(self._unit)  # type: ignore[arg-type]
-            self._unit.unshard()
+            check_before_gather(self._unit)
+            call_fsdp(self._unit, FSDPModule.unshard)
 
     def leave(self, _: nn.Module, args: Any, output: Any) -> None:
         if self._gathers and self._gathers.pop():
             gather_for_backward(self._unit, args, output)
-            self._unit.reshard()
+            call_fsdp(self._unit, FSDPModule.reshard)

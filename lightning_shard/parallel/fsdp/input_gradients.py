@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp.shard import expect_backward, has_unreduced_gradients
-from lightning_shard.parallel.fsdp.units import groups_of, sharded_units
+from lightning_shard.parallel.fsdp.units import call_fsdp, groups_of, sharded_units
 
 
 class InputGradients:
@@ -39,7 +39,7 @@ class InputGradients:
     def __init__(self, root: nn.Module, reduces: Callable[[], bool], *, frees: bool) -> None:
         self._root, self._reduces, self._frees = root, reduces, frees
         self._units = list(sharded_units(root))
-        self._used: list[FSDPModule] = []
+        self._used: list[nn.Module] = []
         self._runs = False
 
     @contextmanager
@@ -126,14 +126,14 @@ class InputGradients:
                 self._used = [unit for unit in self._units if unit in self._used or _is_gathered(unit)]
             for unit in self._units if self._frees else ():
                 if unit not in before:
-                    unit.reshard()
+                    call_fsdp(unit, FSDPModule.reshard)
 
 
-def _is_gathered(unit: FSDPModule) -> bool:
+def _is_gathered(unit: nn.Module) -> bool:
     return any(group.is_unsharded for group in groups_of(unit))
 
 
-def _gather(units: Iterable[FSDPModule]) -> None:
+def _gather(units: Iterable[nn.Module]) -> None:
     for unit in units:
         if not _is_gathered(unit):
-            unit.unshard()
+            call_fsdp(unit, FSDPModule.unshard)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp.shard import is_gathered, join_all_gather
@@ -37,7 +37,7 @@ class Lockstep:
         deals_experts: Whether there is expert parallelism.
     """
 
-    def __init__(self, units: Sequence[FSDPModule], group: dist.ProcessGroup, *, deals_experts: bool = False) -> None:
+    def __init__(self, units: Sequence[nn.Module], group: dist.ProcessGroup, *, deals_experts: bool = False) -> None:
         self._units = units
         self._over = len(units)  # announced in place of a unit's index
         self._group = group

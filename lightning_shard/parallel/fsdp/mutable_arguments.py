@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
@@ -23,7 +22,7 @@ from lightning_shard.parallel.fsdp.units import class_name
 _LOOKS_INTO_DATACLASSES = torch.__version__ >= "2.12"
 
 
-def write_back_arguments(units: Iterable[FSDPModule]) -> None:
+def write_back_arguments(units: Iterable[nn.Module]) -> None:
     """Make changes by FSDP2 units of their arguments reach the caller's containers, in place.
 
     Raises:

@@ -26,7 +26,15 @@ from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.containers import called_below, with_forward
 from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
 from lightning_shard.parallel.fsdp.dtype_units import of_one_dtype
-from lightning_shard.parallel.fsdp.units import check_before_gather, groups_of, groups_under, sharded_units
+from lightning_shard.parallel.fsdp.units import (
+    call_fsdp,
+    check_before_gather,
+    give_classes_back,
+    groups_of,
+    groups_under,
+    is_unit,
+    sharded_units,
+)
 from lightning_shard.parallel.fsdp.unsharded import hold_unsharded, unsharded_of
 from lightning_shard.sharding import local_tensor
 
@@ -116,6 +124,7 @@ def apply_fully_sharded(
         apply(unit, reshard_after_forward=not sharding.keeps_gathered, mp_policy=policy, ignored_params=elsewhere)
     if not whole_steps:
         _shard_what_is_called(root, whole, apply)
+    give_classes_back(root)
     put_on_units(root, attributes)
 
 
@@ -136,7 +145,7 @@ def _shard_what_is_called(root: nn.Module, whole: set[nn.Parameter], apply: Call
                 " modules into one, or untie them."
             )
     for module in called:
-        for unit in of_one_dtype([] if isinstance(module, FSDPModule) else [module], None, whole):
+        for unit in of_one_dtype([] if is_unit(module) else [module], None, whole):
             apply(unit, reshard_after_forward=True, mp_policy=_policy([unit]), ignored_params=whole)
 
 
@@ -238,13 +247,13 @@ def expect_backward(root: nn.Module, *, reduces: bool, reshards: bool = True, is
 
 
 def expect_backward_of(
-    units: Iterable[FSDPModule], *, reduces: bool, reshards: bool = True, is_last: bool | None = None
+    units: Iterable[nn.Module], *, reduces: bool, reshards: bool = True, is_last: bool | None = None
 ) -> None:
     """:func:`expect_backward` for given units: all of a model's, so that its modules needn't be searched for them."""
     for unit in units:
-        unit.set_requires_gradient_sync(reduces, recurse=False)
-        unit.set_reshard_after_backward(reshards, recurse=False)
-        unit.set_is_last_backward(reshards if is_last is None else is_last)
+        call_fsdp(unit, FSDPModule.set_requires_gradient_sync, reduces, recurse=False)
+        call_fsdp(unit, FSDPModule.set_reshard_after_backward, reshards, recurse=False)
+        call_fsdp(unit, FSDPModule.set_is_last_backward, reshards if is_last is None else is_last)
 
 
 @contextmanager
@@ -259,7 +268,7 @@ def prefetching(root: nn.Module, *, all_units: bool) -> Iterator[None]:
     """
     units = list(sharded_units(root))
     check_before_gather(root)
-    handles = [unit.unshard(async_op=True) for unit in (units if all_units else units[:1])]
+    handles = [call_fsdp(unit, FSDPModule.unshard, async_op=True) for unit in (units if all_units else units[:1])]
     yield
     for handle in handles:
         assert handle is not None
@@ -273,13 +282,13 @@ def kept_gathered(root: nn.Module) -> Iterator[None]:
     """Context in which units that are resharded after their forward stay unsharded until its end."""
     units = [unit for unit in sharded_units(root) if any(group._reshard_after_forward for group in groups_of(unit))]
     for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
+        call_fsdp(unit, FSDPModule.set_reshard_after_forward, False, recurse=False)
     try:
         yield
     finally:
         for unit in units:
-            unit.reshard()
-            unit.set_reshard_after_forward(True, recurse=False)
+            call_fsdp(unit, FSDPModule.reshard)
+            call_fsdp(unit, FSDPModule.set_reshard_after_forward, True, recurse=False)
 
 
 def reshard(root: nn.Module) -> None:
@@ -287,7 +296,7 @@ def reshard(root: nn.Module) -> None:
     if (held := unsharded_of(root)) is not None:
         held.free()
     for unit in sharded_units(root):
-        unit.reshard()
+        call_fsdp(unit, FSDPModule.reshard)
 
 
 @contextmanager
@@ -325,7 +334,7 @@ def reduce_gradients(root: nn.Module, *, reshards: bool = True) -> None:
             group.finalize_backward()
 
 
-def accumulate_late_gradients(units: Iterable[FSDPModule]) -> None:
+def accumulate_late_gradients(units: Iterable[nn.Module]) -> None:
     """Move gradients that came after the end of a unit's backward to FSDP2's 32-bit accumulators.
 
     FSDP2 itself does this at the end of a unit's backward that doesn't reduce.
@@ -348,16 +357,16 @@ def drop_unreduced_gradients(root: nn.Module) -> None:
                 parameter.unsharded_param.grad = None
 
 
-def join_all_gather(unit: FSDPModule) -> None:
+def join_all_gather(unit: nn.Module) -> None:
     """Take part in the all-gather of a unit that other ranks call, and reshard it if the call does."""
     if is_gathered(unit):
         return  # the other ranks have it unsharded too, and all-gather nothing
-    unit.unshard()
+    call_fsdp(unit, FSDPModule.unshard)
     if any(group._reshard_after_forward for group in groups_of(unit)):
-        unit.reshard()
+        call_fsdp(unit, FSDPModule.reshard)
 
 
-def is_gathered(unit: FSDPModule) -> bool:
+def is_gathered(unit: nn.Module) -> bool:
     """Whether a unit is unsharded already, so that a call of it all-gathers nothing."""
     return any(group.is_unsharded for group in groups_of(unit))
 

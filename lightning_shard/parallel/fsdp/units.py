@@ -1,4 +1,8 @@
-"""Access to private parts of FSDP2's units, and checks that changes of their parameters during steps aren't lost.
+"""FSDP2's units: their classes and private parts, and checks that changes of their parameters in steps aren't lost.
+
+FSDP2 makes each unit an object of a class that it derives from the module's own. Code that asks ``type(layer) is
+nn.Linear``, or a module for its name, would do something else then. So units have their own class back, and FSDP2's
+while FSDP2's methods run.
 
 A unit holds each parameter as two tensors. The shard is in the module between steps, and is what the optimizer trains.
 The unsharded (all-gathered) parameter is in the module during a step; its memory is freed afterwards. What a user sets
@@ -12,9 +16,9 @@ groups too. Before 2.13 a unit had at most one group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -25,11 +29,44 @@ from torch.distributed.tensor import DTensor
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 
-_UNITS: WeakKeyDictionary[nn.Module, list[ref[FSDPModule]]] = WeakKeyDictionary()
+Returned = TypeVar("Returned")
+_UNITS: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
 """The units of modules whose sharding is done: a cache, since each step needs them and a search is slow."""
 
 
-def sharded_units(root: nn.Module) -> Iterator[FSDPModule]:
+_OF_FSDP: WeakKeyDictionary[nn.Module, type[nn.Module]] = WeakKeyDictionary()
+"""FSDP2's class of each unit that has its own one back."""
+
+
+def is_unit(module: nn.Module) -> bool:
+    return module in _OF_FSDP or isinstance(module, FSDPModule)
+
+
+def give_classes_back(root: nn.Module) -> None:
+    """Make the units of a model, which FSDP2 was applied to, objects of their own classes again."""
+    units: list[Any] = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        _OF_FSDP[unit] = type(unit)
+        unit.__class__ = own_class(unit)
+        unit.__dict__["_apply"] = partial(call_fsdp, unit, FSDPModule._apply)  # moves the parameters to another device
+
+
+def call_fsdp(unit: nn.Module, method: Callable[..., Returned], *args: Any, **kwargs: Any) -> Returned:
+    """Call a method of ``FSDPModule`` on a unit."""
+    own = unit.__class__
+    unit.__class__ = _OF_FSDP.get(unit, own)
+    try:
+        return method(unit, *args, **kwargs)
+    finally:
+        unit.__class__ = own
+
+
+def state_of(unit: nn.Module) -> Any:
+    """FSDP2's state of a unit."""
+    return call_fsdp(unit, FSDPModule._get_fsdp_state)
+
+
+def sharded_units(root: nn.Module) -> Iterator[nn.Module]:
     """All FSDP2 units of a model, in the order of its modules."""
     known = _UNITS.get(root)
     if known is None:
@@ -37,8 +74,8 @@ def sharded_units(root: nn.Module) -> Iterator[FSDPModule]:
     return (unit for each in known if (unit := each()) is not None)
 
 
-def _find_units(root: nn.Module) -> Iterator[FSDPModule]:
-    return (module for module in root.modules() if isinstance(module, FSDPModule))
+def _find_units(root: nn.Module) -> Iterator[nn.Module]:
+    return filter(is_unit, root.modules())
 
 
 def groups_under(root: nn.Module) -> Iterator[Any]:
@@ -47,22 +84,25 @@ def groups_under(root: nn.Module) -> Iterator[Any]:
         yield from groups_of(unit)
 
 
-def groups_of(unit: FSDPModule) -> Iterator[Any]:
+def groups_of(unit: nn.Module) -> Iterator[Any]:
     """FSDP2's parameter groups of one unit; they hold its parameters' states and unreduced gradients."""
-    state: Any = unit._get_fsdp_state()
+    state = state_of(unit)
     groups = getattr(state, "_fsdp_param_groups", None)
     yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of a module's own class: FSDP2 makes units objects of a class that it derives from theirs."""
-    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule)).__name__
+    return own_class(module).__name__
 
 
-def is_set_up(root: FSDPModule) -> bool:
+def own_class(module: nn.Module) -> type:
+    """A module's own class, of a unit of FSDP2's too."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def is_set_up(root: nn.Module) -> bool:
     """Whether FSDP2 has initialised itself for the units of ``root``, as it does in the first call of ``root``."""
-    state: Any = root._get_fsdp_state()
-    return state._is_root is not None
+    return state_of(root)._is_root is not None
 
 
 def set_up(root: nn.Module) -> None:
@@ -70,8 +110,8 @@ def set_up(root: nn.Module) -> None:
 
     If a unit in it were called first, FSDP2 would take that for the root, and refuse calls of ``root``.
     """
-    if isinstance(root, FSDPModule) and not is_set_up(root):
-        root._get_fsdp_state()._lazy_init()
+    if is_unit(root) and not is_set_up(root):
+        state_of(root)._lazy_init()
 
 
 class _WatchedList(list["_Watched"]):
@@ -134,7 +174,7 @@ class _Watched:
     def _text(self, what: str, remedy: str) -> str:
         module, name = self._slots[0]
         shape = tuple(self._parameter.sharded_param.shape)
-        return f"The parameter {name!r} of a {class_name(module)}, of shape {shape}, {what}{remedy}"
+        return f"The parameter {name!r} of a {type(module).__name__}, of shape {shape}, {what}{remedy}"
 
 
 _REPLACED = (
@@ -165,20 +205,19 @@ def watch_parameters(root: nn.Module) -> None:
         # prepended: before FSDP2's hook that all-gathers, and before the one that frees
         unit.register_forward_pre_hook(check_before_gather, prepend=True)
         unit.register_forward_hook(partial(_after_forward, own), prepend=True)
-    if isinstance(root, FSDPModule):
+    if is_unit(root):
         everything = _WatchedList(parameter for own in held.values() for parameter in own)
         _WATCHED[root] = ref(everything)
         root.register_forward_hook(partial(_all_in_place, everything), prepend=True)
 
 
-def gather_for_views(units: Iterable[FSDPModule]) -> None:
+def gather_for_views(units: Iterable[nn.Module]) -> None:
     """Make units all-gather for their backward even if code around them changes, in place, a view that they returned.
 
     FSDP2 begins a unit's backward when the gradient of its output arrives. After a change in place, autograd recomputes
     a view from its base, and the node that the unit returned gets no gradient. The base gets one in either case.
     """
     for unit in units:
-        assert isinstance(unit, nn.Module)
         unit.register_forward_hook(_wait_for_bases, with_kwargs=True)
 
 
@@ -188,7 +227,7 @@ def gather_for_backward(unit: Any, args: Any, output: Any) -> None:
     For a call of a part of the unit: FSDP2 itself sees calls of whole units only.
     """
     if torch.is_grad_enabled():
-        begin = unit._get_fsdp_state()._pre_backward
+        begin = state_of(unit)._pre_backward
         for tensor in tree.tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(begin)
@@ -202,7 +241,7 @@ def _wait_for_bases(unit: Any, args: Any, kwargs: Any, output: Any) -> None:
         given = {id(base) for base in _bases((args, kwargs))}  # their gradients come after the unit's backward
         for base in {id(base): base for base in _bases(output)}.values():
             if base.grad_fn is not None and id(base) not in given:
-                base.register_hook(unit._get_fsdp_state()._pre_backward)
+                base.register_hook(state_of(unit)._pre_backward)
 
 
 def _bases(value: Any) -> Iterator[Any]:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.attributes import parameter_like
+from lightning_shard.sharding import parameter_like
 
 _OF: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
 _OF_PART: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()

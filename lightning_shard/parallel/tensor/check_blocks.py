@@ -35,12 +35,11 @@ from torch.func import functional_call
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
-from lightning_shard.parallel.attributes import parameter_like, put_attributes
 from lightning_shard.parallel.context.check_positions import RunChanges, TrialRuns, random_state
 from lightning_shard.parallel.probe_arguments import PLAIN, has_other_hooks, is_cache
 from lightning_shard.parallel.tensor.small_weights import enlarged
 from lightning_shard.parallel.tensor.styles import ScatterSequence
-from lightning_shard.sharding import full_tensor
+from lightning_shard.sharding import full_tensor, parameter_like, put_attributes
 
 _APART = {torch.float64: 0.02, torch.float32: 0.02}
 _APART_IN_16_BITS = 0.2

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from lightning_shard.parallel.attributes import parameter_like
-from lightning_shard.sharding import part_on
+from lightning_shard.sharding import parameter_like, part_on
 
 
 def split_parameter(module: nn.Module, key: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:

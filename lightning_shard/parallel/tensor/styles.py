@@ -35,7 +35,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
-from lightning_shard.parallel.attributes import parameter_like
 from lightning_shard.parallel.tensor.local_modules import (
     as_plain,
     computing_with,
@@ -44,6 +43,7 @@ from lightning_shard.parallel.tensor.local_modules import (
     split_parameter,
     summed,
 )
+from lightning_shard.sharding import parameter_like
 
 REPLICATED, LAST, _SEQUENCE, _HEADS = Replicate(), Shard(-1), Shard(1), Shard(-2)
 

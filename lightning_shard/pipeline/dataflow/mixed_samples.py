@@ -1,13 +1,15 @@
 """Detects losses and networks that compute with the samples of a batch together, such as contrastive losses.
 
 In one process these see the whole batch, and in a pipeline a microbatch at a time: nothing fails, and the loss is
-another one. So two microbatches of the first batch run once more with half of their samples exchanged. For what is
-computed of each sample by itself, each stage's output has the rows of the runs before, and the sum of the two losses is
-as it was. Where that isn't so, samples are compared.
+another one. So two microbatches of the first batch run once more: with half of their samples exchanged, and on the last
+stage joined to one. For what is computed of each sample by itself, each stage's output has the rows of the runs before,
+and the loss of the joined microbatch is the mean of theirs. Where the last stage draws random numbers, of which a larger
+microbatch has others, their samples are exchanged there too, and the sum of the two losses is to be as it was.
 
 Each stage checks its own part, on the values that it received. All runs draw the same random numbers.
 
-Limits: microbatches of one sample; what only later steps compare; differences below rounding.
+Limits: microbatches of one sample; what only later steps compare; differences below rounding; gradients that compare
+samples where losses don't (``a + b * (a.detach() / b.detach())``).
 """
 
 from __future__ import annotations
@@ -94,6 +96,10 @@ class MixedSamples:
             if stage.is_last:
                 losses = [each.loss for each in (one, alone, together, again(*mixed[1]))]
                 is_mixed = not _add_up(*losses)  # type: ignore[arg-type]
+                joined = _joined(microbatches[one.i], microbatches[i], one.received, other.received, size)
+                if not is_mixed and joined is not None and _is_close(alone.loss, other.loss):
+                    with suppress(Exception):  # code may know the number of samples from an earlier stage
+                        is_mixed = not _is_mean(again(*joined).loss, one.loss, alone.loss)
             else:
                 is_mixed = not all(
                     _has_rows(tensor, one.sent[key], alone.sent[key], size) for key, tensor in together.sent.items()
@@ -128,7 +134,7 @@ def _mixed(
     given: tuple[dict[Key, Tensor], dict[Key, Tensor]] = ({}, {})
     for key, value in received.items():
         twin = other_received[key]
-        if value.shape != twin.shape or key[0] == "parameter" or value.ndim == 0 or value.size(0) != size:
+        if value.shape != twin.shape or not _counts_samples(key, value, size):
             if value.shape != twin.shape or not torch.equal(value, twin):
                 return None
             exchanged = value, twin
@@ -143,6 +149,24 @@ def _mixed(
     except BatchError:
         return None
     return (parts[0], given[0]), (parts[1], given[1])
+
+
+def _joined(
+    one: Any, other: Any, received: Mapping[Key, Tensor], other_received: Mapping[Key, Tensor], size: int
+) -> _Given | None:
+    """One microbatch of the samples of two that can be exchanged; ``None`` if they can't be joined."""
+    given = {
+        key: torch.cat([value, other_received[key]]) if _counts_samples(key, value, size) else value
+        for key, value in received.items()
+    }
+    try:
+        return tree.joined(one, other, size), given
+    except BatchError:
+        return None
+
+
+def _counts_samples(key: Key, value: Tensor, size: int) -> bool:
+    return key[0] != "parameter" and value.ndim > 0 and value.size(0) == size
 
 
 def _exchanged(tensor: Tensor, other: Tensor) -> Tensor:
@@ -160,6 +184,19 @@ def _add_up(one: Tensor, alone: Tensor, together: Tensor, rest: Tensor) -> bool:
     losses = torch.stack([each.reshape(()).double() for each in (one, alone, together, rest)])
     difference = (losses[0] + losses[1] - losses[2] - losses[3]).abs()
     return not bool(difference > _tolerance(one) * losses.abs().max())  # also if it is NaN
+
+
+def _is_close(one: Tensor | None, other: Tensor | None) -> bool:
+    assert one is not None
+    assert other is not None
+    return not bool((one - other).abs() > _tolerance(one) * torch.maximum(one.abs(), other.abs()))
+
+
+def _is_mean(joined: Tensor | None, one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether the loss of two microbatches at once is the mean of theirs."""
+    assert one is not None
+    assert other is not None
+    return _is_close(joined, (one + other) / 2)
 
 
 def _has_rows(together: Tensor, one: Tensor, alone: Tensor, size: int) -> bool:

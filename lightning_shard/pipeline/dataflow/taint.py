@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.attributes import put_attributes
+from lightning_shard.sharding import put_attributes
 
 _AS_NUMBERS = {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__contains__"),

@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.parallel.fsdp.shard import reshard
-from lightning_shard.parallel.fsdp.units import class_name
+from lightning_shard.parallel.fsdp.units import class_name, is_unit
 from lightning_shard.pipeline.dataflow.taint import Hollow
 
 _REMEDY = (
@@ -67,7 +66,7 @@ def refuse_copies(module: nn.Module, *, is_cut: bool) -> None:
     """Make ``copy.deepcopy`` of the module, or of a part with parameters, fail by name, equally on all stages."""
     for part in module.modules():
         can_be_cut = is_cut and not hasattr(type(part), "__deepcopy__")
-        if isinstance(part, FSDPModule) or (can_be_cut and _has_parameters(part)):
+        if is_unit(part) or (can_be_cut and _has_parameters(part)):
             part.__dict__["__deepcopy__"] = partial(_refuse_copy, class_name(part))
 
 

@@ -65,6 +65,7 @@ class Built:
     def of(cls, module: nn.Module) -> Built:
         refuse_parameter_hooks(module)
         _refuse_accumulation_hooks(module)
+        _refuse_own_classes(module)
         # torch moves DTensors by swapping their contents, which it refuses where a weak reference exists
         named = ((name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor))
         return cls({id(p): (weakref.ref(p), name) for name, p in named})
@@ -132,6 +133,22 @@ def _refuse_accumulation_hooks(module: nn.Module) -> None:
             raise ConfigurationError(
                 f"{name} has a post-accumulate-gradient hook (register_post_accumulate_grad_hook), and another tensor"
                 " takes its place when the module is sharded: register it in on_fit_start or on_train_start."
+            )
+
+
+def _refuse_own_classes(module: nn.Module) -> None:
+    """Check a module before it is sharded.
+
+    Raises:
+        ConfigurationError: A parameter is of a class derived from ``nn.Parameter``, which an optimizer may ask for.
+    """
+    for name, parameter in module.named_parameters():
+        kind = type(parameter)
+        if kind not in (nn.Parameter, nn.UninitializedParameter) and nn.Parameter in kind.__mro__:
+            raise ConfigurationError(
+                f"{name} is a {kind.__name__}, and a sharded nn.Parameter takes its place, so code that asks for this"
+                " class, as its optimizer may, would do something else: make it an nn.Parameter, or a buffer if it"
+                ' doesn\'t train; or use strategy="auto" on one device.'
             )
 
 

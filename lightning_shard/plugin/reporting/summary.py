@@ -18,9 +18,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.model_summary import get_human_readable_count, summarize
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.parallel.fsdp.units import class_name
 from lightning_shard.pipeline.cost import on_fake_tensors
 from lightning_shard.plugin.assembly.example import restoring_state
 from lightning_shard.sharding import local_tensor
@@ -119,7 +119,7 @@ def _beside(whole: WholeSummary, module: pl.LightningModule) -> WholeSummary:
     columns = dict(whole.data)
     names, kinds = columns["Name"], columns["Type"]
     columns["Type"][:] = [
-        kind if kind == _NO_LAYER else _kind(module.get_submodule(name)) for name, kind in zip(names, kinds)
+        kind if kind == _NO_LAYER else class_name(module.get_submodule(name)) for name, kind in zip(names, kinds)
     ]
     own = {name: _own(module.get_submodule(name)) for name, kind in zip(names, kinds) if kind != _NO_LAYER}
     rest = _own(module) - sum(count for name, count in own.items() if "." not in name)
@@ -127,12 +127,6 @@ def _beside(whole: WholeSummary, module: pl.LightningModule) -> WholeSummary:
     place = [title for title, _ in whole.data].index("Params") + 1
     whole.data = [*whole.data[:place], (_COLUMN, counts), *whole.data[place:]]
     return whole
-
-
-def _kind(module: nn.Module) -> str:
-    """The name of the module's class before sharding, for which torch makes a subclass of FSDPModule and that class."""
-    kind = type(module)
-    return (kind.__bases__[1] if isinstance(module, FSDPModule) else kind).__name__
 
 
 def _own(module: nn.Module) -> int:

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.checkpoint.convert.export import CONFIG, GENERATION_CONFIG
+from lightning_shard.parallel.fsdp.units import class_name
 
 MAX_TOKENIZER_BYTES = 64 * 2**20
 
@@ -52,7 +52,7 @@ def describe(module: nn.Module, *holders: Any) -> dict[str, Any] | None:
 def _configs(model: Any) -> dict[str, str]:
     config = json.loads(model.config.to_json_string())
     # FSDP replaces the class of a module by a subclass
-    config["architectures"] = [next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule)).__name__]
+    config["architectures"] = [class_name(model)]
     files = {CONFIG: json.dumps(config)}
     if getattr(model, "generation_config", None) is not None:
         files[GENERATION_CONFIG] = model.generation_config.to_json_string()

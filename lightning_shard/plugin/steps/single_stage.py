@@ -10,11 +10,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.parallel.fsdp.bypassed_units import BypassedUnits
 from lightning_shard.parallel.fsdp.lockstep import Lockstep
 from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.parallel.fsdp.units import is_unit
 from lightning_shard.parallel.fsdp.unsharded import unsharded_of
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
@@ -95,7 +95,7 @@ class SingleStageSteps:
     def begin_backward(self, loss: Tensor) -> Tensor:
         """Return the loss to differentiate. The tensor that the step returned isn't changed."""
         module, whole = self._module, unsharded_of(self._module)
-        if whole is not None or isinstance(module, FSDPModule):
+        if whole is not None or is_unit(module):
             refuse_sharded(loss)
         if module.automatic_optimization:
             if whole is not None and self._sees_parameters:

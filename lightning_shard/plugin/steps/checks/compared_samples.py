@@ -25,15 +25,15 @@ def warn(found: Sequence[Stage], microbatches: int) -> None:
     """Warn of the stages that were found."""
     for stage in found:
         what = (
-            "The training loss"
+            "The training loss of a batch isn't the mean of its parts' losses, as of"
             if stage.is_last
-            else f"What pipeline stage {stage.index} ({stage.blocks[stage.owned[0]]} …) computes for a sample"
+            else f"What pipeline stage {stage.index} ({stage.blocks[stage.owned[0]]} …) computes for a sample depends on"
+            " which other samples are in the batch, as in"
         )
         warnings.warn(
-            f"{what} depends on which other samples are in the batch, as contrastive losses do, or as where the first"
-            " dimension of its tensors doesn't count the samples (time first). With several pipeline"
-            f" stages it is computed for each of {microbatches} microbatches by itself, as where gradients are"
-            " accumulated, and differs from one process's, which has the whole batch. If that matters, use"
-            f" {WHOLE_BATCHES} or pipeline_parallel_size=1.",
+            f"{what} contrastive losses, or where the first dimension of its tensors doesn't count the samples (time"
+            f" first). With several pipeline stages it is computed for each of {microbatches} microbatches by itself, as"
+            " where gradients are accumulated, and differs from one process's, which has the whole batch. If that"
+            f" matters, use {WHOLE_BATCHES} or pipeline_parallel_size=1.",
             stacklevel=2,
         )

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.fsdp.units import is_unit
 from lightning_shard.parallel.fsdp.unsharded import unsharded_of
 
 Sums = dict[str, tuple[torch.Size, Tensor]]
@@ -48,7 +48,7 @@ def refusing_lost_changes(root: nn.Module) -> Iterator[None]:
     Raises:
         StepError: A step changes a gathered parameter.
     """
-    units = {name for name, module in root.named_modules() if isinstance(module, FSDPModule)}
+    units = {name for name, module in root.named_modules() if is_unit(module)}
     if unsharded_of(root) is not None:  # kept there, but made once per microbatch, and lost on other layouts
         units.add("")
     with ExitStack() as stack:
