@@ -71,6 +71,29 @@ class RootMeanSquare(Module):
         return F.cross_entropy(x, y, reduction="none").square().mean().sqrt()
 
 
+class Undropped(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout.p = 0.0
+
+
+class Dice(Module):
+    """Of the batch: its smoothing makes it no mean, though no sample is compared with another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Undropped() for _ in range(4))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        given, wanted = x.softmax(-1), F.one_hot(y, WIDTH)
+        return 1 - (2 * (given * wanted).sum() + 1) / (given.sum() + wanted.sum() + 1)
+
+
+class UndroppedMean(Dice):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x, y)
+
+
 class Together(Module):
     first = OverSamples
 
@@ -119,6 +142,7 @@ SCHEDULES = [STAGES, {**STAGES, "schedule": "Interleaved1F1B"}, {**STAGES, "sche
 def test_what_compares_samples_is_told_of_once(settings: dict[str, Any]) -> None:
     for kind, start in {
         Contrastive: "The training loss",
+        Dice: "The training loss",
         RootMeanSquare: "The training loss",
         Together: "What pipeline stage 0",
     }.items():
@@ -128,7 +152,7 @@ def test_what_compares_samples_is_told_of_once(settings: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("settings", SCHEDULES, ids=lambda settings: settings.get("schedule", "1F1B"))
-@pytest.mark.parametrize("kind", [Module, InOrder, Normalized])
+@pytest.mark.parametrize("kind", [Module, InOrder, Normalized, UndroppedMean])
 def test_means_over_samples_are_not(kind: type[Module], settings: dict[str, Any]) -> None:
     ranks = run_ranks(fit, 2, kind, settings, elastic=True)
     assert [texts for texts, _ in ranks] == [[], []]

@@ -1,10 +1,10 @@
 """Detects losses and networks that compute with the samples of a batch together, such as contrastive losses.
 
 In one process these see the whole batch, and in a pipeline a microbatch at a time: nothing fails, and the loss is
-another one. So two microbatches of the first batch run once more: with half of their samples exchanged, and on the last
-stage joined to one. For what is computed of each sample by itself, each stage's output has the rows of the runs before,
-and the loss of the joined microbatch is the mean of theirs. Where the last stage draws random numbers, of which a larger
-microbatch has others, their samples are exchanged there too, and the sum of the two losses is to be as it was.
+another one. So two microbatches of the first batch run once more with half of their samples exchanged. For what is
+computed of each sample by itself, each stage's output has the rows of the runs before, and the sum of the two losses is
+as it was. Where the last stage draws no random numbers, it also runs on both joined to one, whose loss is their mean.
+Where that isn't so, samples are compared.
 
 Each stage checks its own part, on the values that it received. All runs draw the same random numbers.
 

@@ -232,6 +232,7 @@ class PipelinedSteps:
             told = self._stages.is_last and self._means.warn()
             if self._stages.is_last:
                 self._sums.end_step()
+            told = told or self._sums.has_warned
             if (mixed := self._step.mixed.take()) and not told and self._tells:
                 compared_samples.warn(mixed, len(parts))
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]

@@ -27,13 +27,13 @@ def warn(found: Sequence[Stage], microbatches: int) -> None:
         what = (
             "The training loss of a batch isn't the mean of its parts' losses, as of"
             if stage.is_last
-            else f"What pipeline stage {stage.index} ({stage.blocks[stage.owned[0]]} …) computes for a sample depends on"
-            " which other samples are in the batch, as in"
+            else f"What pipeline stage {stage.index} ({stage.blocks[stage.owned[0]]} …) computes for a sample depends"
+            " on which other samples are in the batch, as in"
         )
         warnings.warn(
             f"{what} contrastive losses, or where the first dimension of its tensors doesn't count the samples (time"
-            f" first). With several pipeline stages it is computed for each of {microbatches} microbatches by itself, as"
-            " where gradients are accumulated, and differs from one process's, which has the whole batch. If that"
+            f" first). With several pipeline stages it is computed for each of {microbatches} microbatches by itself,"
+            " as where gradients are accumulated, and differs from one process's, which has the whole batch. If that"
             f" matters, use {WHOLE_BATCHES} or pipeline_parallel_size=1.",
             stacklevel=2,
         )

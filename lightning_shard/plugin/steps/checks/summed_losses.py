@@ -78,11 +78,13 @@ class SummedLosses:
     def __init__(self, microbatches: int) -> None:
         self._microbatches = microbatches
         self._left = _STEPS if microbatches > 1 else 0
+        self.has_warned = False
 
     def note(self, loss: Any, size: int) -> None:
         """Look at a microbatch's loss, before its backward frees the graph; warns once."""
         if self._left and isinstance(loss, Tensor) and is_sum_over_samples(loss, size):
             self._left = 0
+            self.has_warned = True
             rank_zero_warn(
                 "The training loss is a sum over samples, and the microbatches of a pipeline are averaged: loss and"
                 f" gradients are 1/{self._microbatches} of those of one process that has the batch at once. Divide the"
