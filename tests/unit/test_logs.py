@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -176,9 +177,10 @@ def test_functions_of_means_are_warned_of_and_means_of_functions_not() -> None:
     with noting_functions_of_means(4), traced():
         plain = [[x.exp().mean() * 3 + x.mean(), x.unflatten(0, (2, 2)).std(-1).mean()] for x in samples]
         same = [temperature.exp() for _ in samples]
+        learned = [nn.Parameter(torch.rand(())).exp() for _ in samples]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for values in (*zip(*plain), same):
+        for values in (*zip(*plain), same, learned):
             combined([*values])
 
 
@@ -213,3 +215,22 @@ def test_where_a_log_stands_may_be_an_integer(name: str) -> None:
     assert logs.combined()[0][:2] == (name, 7.0)
     with logs.holding(2), pytest.raises(StepError, match="can't be combined"):
         module.log("samples", 7)
+
+
+def test_functions_are_warned_of_in_a_later_batch_if_microbatches_had_equal_values_in_the_first() -> None:
+    logs = HeldLogs(module := Module())
+
+    def step(values: Sequence[float]) -> None:
+        with logs.holding(2), noting_functions_of_means(4), traced():
+            for value in values:
+                module.log("x", torch.tensor(value).exp())
+        logs.combined()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step([1.0, 1.0])
+    with pytest.warns(UserWarning, match=r"'x'.* logs exp of a number"):
+        step([1.0, 2.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step([1.0, 3.0])

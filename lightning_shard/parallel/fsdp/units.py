@@ -16,6 +16,7 @@ groups too. Before 2.13 a unit had at most one group.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -215,8 +216,10 @@ def gather_for_views(units: Iterable[nn.Module]) -> None:
     """Make units all-gather for their backward even if code around them changes, in place, a view that they returned.
 
     FSDP2 begins a unit's backward when the gradient of its output arrives. After a change in place, autograd recomputes
-    a view from its base, and the node that the unit returned gets no gradient. The base gets one in either case.
+    a view from its base, and the node that the unit returned gets no gradient. The base gets one in either case. So
+    torch's warning that the all-gather would be skipped isn't shown.
     """
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
     for unit in units:
         unit.register_forward_hook(_wait_for_bases, with_kwargs=True)
 

@@ -35,6 +35,9 @@ from lightning_shard.plugin.steps.checks import nonlinear_logs
 from lightning_shard.plugin.steps.checks.split_outputs import NotesLogs
 from lightning_shard.plugin.trainer_private import logging_by
 
+_LOOKS = 8
+"""In so many batches a log is looked at that was noted to be a function of a mean."""
+
 
 @dataclass
 class Record:
@@ -74,6 +77,7 @@ class HeldLogs:
         self._block = block
         self._in_blocks: dict[bool, set[InBlock]] = {False: set(), True: set()}
         self._records: dict[str, Record] = {}
+        self._suspected: dict[str, tuple[str, int]] = {}
         self._microbatches = 1
         self._warned_of_sums: set[str] = set()
         self._notes: Any = None
@@ -138,6 +142,18 @@ class HeldLogs:
             on_object = on_object.log
         return on_object or MethodType(type(self._module).log, self._module)
 
+    def _warn_of_function(self, record: Record) -> None:
+        """Noted in the first batch, in which microbatches may have had equal values by chance."""
+        if record.function_of_mean:
+            self._suspected.setdefault(record.name, (record.function_of_mean, _LOOKS))
+        if (suspected := self._suspected.get(record.name)) is None or not suspected[1]:
+            return
+        function, left = suspected
+        is_another = nonlinear_logs.is_another(function, record.values)
+        self._suspected[record.name] = function, 0 if is_another else left - 1
+        if is_another:
+            rank_zero_warn(nonlinear_logs.text(record.name, function))
+
     def _warn_of_sum(self, name: str) -> None:
         if name not in self._warned_of_sums:
             self._warned_of_sums.add(name)
@@ -183,8 +199,7 @@ class HeldLogs:
             return LoggedMetric(last.path, reduce(torch.stack(of_step), 0) if of_step else None)
         if len(record.values) == 1:
             return last
-        if (function := record.function_of_mean) and nonlinear_logs.is_another(function, record.values):
-            rank_zero_warn(nonlinear_logs.text(record.name, function))
+        self._warn_of_function(record)
         values = _together(record.values, self._module.device)
         if _reduction(record.options) == "sum":
             return values.sum().to(torch.get_default_dtype())

@@ -73,7 +73,7 @@ def _note(samples: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
             setattr(result, _JOINED, True)
         return
     scalars = [each for each in args if isinstance(each, Tensor) and each.ndim == 0]
-    if name in _NONLINEAR and scalars:
+    if name in _NONLINEAR and not all(isinstance(each, nn.Parameter) for each in scalars):
         noted: str | None = f"{name.strip('_')} of a number"
     elif name in _OF_MANY and not scalars:
         noted = f"{name} over the values"
