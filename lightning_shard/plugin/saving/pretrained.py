@@ -51,7 +51,6 @@ def describe(module: nn.Module, *holders: Any) -> dict[str, Any] | None:
 
 def _configs(model: Any) -> dict[str, str]:
     config = json.loads(model.config.to_json_string())
-    # FSDP replaces the class of a module by a subclass
     config["architectures"] = [class_name(model)]
     files = {CONFIG: json.dumps(config)}
     if getattr(model, "generation_config", None) is not None:

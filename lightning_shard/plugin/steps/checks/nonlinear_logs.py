@@ -33,22 +33,8 @@ _OF_MANY = {
 _SUM = "a sum over samples"
 _SUMS = {"sum", "nansum", "count_nonzero"}
 _KEEP_SUMS = {
-    *(
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "to",
-        "type",
-        "cpu",
-        "cuda",
-        "detach",
-        "clone",
-        "add",
-        "__add__",
-        "__radd__",
-    ),
-    *("squeeze", "reshape", "view"),
+    *("float", "double", "half", "bfloat16", "to", "type", "cpu", "cuda"),
+    *("detach", "clone", "squeeze", "reshape", "view", "add", "__add__", "__radd__"),
 }
 _NOTED = "_lightning_shard_function"
 _JOINED = "_lightning_shard_joined"
