@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -376,17 +377,21 @@ def copied(batch: Any) -> Any:
     return map_leaves(copied_leaf, batch)
 
 
+_MOST_OUTLINED = 4096
+"""So many leaves of objects in a batch are looked at: one may lead to a whole dataset."""
+
+
 def outline(batch: Any) -> tuple[Any, ...]:
     """What the shapes in a step may depend on: shapes and dtypes of a batch's tensors and arrays, also inside objects.
 
-    Of a batch without any, such as texts, it is the values.
+    Of a batch without any, such as texts, it is a hash of the values.
     """
     found: list[tuple[Any, Any]] = []
     plain: list[Any] = []
     seen: set[int] = set()
-    waiting = leaves(batch)
-    while waiting:
-        leaf = waiting.pop(0)
+    waiting = deque(leaves(batch))
+    while waiting and len(seen) < _MOST_OUTLINED:
+        leaf = waiting.popleft()
         if isinstance(leaf, (Tensor, np.ndarray)):
             found.append((tuple(leaf.shape), leaf.dtype))
         elif type(leaf) in _PLAIN:
@@ -394,7 +399,7 @@ def outline(batch: Any) -> tuple[Any, ...]:
         elif id(leaf) not in seen and not isinstance(leaf, (type, torch.nn.Module)):
             seen.add(id(leaf))
             waiting += leaves(getattr(leaf, "__dict__", {}))
-    return tuple(found or plain)
+    return tuple(found) if found else (hash(tuple(plain)),)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

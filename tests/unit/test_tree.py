@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -204,3 +207,37 @@ def test_half_of_a_batch_is_exchanged_in_all_that_is_cut() -> None:
     assert mixed["kind"] == "train"
     with pytest.raises(BatchError):
         tree.with_half_of(one, other | {"x": torch.zeros(4, 2)}, 4)
+
+
+def test_an_outline_has_what_shapes_may_depend_on_wherever_it_lies() -> None:
+    class Graph:
+        def __init__(self, nodes: int) -> None:
+            self.x, self.itself, self.more = torch.zeros(nodes, 2), self, {"edges": torch.zeros(2, 3)}
+
+    graph = Graph(4)
+    assert tree.outline((graph, "a")) == (((4, 2), torch.float32), ((2, 3), torch.float32))
+    assert tree.outline([Graph(5)]) != tree.outline([graph])
+    assert tree.outline({"x": torch.zeros(2), "text": "a"}) == tree.outline({"x": torch.ones(2), "text": "another"})
+    assert tree.outline(["a text", 1]) == tree.outline(["a text", 1]) != tree.outline(["another", 1])
+
+
+def test_a_copy_of_a_batch_may_be_changed_in_place() -> None:
+    batch = {"x": torch.zeros(2), "held": SimpleNamespace(x=torch.zeros(2)), "lock": threading.Lock()}
+    copied = tree.copied(batch)
+    copied["x"] += 1
+    copied["held"].x += 1
+    assert not batch["x"].any()
+    assert not batch["held"].x.any()  # type: ignore[attr-defined]
+    assert copied["lock"] is batch["lock"]
+
+
+def test_joined_batches_are_split_again() -> None:
+    one: Any = {"x": torch.arange(4.0), "names": [*"abcd"], "array": np.arange(4), "scale": torch.tensor(2.0)}
+    joined = tree.joined(one, {**one, "x": -one["x"]}, 4)
+    assert joined["names"] == [*"abcdabcd"]
+    assert joined["array"].tolist() == [0, 1, 2, 3] * 2
+    first, second = tree.split(joined, 2)
+    torch.testing.assert_close(first["x"], one["x"])
+    torch.testing.assert_close(second["x"], -one["x"])
+    with pytest.raises(BatchError, match="other shapes"):
+        tree.joined({"x": torch.zeros(2)}, {"x": torch.zeros(3)}, 2)
