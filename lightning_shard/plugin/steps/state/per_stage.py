@@ -35,6 +35,7 @@ from lightning_shard.plugin.steps.state.python_state import (
     slots,
 )
 from lightning_shard.plugin.steps.state.snapshot import Note, note_of, notes
+from lightning_shard.scripted import is_scripted
 
 LARGEST_COPY_BYTES = 2**24
 """Largest tensor on a module that is copied for each stage. A larger one may not be changed in place by a step."""
@@ -152,7 +153,7 @@ class StatesApart:
         parts = tuple(f"{name}." for name in stages[0].parts)
         around = [path for path in self._modules if not f"{path}.".startswith(within)]
         of_parts = [path for path, stage in self._holder.items() if stage and f"{path}.".startswith(parts)]
-        self._exchanged = [*around, *of_parts]
+        self._exchanged = [path for path in (*around, *of_parts) if not is_scripted(self._modules[path])]
         for stage in stages:
             stage.apart = partial(self._running, stage)
 
@@ -296,7 +297,8 @@ class StatesApart:
 
     def _found_at(self, name: str, key: str) -> Any:
         if name in self._modules:
-            return vars(self._modules[name]).get(key)
+            module = self._modules[name]
+            return dict(module._buffers.items()).get(key) if is_scripted(module) else vars(module).get(key)
         return self._beside[name].held.get(key) if key else self._beside[name]
 
     def _place_of(self, path: str) -> _Place:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import Namespace, is_machinery, namespaces
 from lightning_shard.plugin.steps.randomness import OwnGenerator
+from lightning_shard.scripted import is_scripted
 
 STAND_INS = frozenset(
     {"forward", "log", "print", "parameters", "named_parameters", "get_parameter", "state_dict", "compute"}
@@ -149,7 +150,8 @@ def _way_of(kind: Any) -> tuple[bool, Callable[[Any], Iterable[tuple[Any, Any]]]
 
 
 def _of_module(module: nn.Module) -> Iterable[tuple[str, Any]]:
-    return chain(module._modules.items(), module._parameters.items(), attributes(module).items())
+    buffers = module._buffers.items() if is_scripted(module) else ()  # which aren't in a dict that is walked
+    return chain(module._modules.items(), module._parameters.items(), buffers, attributes(module).items())
 
 
 def _of_object(value: Any) -> Iterable[tuple[str, Any]]:
