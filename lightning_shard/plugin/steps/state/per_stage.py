@@ -255,7 +255,7 @@ class StatesApart:
         before = [*notes(self._root)] if searching else []
         marks = self._marks(stage, searching=searching)
         yield
-        self._check(marks)
+        self._check(stage, marks)
         if before:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._follow(stage, [note for note in before if note.has_changed()])
@@ -319,17 +319,24 @@ class StatesApart:
         ]
         return _Marks.of([] if searching else [each.containers for each in modules], large)
 
-    def _check(self, marks: _Marks) -> None:
+    def _check(self, stage: Stage, marks: _Marks) -> None:
         """
         Raises:
-            StepError: A run has changed what isn't followed.
+            StepError: A run has changed what isn't followed, and isn't the stage's own.
         """
-        for place, key, container in marks.other_lengths():
-            if id(container) not in self._base:
+        changed = [(place, key, each) for place, key, each in marks.other_lengths() if id(each) not in self._base]
+        shared = self._containers_besides(stage) if changed else set()
+        for place, key, container in changed:
+            if id(container) in shared:
                 raise _not_followed(self._exchanged[place], key, len(self._stages))
         for path, key, tensor, version in marks.large:
             if tensor._version != version:
                 raise _not_followed(path, key, len(self._stages))
+
+    def _containers_besides(self, stage: Stage) -> set[int]:
+        """Ids of the containers in other stages' versions; one that a stage's run has made is in its own only."""
+        versions = (version for each, version in self._versions.items() if each is not stage)
+        return {id(held) for version in versions for each in version.modules for held in each.containers.values()}
 
     def _keeps(self, stage: Stage, path: str) -> bool:
         """Whether a stage uses a module's own tensors, while other stages have clones."""
