@@ -169,6 +169,12 @@ def _of_function(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
     return () if is_machinery(function) else zip(function.__code__.co_freevars, function.__closure__ or ())
 
 
+def _of_partial(call: functools.partial[Any]) -> Iterable[tuple[str, Any]]:
+    if str(getattr(call.func, "__module__", "")).startswith("lightning_shard."):  # a hook of ours
+        return ()
+    return ("function", call.func), ("args", call.args), ("keywords", call.keywords)
+
+
 _WAYS: list[tuple[Any, bool, Callable[[Any], Iterable[tuple[Any, Any]]] | None]] = [
     (nn.Module, True, _of_module),
     (Namespace, True, lambda namespace: namespace.held.items()),
@@ -180,11 +186,7 @@ _WAYS: list[tuple[Any, bool, Callable[[Any], Iterable[tuple[Any, Any]]] | None]]
     (types.CellType, True, _of_cell),
     (types.FunctionType, False, _of_function),
     (types.MethodType, False, lambda method: (("self", method.__self__), ("function", method.__func__))),
-    (
-        functools.partial,
-        False,
-        lambda call: (("function", call.func), ("args", call.args), ("keywords", call.keywords)),
-    ),
+    (functools.partial, False, _of_partial),
 ]
 
 
