@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_shard.errors import PlacementError
+from lightning_shard.parallel.containers import has_forward
 from lightning_shard.parallel.source_order import attributes_used, loops
+from lightning_shard.scripted import is_scripted
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _SMALL = 0.1
@@ -236,7 +238,7 @@ def _called(root: nn.Module, name: str) -> list[str]:
     It is the block itself; for a container without a forward, what it holds, without what has no parameters or buffers.
     """
     module = root.get_submodule(name)
-    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward:
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or has_forward(module):
         return [name]
     first_names = _first_names(root)
     held = (child for child in _held_by(module) if any(True for _ in _state(child)))
@@ -437,7 +439,7 @@ def _is_part(module: nn.Module, *, outside: bool, beside: bool) -> bool:
         outside: Whether it is the root's own.
         beside: Whether the network is another module of the root's.
     """
-    if _counts_only(module):
+    if is_scripted(module) or _counts_only(module):
         return False
     return not outside or _trains(module) or (not beside and any(True for _ in module.parameters()))
 
@@ -447,7 +449,7 @@ def _counts_only(module: nn.Module) -> bool:
     if isinstance(module, (Metric, MetricCollection)):
         return True
     held = list(module.children())
-    return bool(held) and type(module).forward is nn.Module.forward and all(map(_counts_only, held))
+    return bool(held) and not has_forward(module) and all(map(_counts_only, held))
 
 
 def _running_order(

@@ -6,13 +6,20 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from lightning_shard.scripted import is_scripted
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own; containers don't."""
+    return is_scripted(module) or type(module).forward is not nn.Module.forward
+
 
 def with_forward(module: nn.Module) -> Iterator[nn.Module]:
     """The module itself; for a container without a forward, the outermost modules in it that have one."""
-    if type(module).forward is nn.Module.forward:
-        yield from called_below(module)
-    else:
+    if has_forward(module):
         yield module
+    else:
+        yield from called_below(module)
 
 
 def called_below(root: nn.Module) -> Iterator[nn.Module]:

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints
 from lightning_shard.pipeline.dataflow.packed_sequences import nothing_packed
+from lightning_shard.scripted import after_calls, before_calls
 
 __all__ = ["GroupedMatmuls", "ModelCost", "PartCost", "Run", "measure", "on_fake_tensors", "watch"]
 
@@ -213,8 +214,8 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
         for name, part in parts.items():
             if isinstance(part, nn.Module):
                 start, stop = hooks(name)
-                stack.callback(part.register_forward_pre_hook(start).remove)
-                stack.callback(part.register_forward_hook(stop).remove)
+                stack.callback(before_calls(part, start).remove)
+                stack.callback(after_calls(part, stop).remove)
         try:
             with torch.no_grad(), on_fake_tensors(p for part in parts.values() for p in _parameters(part)), counter:
                 run()

@@ -27,6 +27,7 @@ from lightning_shard.errors import BatchError, ConfigurationError
 from lightning_shard.parallel.clip import gradient_norm
 from lightning_shard.parallel.plans import declared_plan
 from lightning_shard.pipeline.dataflow.taint import Hollow
+from lightning_shard.scripted import is_scripted
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing.compare import Facts, Moment, Record, keeps
 from lightning_shard.testing.layouts import NamedLayout
@@ -300,7 +301,7 @@ class _Watch:
         self._running = [f"{type(root).__name__}'s step, outside of its modules"]
         self._state = _generators()
         for name, module in root.named_modules():
-            if name:
+            if name and not is_scripted(module):  # which takes no hooks
                 shown = f"{name} ({type(module).__name__})"
                 self._handles.append(module.register_forward_pre_hook(partial(self._enter, shown)))
                 self._handles.append(module.register_forward_hook(self._leave, always_call=True))

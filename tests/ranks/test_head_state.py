@@ -123,5 +123,5 @@ def test_stages_with_other_learning_rates_are_refused() -> None:
 
 
 def test_code_before_the_network_that_reads_it_is_refused() -> None:
-    with pytest.raises(RanksFailed, match=r"head\._buffers\.seen changes|changes self\.head\.seen after"):
+    with pytest.raises(RanksFailed, match=r"head\.seen changes|changes self\.head\.seen after"):
         run_ranks(fit, 2, ReadsBefore, 2, elastic=True)

@@ -12,11 +12,12 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A room is a folder or a single module of the package; it may import itself and these.
 TRADES = {"parallel", "pipeline", "checkpoint"}
-GROUND = {"errors", "layout", "namespaces", "sharding", "tree"}
+GROUND = {"errors", "layout", "namespaces", "scripted", "sharding", "tree"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "layout": {"errors"},
     "namespaces": set(),
+    "scripted": {"errors"},
     "sharding": {"errors"},
     "tree": {"errors"},
     "parallel": GROUND,

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_shard.errors import PlanError, StepError
+from lightning_shard.parallel.containers import has_forward
 from lightning_shard.parallel.experts.check_rows import RowCheck
 from lightning_shard.parallel.experts.exchange import Exchange
 from lightning_shard.parallel.experts.list_weights import ExpertWeights, Gathered, slots_of
@@ -68,7 +69,7 @@ def unfit_list(root: nn.Module, name: str, tied: set[str]) -> str | None:
         return "holds one expert several times"
     owner_name, _ = _owner(root, name)
     owner = root.get_submodule(owner_name)
-    if not owner_name or type(owner).forward is nn.Module.forward:
+    if not owner_name or not has_forward(owner):
         return f"is held by a {type(owner).__name__} whose forward doesn't call them"
     if "forward" in vars(owner) or any("forward" in vars(part) for part in module.modules()):
         return "has a forward that was put on an object"
@@ -97,7 +98,7 @@ def _owner(root: nn.Module, name: str) -> tuple[str, str]:
 
     A list with a forward is its own owner, with ``""`` as its name in it.
     """
-    if type(root.get_submodule(name)).forward is not nn.Module.forward:
+    if has_forward(root.get_submodule(name)):
         return name, ""
     owner, _, key = name.rpartition(".")
     return owner, key

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.containers import called_below
+from lightning_shard.parallel.containers import called_below, has_forward
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.fsdp.units import (
     call_fsdp,
@@ -71,7 +71,7 @@ def refuse_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
 
 def _called(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Module]:
     for child in module.children():
-        if type(child).forward is not nn.Module.forward:
+        if has_forward(child):
             yield child
         if child not in blocks:
             yield from _called(child, blocks)

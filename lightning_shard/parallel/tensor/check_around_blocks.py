@@ -25,13 +25,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
+from lightning_shard.parallel.containers import has_forward
 from lightning_shard.parallel.context.check_positions import TrialRuns, random_state
 from lightning_shard.parallel.tensor.check_blocks import (
     JointAttempt,
     OpaqueError,
     are_alike,
     copied,
-    is_called,
     is_watched,
     warn_of_draws,
 )
@@ -284,7 +284,7 @@ def _owner(root: nn.Module, name: str) -> str:
     """The nearest module around ``name`` that has a forward; else ``""``, the root, which its step calls."""
     while name:
         name = name.rpartition(".")[0]
-        if is_called(root.get_submodule(name)):
+        if has_forward(root.get_submodule(name)):
             return name
     return ""
 

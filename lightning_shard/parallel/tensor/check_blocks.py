@@ -35,6 +35,7 @@ from torch.func import functional_call
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
+from lightning_shard.parallel.containers import has_forward
 from lightning_shard.parallel.context.check_positions import RunChanges, TrialRuns, random_state
 from lightning_shard.parallel.probe_arguments import PLAIN, has_other_hooks, is_cache
 from lightning_shard.parallel.tensor.small_weights import enlarged
@@ -104,16 +105,11 @@ def _beside(root: nn.Module, name: str, blocks: Collection[str], styles: Collect
     module = root.get_submodule(name)
     if name in blocks or not any(style.startswith(f"{name}.") for style in styles):
         return
-    if is_called(module) and not any(block.startswith(f"{name}.") for block in blocks):
+    if has_forward(module) and not any(block.startswith(f"{name}.") for block in blocks):
         yield name
         return
     for key, _ in module.named_children():
         yield from _beside(root, f"{name}.{key}", blocks, styles)
-
-
-def is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward of its own; containers don't."""
-    return type(module).forward is not nn.Module.forward
 
 
 def holds_others(block: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from lightning_shard.namespaces import is_machinery, namespaces
 from lightning_shard.pipeline.dataflow.messages import Change, Held, Slot
 from lightning_shard.pipeline.dataflow.objects import Path, held_by, is_object, is_opaque, objects, rebuilt
 from lightning_shard.pipeline.dataflow.objects import entries as entries_of
+from lightning_shard.scripted import is_scripted
 
 _GIVEN = "a dataclass with slots that it is given"
 _LISTS = (list, dict, set, deque)
@@ -51,8 +52,8 @@ class Before:
             entries.
         objects: All mutable objects among the arguments, by path, each with a copy of its entries and the versions of
             the tensors among these.
-        attributes: For each submodule: its path, the submodule, and its attributes and buffers, with the versions of
-            tensors.
+        attributes: For each submodule that isn't scripted: its path, the submodule, and its attributes and buffers,
+            with the versions of tensors.
         unfollowed: Deques, sets, objects with slots, callable objects and bound methods among the arguments, and
             objects that its submodules hold: a description, the value, what it held, and whether only what has
             gradients matters.
@@ -85,7 +86,11 @@ class Before:
         ]
         outside = _globals_of(block) if compares_globals else None
         own += [(f"the {type(v).__name__} {n}", v, _entries(v)) for n, v in outside or () if isinstance(v, _LISTS)]
-        attributes = [(path, module, dict(_attributes(module))) for path, module in block.named_modules()]
+        attributes = [
+            (path, module, dict(_attributes(module)))
+            for path, module in block.named_modules()
+            if not is_scripted(module)  # whose buffers stages can't exchange
+        ]
         unfollowed = [*_unfollowed(arguments, held)]
         if compares_globals:
             unfollowed += [

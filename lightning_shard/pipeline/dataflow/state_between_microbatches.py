@@ -131,7 +131,7 @@ class LeftState:
 
 
 def _carried_state_error(changed: Sequence[str], microbatches: int) -> StepError:
-    named = [path or "attributes of the LightningModule" for path in changed]
+    named = [path.replace("_buffers.", "") or "attributes of the LightningModule" for path in changed]
     kept = ", ".join(named[:_NAMED]) + (f" and {len(named) - _NAMED} more" if len(named) > _NAMED else "")
     return StepError(
         "The result of a step depends on what the step before has left"

@@ -57,6 +57,7 @@ from lightning_shard.pipeline.dataflow.taint import REMEDY, Hollow, Unknown, rec
 from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.dataflow.uncalled import called_now, none_called
 from lightning_shard.pipeline.runtime.network_calls import Calls
+from lightning_shard.scripted import after_calls, before_calls
 
 _OPERATIONS_OF_A_CALL = 2**24
 """The offset between the operation numbers of two calls of the network: more operations than a network has."""
@@ -248,8 +249,8 @@ class Stage:
         self.entrances = [root.get_submodule(name) for name in _around_all(self.blocks)]
         for name in self.places:
             block = root.get_submodule(name)
-            block.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True)
-            block.register_forward_hook(partial(self._leave, name))
+            before_calls(block, partial(self._enter, name), prepend=True, with_kwargs=True)
+            after_calls(block, partial(self._leave, name))
         for name in _around_any(self.blocks):
             around = root.get_submodule(name)
             around.register_forward_pre_hook(partial(self._enter_around, name))

@@ -50,6 +50,7 @@ from lightning_shard.plugin.running.joint_failure import Attempts, Connect
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.schedule_choice import agree, choose
+from lightning_shard.scripted import refuse_trained, set_aside
 
 _PIPELINE, _EXPERTS, _CONTEXT = "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size"
 
@@ -159,12 +160,11 @@ def assemble(
         ConfigurationError: The module can't be laid out so. Raised before anything is changed where that can be known.
     """
     behave_as_tensors()
-    places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
-    first = {name: group[0] for group in names_of_parameters(module) for name in group}
-    names = {name: first[name] for name, _ in module.named_parameters(remove_duplicate=False)}
+    places, names = _places_and_names(module)
     if parallelizes_itself(module):
         return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, places, names)
 
+    refuse_trained(module)
     blocks = blocks_of(module, settings, layout.pipeline_parallel_size)
     listed = list(dict.fromkeys(name for names in block_lists(module).values() for name in names))
     experts = resolve_experts(module, settings.expert_parallel_plan, layout.expert_parallel_size)
@@ -206,20 +206,24 @@ def assemble(
     stacks, sharded = _deal(module, experts, expert_mesh, data_mesh, device)
     reshards = part.stages is None if settings.reshard_after_forward is None else settings.reshard_after_forward
     sharding = Sharding(not reshards, settings.gathered_dtype, settings.cpu_offload)
-    apply_fully_sharded(
-        module,
-        [
-            module.get_submodule(name)
-            for name in _apart(units, named, part.ties_of_stages)
-            if not any(name.startswith(f"{dealt}.") for dealt in experts)
-        ],
-        data_mesh,
-        sharding,
-        whole_steps=module.automatic_optimization,
-        experts=stacks,
-        expert_mesh=None if expert_mesh is None else expert_mesh[layout.expert_data_axes],
-        sharded=sharded,
-    )
+    with set_aside(module):
+        apply_fully_sharded(
+            module,
+            _present(
+                module,
+                [
+                    name
+                    for name in _apart(units, named, part.ties_of_stages)
+                    if not any(name.startswith(f"{dealt}.") for dealt in experts)
+                ],
+            ),
+            data_mesh,
+            sharding,
+            whole_steps=module.automatic_optimization,
+            experts=stacks,
+            expert_mesh=None if expert_mesh is None else expert_mesh[layout.expert_data_axes],
+            sharded=sharded,
+        )
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
     around.compare(module)
@@ -238,6 +242,19 @@ def assemble(
         LaidOutParameters(module),
         attributes_of(module),
     )
+
+
+def _places_and_names(module: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
+    """Parameters' ``places`` and ``names`` of an :class:`Assembly`."""
+    places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
+    first = {name: group[0] for group in names_of_parameters(module) for name in group}
+    return places, {name: first[name] for name, _ in module.named_parameters(remove_duplicate=False)}
+
+
+def _present(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """The modules of these names, but for those that are set aside."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    return [modules[name] for name in names if name in modules]
 
 
 def _differing(before: Iterable[Any], now: Iterable[Any]) -> tuple[str, str]:
@@ -262,10 +279,12 @@ def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str
     whole = unsharded_of(module)
     if whole is not None:
         whole.in_microbatches = part.stages is not None
-    if part.stages is None:
-        gather_for_calls(module, [module.get_submodule(name) for name in units], whole_steps=whole_steps)
-    else:
-        refuse_calls(module, [module.get_submodule(name) for name in units])
+    with set_aside(module):
+        if part.stages is None:
+            gather_for_calls(module, _present(module, units), whole_steps=whole_steps)
+        else:
+            refuse_calls(module, _present(module, units))
+    if part.stages is not None:
         _join(module, part.stages, layout.pipeline_rank, part.ties)
     refuse_copies(module, is_cut=part.stages is not None)
 

@@ -18,6 +18,7 @@ from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.pipeline.stages.cut import cut
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.tied import Tie, find_ties, over_ranks
+from lightning_shard.scripted import is_scripted
 
 _LIBRARIES = ("torch.", "transformers.")
 
@@ -49,6 +50,7 @@ def cut_to_rank(
     elsewhere = set() if rank == len(schedule.rows) - 1 else _names_on_every_stage(module, blocks)
     _refuse_pre_hooks(module, blocks, placement)
     _refuse_compiled_calls(module, blocks)
+    _refuse_scripted_parameters(module, blocks)
     holders = Holders(blocks, placement)
     of_stages = find_ties(names_of_parameters(module), holders.of)
     of_ranks = over_ranks(of_stages, schedule.rank_of)
@@ -131,14 +133,29 @@ def _refuse_compiled_calls(module: nn.Module, blocks: Blocks) -> None:
         )
 
 
+def _refuse_scripted_parameters(module: nn.Module, blocks: Blocks) -> None:
+    """Refuse them in blocks and parts, where the stages that don't hold these would have to leave them out."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for name in (*blocks.names, *(name for name, _ in blocks.parts)):
+        for inner, part in modules[name].named_modules(prefix=name) if name in modules else ():
+            if is_scripted(part) and any(True for _ in part.parameters()):
+                raise PlacementError(
+                    f"{inner} was made by torch.jit and has parameters, but {name} is held by one pipeline stage, and"
+                    " other stages can't leave out parameters of such modules: give the plain module, hold it as an"
+                    " attribute of the LightningModule itself, or use pipeline_parallel_size=1."
+                )
+
+
 def _names_on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:
-    """State-dict names of modules that aren't cut: those outside of the network that don't train."""
+    """State-dict names of modules that aren't cut: those outside of the network that don't train, and scripted ones."""
     cut_away = (*blocks.names, *(name for name, _ in blocks.parts))
     prefix = f"{blocks.network}." if blocks.network else ""
+    scripted = tuple(f"{name}." for name, part in module.named_modules() if is_scripted(part))
     return {
         name
         for name in module.state_dict(keep_vars=True)
-        if not name.startswith(prefix) and not any(name == part or name.startswith(f"{part}.") for part in cut_away)
+        if (not name.startswith(prefix) or name.startswith(scripted))
+        and not any(name == part or name.startswith(f"{part}.") for part in cut_away)
     }
 
 
@@ -149,7 +166,7 @@ def _refuse_buffers_of_several_stages(module: pl.LightningModule, holders: Holde
     for names in places.values():
         stages = {stage for name in names for stage in holders.of(f"{name}.")}
         part = module.get_submodule(names[0])
-        buffers = [*(part._buffers.keys() - part._non_persistent_buffers_set)]
+        buffers = [*(set(part._buffers.keys()) - part._non_persistent_buffers_set)]
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             buffers.append("extra state")
         if len(stages) > 1 and buffers:

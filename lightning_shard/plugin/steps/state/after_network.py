@@ -22,6 +22,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.jit import ScriptModule
 from torchmetrics import Metric
 
 from lightning_shard.errors import StepError
@@ -57,6 +58,7 @@ from lightning_shard.plugin.steps.state.python_state import (
     attributes,
     hold_same,
 )
+from lightning_shard.scripted import after_calls, before_calls
 
 Name = tuple[str, str]
 """A module's path and an attribute's name."""
@@ -126,7 +128,7 @@ class KeptState:
         self._modules = {
             path: module
             for path, module in root.named_modules()
-            if not f"{path}.".startswith(within) and not isinstance(module, Metric)
+            if not f"{path}.".startswith(within) and not isinstance(module, (Metric, ScriptModule))
         }
         self._elsewhere = {path: module for path, module in root.named_modules() if module in elsewhere}
         self._hollow = {tuple(name.rpartition(".")[::2]) for name in hollow}
@@ -145,8 +147,8 @@ class KeptState:
         self._stale: set[Name] = set()
         if is_last:
             for block in map(root.get_submodule, dict.fromkeys(blocks)):  # a step may leave out the first or the last
-                block.register_forward_pre_hook(self._network_begins, prepend=True)
-                block.register_forward_hook(self._network_ends)
+                before_calls(block, self._network_begins, prepend=True)
+                after_calls(block, self._network_ends)
             return
         for path, module in self._modules.items():  # until the first batch shows which are changed after the network
             watch(module, {name for name, _ in _own(module)}, *self._observers(path))

@@ -35,6 +35,7 @@ from lightning_shard.plugin.steps.state.python_state import (
     slots,
 )
 from lightning_shard.plugin.steps.state.snapshot import Note, note_of, notes
+from lightning_shard.scripted import is_scripted
 
 LARGEST_COPY_BYTES = 2**24
 """Largest tensor on a module that is copied for each stage. A larger one may not be changed in place by a step."""
@@ -152,7 +153,7 @@ class StatesApart:
         parts = tuple(f"{name}." for name in stages[0].parts)
         around = [path for path in self._modules if not f"{path}.".startswith(within)]
         of_parts = [path for path, stage in self._holder.items() if stage and f"{path}.".startswith(parts)]
-        self._exchanged = [*around, *of_parts]
+        self._exchanged = [path for path in (*around, *of_parts) if not is_scripted(self._modules[path])]
         for stage in stages:
             stage.apart = partial(self._running, stage)
 
@@ -254,7 +255,7 @@ class StatesApart:
         before = [*notes(self._root)] if searching else []
         marks = self._marks(stage, searching=searching)
         yield
-        self._check(marks)
+        self._check(stage, marks)
         if before:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._follow(stage, [note for note in before if note.has_changed()])
@@ -296,7 +297,8 @@ class StatesApart:
 
     def _found_at(self, name: str, key: str) -> Any:
         if name in self._modules:
-            return vars(self._modules[name]).get(key)
+            module = self._modules[name]
+            return dict(module._buffers.items()).get(key) if is_scripted(module) else vars(module).get(key)
         return self._beside[name].held.get(key) if key else self._beside[name]
 
     def _place_of(self, path: str) -> _Place:
@@ -317,17 +319,24 @@ class StatesApart:
         ]
         return _Marks.of([] if searching else [each.containers for each in modules], large)
 
-    def _check(self, marks: _Marks) -> None:
+    def _check(self, stage: Stage, marks: _Marks) -> None:
         """
         Raises:
-            StepError: A run has changed what isn't followed.
+            StepError: A run has changed what isn't followed, and isn't the stage's own.
         """
-        for place, key, container in marks.other_lengths():
-            if id(container) not in self._base:
+        changed = [(place, key, each) for place, key, each in marks.other_lengths() if id(each) not in self._base]
+        shared = self._containers_besides(stage) if changed else set()
+        for place, key, container in changed:
+            if id(container) in shared:
                 raise _not_followed(self._exchanged[place], key, len(self._stages))
         for path, key, tensor, version in marks.large:
             if tensor._version != version:
                 raise _not_followed(path, key, len(self._stages))
+
+    def _containers_besides(self, stage: Stage) -> set[int]:
+        """Ids of the containers in other stages' versions; one that a stage's run has made is in its own only."""
+        versions = (version for each, version in self._versions.items() if each is not stage)
+        return {id(held) for version in versions for each in version.modules for held in each.containers.values()}
 
     def _keeps(self, stage: Stage, path: str) -> bool:
         """Whether a stage uses a module's own tensors, while other stages have clones."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import Namespace, is_machinery, namespaces
 from lightning_shard.plugin.steps.randomness import OwnGenerator
+from lightning_shard.scripted import is_scripted
 
 STAND_INS = frozenset(
     {"forward", "log", "print", "parameters", "named_parameters", "get_parameter", "state_dict", "compute"}
@@ -149,7 +150,8 @@ def _way_of(kind: Any) -> tuple[bool, Callable[[Any], Iterable[tuple[Any, Any]]]
 
 
 def _of_module(module: nn.Module) -> Iterable[tuple[str, Any]]:
-    return chain(module._modules.items(), module._parameters.items(), attributes(module).items())
+    buffers = module._buffers.items() if is_scripted(module) else ()  # which aren't in a dict that is walked
+    return chain(module._modules.items(), module._parameters.items(), buffers, attributes(module).items())
 
 
 def _of_object(value: Any) -> Iterable[tuple[str, Any]]:
@@ -167,6 +169,12 @@ def _of_function(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
     return () if is_machinery(function) else zip(function.__code__.co_freevars, function.__closure__ or ())
 
 
+def _of_partial(call: functools.partial[Any]) -> Iterable[tuple[str, Any]]:
+    if str(getattr(call.func, "__module__", "")).startswith("lightning_shard."):  # a hook of ours
+        return ()
+    return ("function", call.func), ("args", call.args), ("keywords", call.keywords)
+
+
 _WAYS: list[tuple[Any, bool, Callable[[Any], Iterable[tuple[Any, Any]]] | None]] = [
     (nn.Module, True, _of_module),
     (Namespace, True, lambda namespace: namespace.held.items()),
@@ -178,11 +186,7 @@ _WAYS: list[tuple[Any, bool, Callable[[Any], Iterable[tuple[Any, Any]]] | None]]
     (types.CellType, True, _of_cell),
     (types.FunctionType, False, _of_function),
     (types.MethodType, False, lambda method: (("self", method.__self__), ("function", method.__func__))),
-    (
-        functools.partial,
-        False,
-        lambda call: (("function", call.func), ("args", call.args), ("keywords", call.keywords)),
-    ),
+    (functools.partial, False, _of_partial),
 ]
 
 
