@@ -102,3 +102,8 @@ def put_attributes(tensor: Tensor, attributes: Mapping[str, Any]) -> None:
     """Set those that a tensor doesn't have yet."""
     for name, value in attributes.items():
         tensor.__dict__.setdefault(name, value)
+
+
+def share_attributes(tensor: Tensor, other: Tensor) -> None:
+    """Have two tensors that stand for one parameter share what is set on either, now or later."""
+    tensor.__dict__ = other.__dict__

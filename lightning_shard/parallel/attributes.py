@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_shard.parallel.fsdp.units import groups_of, sharded_units
-from lightning_shard.sharding import put_attributes
+from lightning_shard.sharding import put_attributes, share_attributes
 
 Attributes = Mapping[str, Mapping[str, Any]]
 """By the parameter's name, and the attribute's."""
@@ -24,23 +24,20 @@ def attributes_of(root: nn.Module) -> Attributes:
 
 
 def put_on_units(root: nn.Module, attributes: Attributes) -> None:
-    """Set them on the parameters that FSDP2 has put in place of others, and on the gathered ones of calls."""
-    if not attributes:
-        return
+    """Set them on the parameters that FSDP2 has put in place of others; gathered ones will have what these have."""
     for name, parameter in root.named_parameters(remove_duplicate=False):
         put_attributes(parameter, attributes.get(name, {}))
     for unit in sharded_units(root):
-        parameters = [parameter for group in groups_of(unit) for parameter in group.fsdp_params]
-        if any(parameter.sharded_param.__dict__ for parameter in parameters):
-            _put_on_gathered(unit, parameters)
+        _share_with_gathered(unit)
 
 
-def _put_on_gathered(unit: nn.Module, parameters: list[Any]) -> None:
+def _share_with_gathered(unit: nn.Module) -> None:
     """FSDP2 makes a unit's gathered parameters in its first call, and keeps them."""
 
-    def put(*_: Any) -> None:
-        for parameter in parameters:
-            put_attributes(parameter.unsharded_param, parameter.sharded_param.__dict__)
+    def share(*_: Any) -> None:
+        for group in groups_of(unit):
+            for parameter in group.fsdp_params:
+                share_attributes(parameter.unsharded_param, parameter.sharded_param)
         handle.remove()
 
-    handle = unit.register_forward_pre_hook(put)  # runs after FSDP2's own, which was put first
+    handle = unit.register_forward_pre_hook(share)  # runs after FSDP2's own, which was put first

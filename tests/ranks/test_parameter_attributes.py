@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -41,6 +43,11 @@ class Module(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return (self.head(self.blocks(batch)) * self.head.weight.scaled_by - batch).square().mean()
 
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        for block in self.blocks:
+            if hasattr(block.linear.weight, "scaled_by"):
+                block.linear.weight.scaled_by = 0.5 + batch_idx
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         assert self.head.weight.scaled_by == 2
         held = [each for group in optimizer.param_groups for each in group["params"]]
@@ -77,8 +84,14 @@ def test_they_are_kept_for_a_second_fit() -> None:
     run_ranks(fits_again, 2, elastic=True)
 
 
+@dataclass
+class Groups:
+    biases: tuple[Any, ...]
+    queue: deque[Any]
+
+
 class KeepsThem(Module):
-    """In ``__init__``, before they are replaced: ids, a dict by parameter, lists."""
+    """In ``__init__``, before they are replaced: ids, a dict by parameter, lists, in objects and closures too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,10 +99,14 @@ class KeepsThem(Module):
         self.ids = {id(self.head.weight)}
         self.rates = {parameter: 1e-2 * (1 + place) for place, parameter in enumerate(self.parameters())}
         self.slow = [[block.linear.weight for block in self.blocks], (self.head.weight,)]
-        self.biases = tuple(block.linear.bias for block in self.blocks)
+        self.groups = Groups(tuple(block.linear.bias for block in self.blocks), deque([self.head.weight]))
+        known = set(self.head.parameters())
+        self.is_of_head = lambda parameter: parameter in known
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         assert sum(id(each) in self.ids for each in self.parameters()) == 1
+        assert sum(self.is_of_head(each) for each in self.parameters()) == 1
+        assert sum(each is self.groups.queue[0] for each in self.parameters()) == 1
         groups = [{"params": [each], "lr": rate} for each, rate in self.rates.items()]
         return torch.optim.SGD(groups, lr=1.0)
 
@@ -97,7 +114,7 @@ class KeepsThem(Module):
         for parameter in self.slow[0]:
             if parameter.grad is not None:
                 parameter.grad *= 0.1
-        torch.nn.utils.clip_grad_norm_(self.biases, 1e-3)
+        torch.nn.utils.clip_grad_norm_(self.groups.biases, 1e-3)
 
 
 def test_what_was_kept_of_them_goes_on_with_those_that_replace_them() -> None:

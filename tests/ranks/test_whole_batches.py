@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassF1Score
 
+from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import BatchError
 from lightning_shard.pipeline.runtime import step
-from lightning_shard.testing import assert_trains_alike
+from lightning_shard.testing import assert_trains_alike, run_ranks
+from tests.parity import QUIET
 
 WIDTH = 8
 PP2 = {"pipeline_parallel_size": 2, "microbatches": 1}
@@ -221,3 +224,27 @@ def test_ever_new_shapes_take_no_ever_more_memory() -> None:
 def test_what_cant_be_cut_is_told_of_them(module: type[Base], batches: Any) -> None:
     with pytest.raises(BatchError, match="microbatches=1"):
         assert_trains_alike(module, batches, layouts=[{**PP2, "microbatches": 2}])
+
+
+class ChangesItsBatch(CarriesOn):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step([*batch.values()], batch_idx)
+        batch["loss"] = loss.detach()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], batch_idx: int) -> None:
+        assert "loss" not in batch
+
+
+def fits() -> list[str]:
+    data = [{"x": x, "y": y} for x, y in tensors()]
+    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=1)
+    trainer = L.Trainer(devices=2, max_epochs=1, strategy=strategy, **QUIET)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(ChangesItsBatch(), DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    return [text for each in said if "changes its batch" in (text := str(each.message))]
+
+
+def test_steps_that_change_their_batch_are_warned_of_once_and_hooks_are_given_it_as_it_was() -> None:
+    assert [len(texts) for texts in run_ranks(fits, 2, elastic=True)] == [1, 0]

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.errors import StepError
-from lightning_shard.sharding import parameter_like
+from lightning_shard.sharding import parameter_like, share_attributes
 
 _OF: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
 _OF_PART: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
@@ -121,7 +121,8 @@ class UnshardedParameters:
                 if isinstance(parameter, DTensor):
                     if parameter not in self._running:
                         same = _local(parameter) if parameter.device_mesh == self._mesh else parameter
-                        self._running[parameter] = parameter_like(same.detach(), parameter)
+                        self._running[parameter] = nn.Parameter(same.detach(), parameter.requires_grad)
+                        share_attributes(self._running[parameter], parameter)
                     yield module, name, parameter, self._running[parameter], _put_into(module)
 
     def free(self) -> None:

@@ -1,24 +1,28 @@
-"""Replaces parameters, and their ids, in what a module or a callback has kept of them before the module was laid out.
+"""Replaces parameters, and their ids, in what code has kept of them before the module was laid out.
 
 Such as ``self.head = {id(p) for p in …}`` in ``__init__``, asked in ``configure_optimizers``; a dict by parameter; or a
-list whose gradients a hook scales. Laying a module out puts other parameters in place of these.
+list whose gradients a callback scales. Laying a module out puts other parameters in place of these. Looked through is
+the state of modules and callbacks, as ``plugin/steps/state/python_state.py`` walks it: containers, the user's objects,
+closures, and globals that the code uses.
 """
 
 from __future__ import annotations
 
+import types
+from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_shard.namespaces import Namespace
 from lightning_shard.pipeline.dataflow.taint import Hollow
+from lightning_shard.plugin.steps.state.python_state import attributes, below, reachable
 
-_DEEPEST = 4
-"""Containers within containers."""
 _LARGEST = 2**17
 """A container of more entries isn't one of parameters."""
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-_HOLDERS = (list, tuple, dict, set, frozenset)
 
 
 def names_by_id(module: nn.Module) -> dict[int, str]:
@@ -27,20 +31,18 @@ def names_by_id(module: nn.Module) -> dict[int, str]:
 
 
 def replace_kept(module: nn.Module, names: Mapping[int, str], others: Iterable[object] = ()) -> None:
-    """Replace them in attributes of all modules of one that was laid out, and of other objects.
-
-    Entries of containers are replaced in place, but for tuples and frozen sets.
+    """Replace them wherever a module that was laid out, and other objects, have kept them; containers in place.
 
     Args:
         names: Those of the parameters before, by id. Nothing else can have had that id.
     """
     now = _named(module)
     found = {key: now[name] for key, name in names.items() if name in now and key != id(now[name])}
-    for holder in (*module.modules(), *others) if found else ():
-        attributes: dict[str, Any] = getattr(holder, "__dict__", {})
-        for name, value in attributes.items():
-            if name not in _OF_MODULES and isinstance(value, _HOLDERS):
-                attributes[name] = _replaced(value, found, _DEEPEST)
+    if not found:
+        return
+    walks = (reachable(module), *(below("", other) for other in others))
+    for holder in {id(each): each for _, each in chain(*walks)}.values():
+        _replace_in(holder, found)
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:
@@ -52,23 +54,44 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def _replaced(value: Any, found: Mapping[int, Tensor], depth: int) -> Any:
-    """The value with other entries; the same object if it can be changed, or nothing in it is replaced."""
+def _replace_in(holder: Any, found: Mapping[int, Tensor]) -> None:
+    if isinstance(holder, (list, deque, set, dict)):
+        if len(holder) <= _LARGEST:
+            _replace_entries(holder, found)
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = _replaced(holder.cell_contents, found)
+    elif isinstance(holder, Namespace):
+        for name, value in holder.held.items():
+            if (other := _replaced(value, found)) is not value:
+                holder.put(name, other)
+    elif not isinstance(holder, Tensor):
+        is_module = isinstance(holder, nn.Module)
+        for name, value in attributes(holder).items():
+            if (is_module and name in _OF_MODULES) or (other := _replaced(value, found)) is value:
+                continue
+            if not (is_module and isinstance(other, Hollow)):  # there it would be taken for a module's own parameter
+                object.__setattr__(holder, name, other)
+
+
+def _replace_entries(holder: Any, found: Mapping[int, Tensor]) -> None:
+    entries = [*(holder.items() if isinstance(holder, dict) else holder)]
+    replaced = [_replaced(entry, found) for entry in entries]
+    if all(one is other for one, other in zip(entries, replaced)):
+        return
+    holder.clear()
+    (holder.update if isinstance(holder, (dict, set)) else holder.extend)(replaced)
+
+
+def _replaced(value: Any, found: Mapping[int, Tensor]) -> Any:
+    """The value, or what takes its place; a tuple or frozen set with other entries."""
     if type(value) is int:
         return id(found[value]) if value in found else value
     if isinstance(value, nn.Parameter):
         return found.get(id(value), value)
-    if not depth or not isinstance(value, _HOLDERS) or len(value) > _LARGEST:
+    if not isinstance(value, (tuple, frozenset)) or len(value) > _LARGEST:
         return value
-    entries = [*value.items()] if isinstance(value, dict) else [*value]
-    replaced = [_replaced(entry, found, depth - 1 + isinstance(value, dict)) for entry in entries]
+    entries = [*value]
+    replaced = [_replaced(entry, found) for entry in entries]
     if all(one is other for one, other in zip(entries, replaced)):
         return value
-    if isinstance(value, list):
-        value[:] = replaced
-    elif isinstance(value, (dict, set)):
-        value.clear()
-        value.update(replaced)
-    else:
-        return tuple.__new__(type(value), replaced) if isinstance(value, tuple) else type(value)(replaced)
-    return value
+    return tuple.__new__(type(value), replaced) if isinstance(value, tuple) else type(value)(replaced)

@@ -49,6 +49,7 @@ from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks import compared_samples
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows, what_follows
+from lightning_shard.plugin.steps.checks.changed_batches import ChangedBatches
 from lightning_shard.plugin.steps.checks.summed_losses import SummedLosses
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.direct_output import DirectOutput
@@ -145,6 +146,7 @@ class PipelinedSteps:
         self._of_known_ends: set[str] = set()  # kinds of steps that ran once, so that the former is known for them
         self._apart = StatesApart(module, stages)
         self._kept = KeptStates(module, stages, self._apart)
+        self._changed_batches = ChangedBatches(module)
         self.reset_crossings()
         self._ties = TiedGradients(module, ties, layout.pipeline_rank, groups.backward.earlier, groups.control, device)
         self._logs = HeldLogs(module, self._block)
@@ -410,14 +412,16 @@ class PipelinedSteps:
         self._generators.seed(self._seed(stage, draw, i))  # equal on every stage, for the code around the blocks
         stage.method = method
         searching, several = stage.passage.searching, len(self._stages) > 1
-        if searching or several:  # the part may run again, and a step may change its batch in place
+        if searching or several or self._changed_batches.changes(method):  # the part may run again; hooks are given it
             part = tree.copied(part)
+        looks = searching and stage.is_last and stage.calls is None
+        looking = self._changed_batches.looking_at(method, part) if looks else nullcontext()
         # call by call, a step runs whole on each rank
         kept = self._kept.step(stage, searching=searching) if stage.calls is None else nullcontext()
         # otherwise each stage's run on this rank would add to the logs
         forget_logs = self._logs.remember() if several and not stage.is_last else None
         try:
-            with kept, stage.running(self._module):
+            with kept, stage.running(self._module), looking:
                 result = getattr(self._module, method)(part, *args, **kwargs)
                 if not stage.is_last:
                     return None
