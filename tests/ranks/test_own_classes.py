@@ -13,6 +13,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.testing import assert_trains_alike
 
 WIDTH = 8
+INTERLEAVED = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
 
 
 class Module(L.LightningModule):
@@ -25,6 +26,8 @@ class Module(L.LightningModule):
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert {Module: True, OfMarked: True}[type(self)]
+        assert type(self.blocks) in (nn.Sequential, nn.ModuleList)
         x = self.first(batch)
         for block in self.blocks:
             x = x + torch.tanh(block(x)) if type(block) is nn.Linear else block(x)
@@ -33,6 +36,7 @@ class Module(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert type(self) in (Module, OfMarked)
         decayed: list[Any] = [each.weight for each in self.modules() if type(each) is nn.Linear]
         held = set(map(id, decayed))
         rest = [each for each in self.parameters() if id(each) not in held]
@@ -55,7 +59,7 @@ def batches() -> list[Tensor]:
 
 
 def test_code_that_asks_for_classes_does_what_it_does_on_one_process() -> None:
-    assert_trains_alike(Module, batches, layouts=["dp2", "pp2", "pp2 x dp2"])
+    assert_trains_alike(Module, batches, layouts=["dp2", "pp2", "pp2 x dp2", INTERLEAVED])
 
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2"])

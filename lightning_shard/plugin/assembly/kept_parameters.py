@@ -74,7 +74,8 @@ def _replace_in(holder: Any, found: Mapping[int, Tensor]) -> None:
 
 
 def _replace_entries(holder: Any, found: Mapping[int, Tensor]) -> None:
-    entries = [*(holder.items() if isinstance(holder, dict) else holder)]
+    # dict's own: transformers' mappings of all models import each when their items are asked for
+    entries = [*(dict.items(holder) if isinstance(holder, dict) else holder)]
     replaced = [_replaced(entry, found) for entry in entries]
     if all(one is other for one, other in zip(entries, replaced)):
         return

@@ -145,13 +145,11 @@ class KeptState:
         self._read: set[Name] = set()
         self._written: set[Name] = set()  # in this microbatch, which then reads its own value
         self._stale: set[Name] = set()
+        self._watches = False
         if is_last:
             for block in map(root.get_submodule, dict.fromkeys(blocks)):  # a step may leave out the first or the last
                 before_calls(block, self._network_begins, prepend=True)
                 after_calls(block, self._network_ends)
-            return
-        for path, module in self._modules.items():  # until the first batch shows which are changed after the network
-            watch(module, {name for name, _ in _own(module)}, *self._observers(path))
 
     @contextmanager
     def step(self, *, searching: bool) -> Iterator[None]:
@@ -163,6 +161,10 @@ class KeptState:
         """
         self._in_step, self._searching, self._numbers = True, searching, None
         self._written.clear()
+        if not self._is_last and not self._watches:
+            self._watches = True
+            for path, module in self._modules.items():  # until this first batch shows what is changed after the network
+                watch(module, {name for name, _ in _own(module)}, *self._observers(path))
         if self._begun is None:
             self._begun = self._outlines()
         self._before = None if self._is_last else self._look()
