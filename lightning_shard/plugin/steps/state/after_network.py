@@ -38,7 +38,7 @@ from lightning_shard.plugin.steps.state.attribute_changes import (
     is_simple,
     simple_fields,
 )
-from lightning_shard.plugin.steps.state.attribute_reads import watch
+from lightning_shard.plugin.steps.state.attribute_reads import Watched
 from lightning_shard.plugin.steps.state.contents import (
     LARGEST_SENT,
     Change,
@@ -145,7 +145,9 @@ class KeptState:
         self._read: set[Name] = set()
         self._written: set[Name] = set()  # in this microbatch, which then reads its own value
         self._stale: set[Name] = set()
-        self._watches = False
+        self._names: dict[str, set[str]] = {}
+        """Of attributes that are watched in steps, by module: until a first batch shows which change late, all."""
+        self._watched: list[Watched] | None = None if not is_last else []
         if is_last:
             for block in map(root.get_submodule, dict.fromkeys(blocks)):  # a step may leave out the first or the last
                 before_calls(block, self._network_begins, prepend=True)
@@ -161,16 +163,19 @@ class KeptState:
         """
         self._in_step, self._searching, self._numbers = True, searching, None
         self._written.clear()
-        if not self._is_last and not self._watches:
-            self._watches = True
-            for path, module in self._modules.items():  # until this first batch shows what is changed after the network
-                watch(module, {name for name, _ in _own(module)}, *self._observers(path))
+        if self._watched is None:
+            self._watch({path: {name for name, _ in _own(module)} for path, module in self._modules.items()})
         if self._begun is None:
             self._begun = self._outlines()
         self._before = None if self._is_last else self._look()
+        watched = self._watched or []
+        for each in watched:
+            each.begin()
         try:
             yield
         finally:
+            for each in watched:
+                each.end()
             self._in_step = False
             if self._before is not None:
                 self._changed.update(self._since(self._before))
@@ -244,8 +249,14 @@ class KeptState:
                 _set(self._modules[key[0]], key[1], received(device, place, value))
         self._stale.update(key for key in stale if not isinstance(changes[key], _Fields))
         self._followed.update(key for key, value in changes.items() if isinstance(value, (Change, _Elsewhere)))
-        for path, module in self._modules.items():
-            watch(module, {name for place, name in self._stale if place == path}, *self._observers(path))
+        self._watch({path: {name for place, name in self._stale if place == path} for path, _ in self._stale})
+
+    def _watch(self, names: dict[str, set[str]]) -> None:
+        """In steps from now on; by module, the attributes."""
+        if self._watched is None or names != self._names:
+            self._names = names
+            watched = ((path, of_module) for path, of_module in names.items() if of_module)
+            self._watched = [Watched(self._modules[path], each, *self._observers(path)) for path, each in watched]
 
     def _can_set(self, key: Name, value: Any) -> bool:
         if isinstance(value, Change):

@@ -1,32 +1,43 @@
-"""Notices when attributes of one module are read or set, by a subclass of its own with a property for each of them.
+"""Notices when attributes of a module are read or set, by a subclass of its own with a property for each of them.
 
-Such a class equals the module's own and has its hash: ``type(module) == Net`` and ``{Net: …}[type(module)]`` are as
-they were. ``type(module) is Net`` isn't, so modules are watched in a first step only, but for a few.
+The module is an object of it only while it is watched. The class equals the module's own and has its hash:
+``type(module) == Net`` and ``{Net: …}[type(module)]`` are as they were; ``type(module) is Net`` isn't.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, cast
 
 from torch import nn
 
 
-def watch(module: nn.Module, watched: set[str], read: Callable[[str], None], written: Callable[[str], None]) -> None:
-    """Call ``read`` or ``written`` when these attributes of a module are read or set; none: stop watching."""
-    kind: Any = type(module)
-    plain = kind.__bases__[0] if "_watched" in vars(kind) else kind
-    if watched == vars(kind).get("_watched", set()):
-        return
-    if not watched:
-        module.__class__ = plain
-        return
-    new: Any = _alike(cast(Any, type(plain)))(plain.__name__, (plain,), {"_watched": watched, "__module__": plain.__module__})
-    for name in watched:
-        setattr(new, name, _watched(new, name, read, written))
-    new.__qualname__ = plain.__qualname__
-    module.__class__ = new
+class Watched:
+    """One module.
+
+    Args:
+        names: Of the attributes.
+        read: Called with the name of one that is read.
+        written: Called with the name of one that is set.
+    """
+
+    def __init__(
+        self, module: nn.Module, names: Collection[str], read: Callable[[str], None], written: Callable[[str], None]
+    ) -> None:
+        self._module = module
+        self._plain: Any = type(module)
+        make = _alike(cast(Any, type(self._plain)))
+        self._kind: Any = make(self._plain.__name__, (self._plain,), {"__module__": self._plain.__module__})
+        self._kind.__qualname__ = self._plain.__qualname__
+        for name in names:
+            setattr(self._kind, name, _noticed(self._kind, name, read, written))
+
+    def begin(self) -> None:
+        self._module.__class__ = self._kind
+
+    def end(self) -> None:
+        self._module.__class__ = self._plain
 
 
 @cache
@@ -42,7 +53,7 @@ def _alike(kind_of_kind: Any) -> Any:
     return type("Alike", (kind_of_kind,), {"__eq__": equals, "__hash__": hash_})
 
 
-def _watched(kind: Any, name: str, read: Callable[[str], None], written: Callable[[str], None]) -> property:
+def _noticed(kind: Any, name: str, read: Callable[[str], None], written: Callable[[str], None]) -> property:
     def get(self: Any) -> Any:
         read(name)
         held = vars(self)
