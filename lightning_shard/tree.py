@@ -392,7 +392,9 @@ def outline(batch: Any) -> tuple[Any, ...]:
     waiting = deque(leaves(batch))
     while waiting and len(seen) < _MOST_OUTLINED:
         leaf = waiting.popleft()
-        if isinstance(leaf, (Tensor, np.ndarray)):
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            found += [(tuple(each.shape), each.dtype) for each in leaf.unbind()]
+        elif isinstance(leaf, (Tensor, np.ndarray)):
             found.append((tuple(leaf.shape), leaf.dtype))
         elif type(leaf) in _PLAIN:
             plain.append(leaf)

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+from torchmetrics.wrappers import Running
 
 from lightning_shard.errors import WHOLE_BATCHES, ConfigurationError, StepError
 from lightning_shard.layout import Layout
@@ -69,6 +70,12 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, micr
             f"{counting[0]} divides gradients by how often an entry is in a microbatch (scale_grad_by_freq): with"
             " several pipeline stages training differs from that on whole batches, as where gradients are accumulated."
             f" With {WHOLE_BATCHES} it doesn't."
+        )
+    windows = [name for name, part in module.named_modules() if isinstance(part, Running)]
+    if windows and microbatches > 1:
+        rank_zero_warn(
+            f"{windows[0]} is a metric over its last updates, and with several pipeline stages a step updates it once"
+            f" for each of {microbatches} microbatches: multiply its window by {microbatches}, or use {WHOLE_BATCHES}."
         )
     steps = ("training_step", "validation_step", "test_step", "predict_step")
     takes_iterator = [

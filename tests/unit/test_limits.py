@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import lightning as L
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
 from torch import nn
+from torchmetrics import RunningMean
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError, StepError
@@ -25,6 +27,18 @@ def test_gradients_scaled_by_frequency_in_a_microbatch_are_warned_of() -> None:
     trainer.state.fn = TrainerFn.FITTING
     with pytest.warns(UserWarning, match=r"words divides gradients .*\(scale_grad_by_freq\)"):
         refuse(trainer, module, Layout(pipeline_parallel_size=2), 4)
+
+
+def test_metrics_over_the_last_updates_are_warned_of() -> None:
+    module = L.LightningModule()
+    module.recent = RunningMean(window=3)
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    trainer.state.fn = TrainerFn.VALIDATING
+    with pytest.warns(UserWarning, match=r"recent is a metric over its last updates.* multiply its window by 4"):
+        refuse(trainer, module, Layout(pipeline_parallel_size=2), 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refuse(trainer, module, Layout(pipeline_parallel_size=2), 1)
 
 
 def test_a_search_for_a_batch_size_is_refused_with_what_to_do_instead() -> None:

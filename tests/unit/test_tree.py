@@ -217,6 +217,8 @@ def test_an_outline_has_what_shapes_may_depend_on_wherever_it_lies() -> None:
     graph = Graph(4)
     assert tree.outline((graph, "a")) == (((4, 2), torch.float32), ((2, 3), torch.float32))
     assert tree.outline([Graph(5)]) != tree.outline([graph])
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    assert tree.outline([nested]) == (((2,), torch.float32), ((3,), torch.float32))
     assert tree.outline({"x": torch.zeros(2), "text": "a"}) == tree.outline({"x": torch.ones(2), "text": "another"})
     assert tree.outline(["a text", 1]) == tree.outline(["a text", 1]) != tree.outline(["another", 1])
 

@@ -430,7 +430,7 @@ class PipelinedSteps:
         except StageEnd:
             return None
         except (RuntimeError, ValueError, IndexError) as error:
-            if stage.calls is None and not isinstance(error, ShardError):
+            if stage.calls is None and self._microbatches > 1 and not isinstance(error, ShardError):
                 error.add_note(_CUT.format(parts=self._microbatches))
             raise
         finally:
