@@ -49,8 +49,7 @@ class _TensorSlot(tree.Leaf):
 class Broadcaster:
     """Broadcasts a value from a pipeline's first rank, which holds the last stage, to its other ranks.
 
-    From step to step usually only the tensors differ. Then one short message says so, and nothing is pickled. The last
-    stage is done with a batch before the others, so it doesn't wait for them: its optimizer steps meanwhile.
+    From step to step usually only the tensors differ. Then one short message says so, and nothing is pickled.
 
     Args:
         control: The pipeline's ranks, host to host.
@@ -62,7 +61,6 @@ class Broadcaster:
         self._values = values
         self._last: Any = None
         self._slots: list[_TensorSlot] = []
-        self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def broadcast(self, value: Any, device: torch.device) -> Any:
         """Return the first rank's value on all ranks; a collective call. On the first rank it is the same object.
@@ -79,7 +77,6 @@ class Broadcaster:
         return value
 
     def _send(self, value: Any, device: torch.device) -> None:
-        self.flush()
         sent: list[Tensor] = []
 
         def slot_or_leaf(leaf: Any) -> Any:
@@ -99,24 +96,13 @@ class Broadcaster:
                 message[0] = _SAME_INLINE
                 message[1 : 1 + len(flat)] = flat
                 flat = None
-            self._begin(message, self._control)
+            dist.broadcast(message, group=self._control, group_src=0)
         else:
-            self._begin(message, self._control)
+            dist.broadcast(message, group=self._control, group_src=0)
             dist.broadcast_object_list([skeleton], group=self._control, group_src=0)
         self._last = skeleton
         if flat is not None:
-            self._begin(flat, self._values)
-
-    def _begin(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
-        assert work is not None
-        self._sending.append((work, tensor))
-
-    def flush(self) -> None:
-        """Wait until the last value has been sent."""
-        for work, _ in self._sending:
-            work.wait()
-        self._sending.clear()
+            dist.broadcast(flat, group=self._values, group_src=0)
 
     def _receive(self, device: torch.device) -> Any:
         message = torch.empty(1 + _INLINE_BYTES, dtype=torch.uint8)

@@ -102,6 +102,9 @@ class KeepsThem(Module):
         self.groups = Groups(tuple(block.linear.bias for block in self.blocks), deque([self.head.weight]))
         known = set(self.head.parameters())
         self.is_of_head = lambda parameter: parameter in known
+        self.is_never_called = lambda: unassigned
+        if self.groups is None:
+            unassigned = known  # so the closure has an empty cell
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         assert sum(id(each) in self.ids for each in self.parameters()) == 1

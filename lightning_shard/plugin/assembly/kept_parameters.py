@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_shard.namespaces import Namespace
 from lightning_shard.pipeline.dataflow.taint import Hollow
-from lightning_shard.plugin.steps.state.python_state import attributes, below, reachable
+from lightning_shard.plugin.steps.state.python_state import attributes, below, children, reachable
 
 _LARGEST = 2**17
 """A container of more entries isn't one of parameters."""
@@ -59,7 +59,8 @@ def _replace_in(holder: Any, found: Mapping[int, Tensor]) -> None:
         if len(holder) <= _LARGEST:
             _replace_entries(holder, found)
     elif isinstance(holder, types.CellType):
-        holder.cell_contents = _replaced(holder.cell_contents, found)
+        for _, value in children(holder):  # none if it isn't assigned yet
+            holder.cell_contents = _replaced(value, found)
     elif isinstance(holder, Namespace):
         for name, value in holder.held.items():
             if (other := _replaced(value, found)) is not value:
