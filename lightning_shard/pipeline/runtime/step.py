@@ -7,9 +7,8 @@ each action receives, computes and sends, and the receives of the next action ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_shard import tree
-from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.crossing import Crossing, StageEnd
+from lightning_shard.pipeline.dataflow.crossing import Crossing
 from lightning_shard.pipeline.dataflow.messages import Key, Slot
 from lightning_shard.pipeline.dataflow.mixed_samples import MixedSamples, RunOn
 from lightning_shard.pipeline.dataflow.search import (
@@ -33,9 +31,8 @@ from lightning_shard.pipeline.dataflow.search import (
     find_crossing,
 )
 from lightning_shard.pipeline.dataflow.state_between_microbatches import LeftState
-from lightning_shard.pipeline.dataflow.taint import refuse
+from lightning_shard.pipeline.runtime.call_by_call import CallByCall
 from lightning_shard.pipeline.runtime.channel import Channel, Signature, signature
-from lightning_shard.pipeline.runtime.network_calls import Calls
 from lightning_shard.pipeline.runtime.split_backward import Product, backward_but_products, backward_of_products
 from lightning_shard.pipeline.schedules.recorded import UNWATCHED, Watch
 from lightning_shard.pipeline.schedules.schedule import Action
@@ -111,6 +108,7 @@ class PipelinedStep:
         self._of_any = of_any
         self._left = LeftState(remember, of_any)
         self.mixed = MixedSamples(remember)
+        self.call_by_call = CallByCall([(end.stage, end.channel) for end in self._ends.values()], remember)
 
     def train(
         self,
@@ -224,7 +222,7 @@ class PipelinedStep:
         Returns:
             The step's return value for each microbatch, on the rank of the last stage; else an empty list. ``None`` on
             all ranks if the step calls the network several times: then the run had no effect, and the batch must run
-            :meth:`call_by_call`.
+            :attr:`call_by_call`.
         """
         first = signature(microbatches[0], kind)
         if not self._of_any(first not in self._call_by_call):
@@ -252,76 +250,6 @@ class PipelinedStep:
         numbers: Sequence[int | None] = [None] * len(self._ends) if until is None else until
         for end, number in zip(self._ends.values(), numbers):
             end.channel.flush(number)
-
-    def call_by_call(
-        self,
-        run: Callable[[], Any],
-        in_call: Callable[[], AbstractContextManager[None]],
-        note_generators: Callable[[], Callable[[], None]],
-        after_call: Callable[[int], None],
-        of_any: OfAny = bool,
-    ) -> Any:
-        """Run a step that calls the network several times, on its whole batch.
-
-        Args:
-            run: Calls the step, for the last stage of this rank.
-            in_call: Context of each call of the network, in which all stages of this rank run in turn.
-            note_generators: Notes the states of the random generators; returns a function that restores them.
-            after_call: Called after each call of the network with the number of calls so far.
-            of_any: As for the class, for calls of the network.
-
-        Returns:
-            The step's return value; meaningful on the rank of the last stage.
-
-        Raises:
-            StepError: Data ranks that have to run alike call the network a different number of times.
-        """
-        *siblings, end = self._ends.values()
-        last, rank = end.stage, end.channel.rank_of[end.stage.index]
-        through = partial(self._through_stages, in_call, of_any)
-        calls = Calls(
-            rank, last.is_last, last.entrances, last.device, end.channel, through, note_generators, after_call
-        )
-        with ExitStack() as inside:
-            for sibling in siblings:
-                inside.enter_context(sibling.stage.calling(calls))
-            inside.enter_context(last.calling(calls))
-            inside.enter_context(calls.running())
-            result = run()
-            calls.end()
-            if of_any(False):
-                raise StepError(
-                    "Data ranks call the network a different number of times within one step, as generating texts of"
-                    " different lengths does. Where experts are dealt over data ranks, each call needs all of them:"
-                    " call it equally often (generate to a fixed length), or use expert_parallel_size=1."
-                )
-        return result
-
-    def _through_stages(
-        self, in_call: Callable[[], AbstractContextManager[None]], of_any: OfAny, call: Callable[[], Any]
-    ) -> Any:
-        """Run one call of the network; returns its output on the rank of the last stage."""
-
-        def run(stage: Stage, _: int) -> Any:
-            assert stage.calls is not None
-            with stage.calls.of(stage.index):
-                try:
-                    with stage.running(stage.entrances[0]):
-                        output = call()
-                        if stage.is_last:
-                            refuse(output, "What the network returns")
-                        return output
-                except StageEnd:
-                    return None
-
-        searches = [Search(end.stage, end.channel) for end in self._ends.values()]
-        of_any(True)  # a rank whose step has ended raises
-        with in_call():
-            memory = self._remember()
-            find_crossing(searches, run, 0, memory, of_any)
-            memory.forget()
-        self.flush()
-        return searches[-1].result
 
     def _in_order(
         self,

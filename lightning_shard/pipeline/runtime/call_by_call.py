@@ -1,0 +1,101 @@
+"""Runs an evaluation step that calls the network several times, as ``generate()`` does: one call after the other.
+
+The step runs whole on each rank; a call of the network goes through all stages (``network_calls.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.crossing import StageEnd
+from lightning_shard.pipeline.dataflow.search import Memory, OfAny, Search, find_crossing
+from lightning_shard.pipeline.dataflow.taint import refuse
+from lightning_shard.pipeline.runtime.channel import Channel
+from lightning_shard.pipeline.runtime.network_calls import Calls
+from lightning_shard.pipeline.stages.stage import Stage
+
+
+class CallByCall:
+    """Runs one rank's part of such steps.
+
+    Args:
+        ends: This rank's stages, in order, each with its channel.
+        remember: As for :class:`~lightning_shard.pipeline.runtime.step.PipelinedStep`.
+    """
+
+    def __init__(self, ends: Sequence[tuple[Stage, Channel]], remember: Callable[[], Memory]) -> None:
+        self._ends = ends
+        self._remember = remember
+
+    def __call__(
+        self,
+        run: Callable[[], Any],
+        in_call: Callable[[], AbstractContextManager[None]],
+        note_generators: Callable[[], Callable[[], None]],
+        after_call: Callable[[int], None],
+        of_any: OfAny = bool,
+    ) -> Any:
+        """Run a step that calls the network several times, on its whole batch.
+
+        Args:
+            run: Calls the step, for the last stage of this rank.
+            in_call: Context of each call of the network, in which all stages of this rank run in turn.
+            note_generators: Notes the states of the random generators; returns a function that restores them.
+            after_call: Called after each call of the network with the number of calls so far.
+            of_any: As for :class:`~lightning_shard.pipeline.runtime.step.PipelinedStep`, for calls of the network.
+
+        Returns:
+            The step's return value; meaningful on the rank of the last stage.
+
+        Raises:
+            StepError: Data ranks that have to run alike call the network a different number of times.
+        """
+        *siblings, (last, channel) = self._ends
+        rank = channel.rank_of[last.index]
+        through = partial(self._through_stages, in_call, of_any)
+        calls = Calls(rank, last.is_last, last.entrances, last.device, channel, through, note_generators, after_call)
+        with ExitStack() as inside:
+            for sibling, _ in siblings:
+                inside.enter_context(sibling.calling(calls))
+            inside.enter_context(last.calling(calls))
+            inside.enter_context(calls.running())
+            result = run()
+            calls.end()
+            if of_any(False):
+                raise StepError(
+                    "Data ranks call the network a different number of times within one step, as generating texts of"
+                    " different lengths does. Where experts are dealt over data ranks, each call needs all of them:"
+                    " call it equally often (generate to a fixed length), or use expert_parallel_size=1."
+                )
+        return result
+
+    def _through_stages(
+        self, in_call: Callable[[], AbstractContextManager[None]], of_any: OfAny, call: Callable[[], Any]
+    ) -> Any:
+        """Run one call of the network; returns its output on the rank of the last stage."""
+
+        def run(stage: Stage, _: int) -> Any:
+            assert stage.calls is not None
+            with stage.calls.of(stage.index):
+                try:
+                    with stage.running(stage.entrances[0]):
+                        output = call()
+                        if stage.is_last:
+                            refuse(output, "What the network returns")
+                        return output
+                except StageEnd:
+                    return None
+
+        searches = [Search(stage, channel) for stage, channel in self._ends]
+        of_any(True)  # a rank whose step has ended raises
+        with in_call():
+            memory = self._remember()
+            find_crossing(searches, run, 0, memory, of_any)
+            memory.forget()
+        for _, channel in self._ends:
+            channel.flush()
+        return searches[-1].result
