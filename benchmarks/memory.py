@@ -9,7 +9,8 @@ with the norm's weight), query, key, value, what attention mixed, the sum with t
 each before and after the GELU. Recomputed, it keeps its input; selectively, that and the results of matrix products and
 attention, 11. Autocast keeps each weight's cast.
 
-    python benchmarks/memory.py          # half a minute; results/memory-<date>.json
+    python benchmarks/memory.py                  # half a minute; results/memory-<date>.json
+    python benchmarks/memory.py --device cuda    # and what offloading saves there; results/memory-cuda-<date>.json
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from benchmarks.lib.report import MIB, RESULTS, Row, Target, show, write_result
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
 from recipes.gpt import GPT
+from tests import on_gpu
 
 RANKS = 2
 AGREES = Target("of_reference", 0.9, text="within 10 %")
@@ -66,11 +68,12 @@ class Size:
 
 @dataclass
 class Seen:
-    """Bytes."""
+    """Bytes; ``held`` by the device between steps."""
 
     kept: int = 0
     gathered: int = 0
     gradients: int = 0
+    held: int = 0
 
 
 def storages(tensors: Iterator[Tensor]) -> dict[int, int]:
@@ -121,6 +124,7 @@ class Measured(L.LightningModule):
         self.net = GPT(size.vocabulary, size.width, size.layers, 4, size.context)
         self.seen = Seen()
         self.kept = Kept()
+        self.began = torch.cuda.memory_allocated()
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         if batch_idx > 0:
@@ -139,9 +143,12 @@ class Measured(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self.seen.gradients = sum(t.nbytes for t in gradients())
+        elif torch.cuda.is_available():
+            gc.collect()
+            self.seen.held = torch.cuda.memory_allocated() - self.began
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.AdamW(self.parameters())
 
 
 def gradients() -> Iterator[Tensor]:
@@ -157,8 +164,9 @@ def loss_of(net: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten())
 
 
-def measure(size: Size, settings: dict[str, dict[str, Any]]) -> dict[str, Seen]:
+def measure(size: Size, settings: dict[str, dict[str, Any]], device: str) -> dict[str, Seen]:
     """On one of the ranks."""
+    on_gpu.place_ranks()
     tokens = torch.arange(2 * size.batch * size.context).view(-1, size.context) % size.vocabulary
     seen = {}
     for name, chosen in settings.items():
@@ -167,7 +175,7 @@ def measure(size: Size, settings: dict[str, dict[str, Any]]) -> dict[str, Seen]:
         module = Measured(size)
         trainer = L.Trainer(
             strategy=HybridShardStrategy(data_parallel_size=RANKS, **options),
-            accelerator="cpu",
+            accelerator="gpu" if device == "cuda" else "cpu",
             devices=RANKS,
             precision=precision,
             max_steps=1,
@@ -180,16 +188,17 @@ def measure(size: Size, settings: dict[str, dict[str, Any]]) -> dict[str, Seen]:
         loader: Any = DataLoader(tokens.repeat(RANKS, 1), batch_size=size.batch)  # type: ignore[arg-type]
         trainer.fit(module, loader)
         seen[name] = module.seen
-        del trainer
+        del trainer, module  # before the next one's bytes are counted
+        gc.collect()
     return seen
 
 
-def kept_by_autocast(size: Size) -> int:
+def kept_by_autocast(size: Size, device: str) -> int:
     """As Lightning's own bf16-mixed runs, on one process: each weight's cast is kept until the backward."""
     torch.manual_seed(0)
-    net = GPT(size.vocabulary, size.width, size.layers, 4, size.context)
-    tokens = torch.arange(size.batch * size.context).view(-1, size.context) % size.vocabulary
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+    net = GPT(size.vocabulary, size.width, size.layers, 4, size.context).to(device)
+    tokens = torch.arange(size.batch * size.context, device=device).view(-1, size.context) % size.vocabulary
+    with torch.autocast(device, torch.bfloat16, cache_enabled=False):
         with Kept() as kept:
             loss = loss_of(net, tokens)
         return kept.nbytes(net) if loss.requires_grad else 0
@@ -204,17 +213,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reshard_after_forward=False": {"reshard_after_forward": False},
     "reduce_each_microbatch=True": {"reduce_each_microbatch": True},
 }
+OFFLOADED: dict[str, dict[str, Any]] = {"cpu_offload=True": {"cpu_offload": True}}
+"""From the CPU nothing is offloaded."""
 KEPT, GATHERED, GRADIENTS = "kept for the backward", "gathered after the forward", "gradients between batches"
+HELD = "held by the device between steps"
 
 
-def rows_of(size: Size) -> list[Row]:
-    seen = run_ranks(measure, RANKS, size, SETTINGS, elastic=True, timeout_s=300)[0]
+def rows_of(size: Size, device: str) -> list[Row]:
+    settings = SETTINGS | (OFFLOADED if device == "cuda" else {})
+    seen = run_ranks(measure, RANKS, size, settings, device, elastic=True, timeout_s=300)[0]
     none, whole, mixed = seen["none"], seen["reshard_after_forward=False"], seen["precision=bf16-mixed"]
     state, weights = 4 * size.state * size.layers, size.of_blocks
     rows = [Row(KEPT, "none", mib=none.kept / MIB, is_reference=True)]
     for name, share in zip([*SETTINGS][1:4], (17, 8.5, 7)):
         rows.append(_row(KEPT, name, seen[name].kept, none.kept, share * state))
-    plain = kept_by_autocast(size)
+    plain = run_ranks(kept_by_autocast, 1, size, device, init=False)[0]
     rows.append(Row(KEPT, "bf16-mixed by autocast alone", mib=plain / MIB, is_reference=True))
     rows.append(_row(KEPT, "precision=bf16-mixed", mixed.kept, plain, 2 * weights))
     rows.append(Row(GATHERED, "reshard_after_forward=False", mib=whole.gathered / MIB, is_reference=True))
@@ -224,6 +237,11 @@ def rows_of(size: Size) -> list[Row]:
     rows.append(Row(GRADIENTS, "none", mib=none.gradients / MIB, is_reference=True))
     saved = 4 * size.parameters * (RANKS - 1) / RANKS
     rows.append(_row(GRADIENTS, "reduce_each_microbatch=True", each, none.gradients, saved))
+    if device == "cuda":
+        of_each = 4 * 4  # a parameter, its gradient and AdamW's two moments
+        rows.append(Row(HELD, "none", mib=none.held / MIB, is_reference=True))
+        offloaded = seen["cpu_offload=True"].held
+        rows.append(_row(HELD, "cpu_offload=True", offloaded, none.held, of_each * size.parameters / RANKS))
     return rows
 
 
@@ -237,14 +255,17 @@ def _row(what: str, name: str, measured: int, reference: int, predicted: float) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small; no result is written unless --results is given")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="CUDA devices: one a rank, or one for all"
+    )
     parser.add_argument("--results", type=Path, help="where the result goes (benchmarks/results)")
     options = parser.parse_args()
     size = Size(128, 4, 64, 8) if options.quick else Size(256, 6, 128, 8)
-    rows = rows_of(size)
+    rows = rows_of(size, options.device)
     show("bytes of tensors, rank 0 of 2", rows)
     results = options.results or (None if options.quick else RESULTS)
     if results is not None:
-        print(write_result("memory", rows, results))
+        print(write_result("memory" if options.device == "cpu" else f"memory-{options.device}", rows, results))
 
 
 if __name__ == "__main__":

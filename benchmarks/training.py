@@ -1,8 +1,8 @@
 """What does the strategy cost a training step, in time and memory? The same by hand in plain torch, side by side.
 
-On CPU processes: fully sharded data (FSDP2, a unit per block), tensor, expert and pipeline parallel, and two axes
-together; data and tensor also under Lightning's own ModelParallelStrategy; each schedule against torch's own of that
-name, over the same stages; activation checkpointing, offload and compile against torch's own means.
+On CPU processes, or on CUDA devices: fully sharded data (FSDP2, a unit per block), tensor, expert and pipeline
+parallel, and two axes together; data and tensor also under Lightning's own ModelParallelStrategy; each schedule against
+torch's own of that name, over the same stages; activation checkpointing, offload and compile against torch's own means.
 
 *Time.* A row's ways take turns in the same processes, one step of each after the other, so that whatever else the
 machine does hits neighbouring steps alike; each round sets all up anew, and its first steps are left out. The figure is
@@ -10,13 +10,17 @@ the median of all steps, each of its slowest rank; what ours is beside another i
 neighbouring steps.
 
 *Peak.* The most bytes of a rank's tensors in a step, by the events of the CPU's allocator in a run of its own
-(``benchmarks/lib/steps.py``), of the rank with most. Offloaded to the CPU from the CPU nothing is saved: that
-row is what it costs.
+(``benchmarks/lib/steps.py``), or by the CUDA allocator's count, of the rank with most. Offloaded to the CPU from the
+CPU nothing is saved: that row is what it costs.
+
+*One device for all ranks* (tests/on_gpu.py) computes what they launch in turn, so a pipeline's stages don't overlap:
+such a run shows what the host does for a step, and what a rank's tensors take.
 
 Before any is measured, all ways' losses of some steps are compared: they train alike.
 
     python benchmarks/training.py                 # half an hour; results/training-<date>.json and .png
     python benchmarks/training.py --only dp2 "pp2, GPipe" --renew
+    python benchmarks/training.py --device cuda --width 1536 --context 1024    # results/training-cuda-1536-<date>.json
 """
 
 from __future__ import annotations
@@ -69,10 +73,12 @@ class Extent:
     rounds: int = 2
     steps: int = 20
     warmup: int = 3
-    is_quick: bool = False
+    width: int = Size.width
+    context: int = Size.context
+    device: str = "cpu"
 
     def size(self, layers: int = 6, **more: Any) -> Size:
-        return Size(32, layers, 16, **more) if self.is_quick else Size(layers=layers, **more)
+        return Size(self.width, layers, self.context, device=self.device, **more)
 
 
 Ways = dict[str, Way]
@@ -158,6 +164,7 @@ class Measured:
 
 def rank_main(run: str, extent: Extent, only: Sequence[str] | None) -> dict[Name, Measured]:
     warnings.filterwarnings("ignore")
+    torch.set_float32_matmul_precision("high")  # changes nothing on CPUs
     for name in ("lightning.pytorch", "lightning.fabric", "torch.distributed.pipelining", "torch._dynamo"):
         logging.getLogger(name).setLevel(logging.ERROR)
     rows = {row: ways for row, ways in rows_of(run, extent).items() if is_chosen(row, only)}
@@ -176,7 +183,7 @@ def rank_main(run: str, extent: Extent, only: Sequence[str] | None) -> dict[Name
                 measured[name].rounds.append(taken)
     for name, way in ways.items():
         gc.collect()
-        measured[name].peak = peak_of(way)
+        measured[name].peak = peak_of(way, extent.device)
     return measured
 
 
@@ -269,10 +276,19 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="ROW", help="no result is written unless --renew is given")
     parser.add_argument("--renew", action="store_true", help="these rows in today's result, whose others stay")
     parser.add_argument("--rounds", type=int, default=Extent.rounds)
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="CUDA devices: one a rank, or one for all"
+    )
+    parser.add_argument("--width", type=int, default=Extent.width, help="(%(default)s)")
+    parser.add_argument("--context", type=int, default=Extent.context, help="(%(default)s)")
     parser.add_argument("--quick", action="store_true", help="tiny; no result is written unless --results is given")
     parser.add_argument("--results", type=Path, help="where the result goes (benchmarks/results)")
     options = parser.parse_args()
-    extent = Extent(1, 4, 1, is_quick=True) if options.quick else Extent(options.rounds)
+    if options.quick:
+        extent = Extent(1, 4, 1, 32, 16, options.device)
+    else:
+        extent = Extent(options.rounds, width=options.width, context=options.context, device=options.device)
+    result = "training" if options.device == "cpu" else f"training-{options.device}-{options.width}"
     chosen = [run for run in RUNS if any(is_chosen(row, options.only) for row in rows_of(run, extent))]
     rows: list[Row] = []
     for run in chosen:
@@ -284,12 +300,12 @@ def main() -> None:
     if results is None or (options.only and not options.renew):
         return
     if options.renew:
-        rows = renewed(rows, result_path("training", results))
+        rows = renewed(rows, result_path(result, results))
     path = write_result(
-        "training",
+        result,
         rows,
         results,
-        steps_per_round=extent.steps,
+        extent=vars(extent),
         median_s=of_ways(rows, "seconds"),
         peak_mib=of_ways(rows, "mib"),
         ours_over=of_ways([replace(row, ours_is=1 / row.ours_is) for row in rows if row.ours_is], "ours_is"),

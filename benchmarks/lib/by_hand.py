@@ -54,9 +54,16 @@ def _train(
     optimizer = optimizer_of(module)
     for window in loader:
         optimizer.zero_grad()
-        loss = step(window)
+        loss = step(window.to(size.device))
         optimizer.step()
         watch.ended(loss)
+
+
+def _network(size: Size) -> GPT:
+    """On this rank's device, which the thread is set to."""
+    if size.device == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    return network(size).to(size.device)
 
 
 def _whole_step(model: nn.Module, window: Tensor) -> Tensor:
@@ -67,8 +74,8 @@ def _whole_step(model: nn.Module, window: Tensor) -> Tensor:
 
 def data(watch: Watch, size: Size, *, recomputes: bool = False, offloads: bool = False, compiles: bool = False) -> None:
     """Fully sharded over two ranks, with torch's own ways to save memory or time."""
-    model = network(size)
-    mesh = init_device_mesh("cpu", (2,))
+    model = _network(size)
+    mesh = init_device_mesh(size.device, (2,))
     if recomputes:
         for number, block in enumerate(model.blocks):
             model.blocks[number] = checkpoint_wrapper(block)
@@ -76,14 +83,14 @@ def data(watch: Watch, size: Size, *, recomputes: bool = False, offloads: bool =
         torch._dynamo.reset()
         for block in model.blocks:
             block.compile()
-    shard(model, mesh, **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloads else {}))
+    shard(model, mesh, **({"offload_policy": CPUOffloadPolicy(pin_memory=size.device == "cuda")} if offloads else {}))
     _train(watch, size, model, partial(_whole_step, model), mesh.get_rank(), 2)
 
 
 def tensor(watch: Watch, size: Size, data_ranks: int = 1) -> None:
     """Split over two tensor ranks, and fully sharded where there are several data ranks."""
-    model = network(size)
-    mesh = init_device_mesh("cpu", (data_ranks, 2), mesh_dim_names=("data", "tensor"))
+    model = _network(size)
+    mesh = init_device_mesh(size.device, (data_ranks, 2), mesh_dim_names=("data", "tensor"))
     split(model, mesh["tensor"])
     if data_ranks > 1:
         shard(model, mesh["data"])
@@ -107,7 +114,7 @@ class Part(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.embeddings:
             tokens, positions = self.embeddings
-            x = tokens(x) + positions(torch.arange(x.size(1)))
+            x = tokens(x) + positions(torch.arange(x.size(1), device=x.device))
         for block in self.blocks:
             x = block(x)
         for end in self.ends:
@@ -117,21 +124,22 @@ class Part(nn.Module):
 
 def pipeline(watch: Watch, size: Size, ranks: int = 2, data_ranks: int = 1, schedule: str = "1F1B") -> None:
     """torch's own schedules, over as many stages on each rank as they want."""
-    mesh = init_device_mesh("cpu", (ranks, data_ranks), mesh_dim_names=("pipeline", "data"))
+    mesh = init_device_mesh(size.device, (ranks, data_ranks), mesh_dim_names=("pipeline", "data"))
     rank = mesh.get_local_rank("pipeline")
     if schedule in ONE_STAGE_EACH:
         stages, own = ranks, [rank]
     else:
         stages = 2 * ranks
         own = [rank, stages - 1 - rank if schedule in V_SHAPED else rank + ranks]
-    model = network(size)
+    model = _network(size)
     parts = nn.ModuleList(Part(model, number, stages) for number in own)
     del model
     if data_ranks > 1:
         for part in parts:
             shard(part, mesh["data"], reshard_after_forward=False)
     group = mesh.get_group("pipeline")
-    ends = [PipelineStage(part, n, stages, torch.device("cpu"), group=group) for part, n in zip(parts, own)]
+    device = next(parts.parameters()).device
+    ends = [PipelineStage(part, n, stages, device, group=group) for part, n in zip(parts, own)]
     kind: Any = get_schedule_class(schedule)
     runs = kind(ends[0] if schedule in ONE_STAGE_EACH else ends, size.microbatches, loss_fn=loss_of)
 
@@ -170,7 +178,8 @@ class DispatchedExperts(nn.Module):
         given, taken = counts.sum(1).tolist(), coming.sum(1).tolist()
         rows = all_to_all_single_autograd(x_ND[order // choices], taken, given, self.group)
         # from an order by the rank they came from to one by experts, and back
-        number = torch.arange(self.here).repeat(self.group.size()).repeat_interleave(coming.flatten())
+        numbers = torch.arange(self.here, device=coming.device).repeat(self.group.size())
+        number = numbers.repeat_interleave(coming.flatten())
         by_expert = number.argsort(stable=True)
         results = self.local.on_rows(rows[by_expert], coming.sum(0).tolist())
         results = torch.empty_like(results).index_copy(0, by_expert, results)
@@ -181,8 +190,8 @@ class DispatchedExperts(nn.Module):
 
 def experts(watch: Watch, size: Size) -> None:
     """Fully sharded over two ranks but for experts, of which each rank has a half."""
-    model = network(size)
-    mesh = init_device_mesh("cpu", (2,))
+    model = _network(size)
+    mesh = init_device_mesh(size.device, (2,))
     own: list[nn.Parameter] = []
     for block in model.blocks:
         block.mlp.experts = DispatchedExperts(block.mlp.experts, mesh.get_group())

@@ -30,6 +30,7 @@ class Size:
     Attributes:
         batch: Windows of a data rank, of ``context`` tokens.
         has_experts: Whether each block has a mixture in place of its MLP.
+        device: "cpu", or "cuda" for ranks that each have a device or share the only one.
     """
 
     width: int = 256
@@ -38,6 +39,7 @@ class Size:
     batch: int = 8
     microbatches: int = 4
     has_experts: bool = False
+    device: str = "cpu"
 
 
 class Tokens(Dataset[Tensor]):
@@ -132,13 +134,32 @@ class _Marks(Watch):
             pass
 
 
-def peak_of(way: Way) -> int:
-    """The most bytes that this process's tensors had in a step, from one step's end to the next.
+class _Peaks(Watch):
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self._before = torch.cuda.memory_allocated()
+        self.of_steps: list[int] = []
 
-    Every allocation of the CPU's allocator from the run's beginning counts, whoever makes it: parameters, optimizer
-    state, gradients, activations, what is gathered, what kernels take. What gloo's own buffers take doesn't. A tensor
-    that one of gloo's threads frees is seen to be gone when its address is used again; so of the last three steps of
-    five the least peak is taken.
+    def ended(self, loss: Tensor | None) -> None:
+        self.of_steps.append(torch.cuda.max_memory_allocated() - self._before)
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_of(way: Way, device: str) -> int:
+    """The most bytes that this process's tensors had on the device in a step, from one step's end to the next."""
+    if device == "cpu":
+        return _peak_on_cpu(way)
+    peaks = _Peaks(_STEPS_OF_PEAKS)
+    way(peaks)
+    return min(peaks.of_steps[-3:])
+
+
+def _peak_on_cpu(way: Way) -> int:
+    """By every allocation of the CPU's allocator from the run's beginning, whoever makes it.
+
+    So parameters, optimizer state, gradients, activations, what is gathered and what kernels take count. What gloo's own
+    buffers take doesn't. A tensor that one of gloo's threads frees is seen to be gone when its address is used again; so
+    of the last three steps of five the least peak is taken.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         way(_Marks(_STEPS_OF_PEAKS))

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -81,6 +82,8 @@ class _Clock(Watch):
         self._begin()
 
     def ended(self, loss: Tensor | None) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         seconds, cpu_seconds = time.perf_counter() - self._start, time.process_time() - self._cpu_start
         self._ended += 1
         if self._ended > 0:

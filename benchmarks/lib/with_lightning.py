@@ -14,6 +14,7 @@ from benchmarks.lib.by_hand import shard, split
 from benchmarks.lib.steps import Size, Tokens, Watch, Way, loss_of, network, optimizer_of
 from lightning_shard import HybridShardStrategy
 from recipes import plans
+from tests import on_gpu
 
 OUR_PLAN = {f"model.{name}": style for name, style in plans.GPT.items()}
 OUR_EXPERT_PLAN = {f"model.{name}": style for name, style in plans.EXPERTS.items()}
@@ -24,6 +25,7 @@ class Module(L.LightningModule):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
+        self.size = size
         self.model = network(size)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -54,8 +56,9 @@ class _Tells(L.Callback):
 
 
 def _fit(watch: Watch, strategy: Strategy, module: Module, ranks: int, loader: DataLoader[Tensor], **more: Any) -> None:
+    on_gpu.place_ranks()
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator="gpu" if module.size.device == "cuda" else "cpu",
         devices=ranks,
         strategy=strategy,
         max_steps=watch.steps,
