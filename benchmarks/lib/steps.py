@@ -157,9 +157,9 @@ def peak_of(way: Way, device: str) -> int:
 def _peak_on_cpu(way: Way) -> int:
     """By every allocation of the CPU's allocator from the run's beginning, whoever makes it.
 
-    So parameters, optimizer state, gradients, activations, what is gathered and what kernels take count. What gloo's own
-    buffers take doesn't. A tensor that one of gloo's threads frees is seen to be gone when its address is used again; so
-    of the last three steps of five the least peak is taken.
+    So parameters, optimizer state, gradients, activations, what is gathered and what kernels take count. What gloo's
+    own buffers take doesn't. A tensor that one of gloo's threads frees is seen to be gone when its address is used
+    again; so of the last three steps of five the least peak is taken.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         way(_Marks(_STEPS_OF_PEAKS))
