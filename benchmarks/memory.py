@@ -7,7 +7,8 @@ accumulated batches.
 In units of the hidden state, ``tokens × width``, a block of this GPT keeps 18: its input, that normalized (without and
 with the norm's weight), query, key, value, what attention mixed, the sum with the input, that normalized (twice), and 4
 each before and after the GELU. Recomputed, it keeps its input; selectively, that and the results of matrix products and
-attention, 11. Autocast keeps each weight's cast.
+attention, 11. CUDA's norms are one kernel each, which keeps no normalized state without its weight: two fewer. Autocast
+keeps each weight's cast.
 
     python benchmarks/memory.py                  # half a minute; results/memory-<date>.json
     python benchmarks/memory.py --device cuda    # and what offloading saves there; results/memory-cuda-<date>.json
@@ -225,7 +226,8 @@ def rows_of(size: Size, device: str) -> list[Row]:
     none, whole, mixed = seen["none"], seen["reshard_after_forward=False"], seen["precision=bf16-mixed"]
     state, weights = 4 * size.state * size.layers, size.of_blocks
     rows = [Row(KEPT, "none", mib=none.kept / MIB, is_reference=True)]
-    for name, share in zip([*SETTINGS][1:4], (17, 8.5, 7)):
+    norms = 2 if device == "cuda" else 0
+    for name, share in zip([*SETTINGS][1:4], (17 - norms, (17 - norms) / 2, 7 - norms)):
         rows.append(_row(KEPT, name, seen[name].kept, none.kept, share * state))
     plain = run_ranks(kept_by_autocast, 1, size, device, init=False)[0]
     rows.append(Row(KEPT, "bf16-mixed by autocast alone", mib=plain / MIB, is_reference=True))

@@ -42,8 +42,8 @@ from lightning_shard.parallel.tensor.local_modules import local_parameters, spli
 ExpertPlan = Mapping[str, str]
 
 EXPERT_STYLE = "experts"
-_DECLARED = "ep_dispatch_experts"
-"""The style that transformers' plans give to a module of experts."""
+_DECLARED = ("ep_dispatch_experts", "moe_tp_experts")
+"""The styles that transformers' plans for experts give to a module of experts: since 5.18, and before."""
 _CONTRACT = (
     "A module of experts is called as experts(hidden, indices, weights), of shapes [tokens, width], [tokens, k] and"
     " [tokens, k], has num_experts, and holds nothing but parameters of shape [num_experts, …]; or it is a list of"
@@ -66,7 +66,7 @@ def resolve_experts(root: nn.Module, plan: ExpertPlan | None, parts: int) -> lis
         return []
     declared = plan is None
     if plan is None:
-        plan = {pattern: EXPERT_STYLE for pattern, style in declared_plan(root, "ep").items() if style == _DECLARED}
+        plan = {pattern: EXPERT_STYLE for pattern, style in declared_plan(root, "ep").items() if style in _DECLARED}
     modules = dict(root.named_modules())
     tied = {name for group in tied_parameters(root) for name in group}
     found: dict[str, None] = {}
