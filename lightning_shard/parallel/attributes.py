@@ -32,12 +32,16 @@ def put_on_units(root: nn.Module, attributes: Attributes) -> None:
 
 
 def _share_with_gathered(unit: nn.Module) -> None:
-    """FSDP2 makes a unit's gathered parameters in its first call, and keeps them."""
+    """FSDP2 makes a unit's gathered parameters when it is first gathered, and keeps them.
+
+    That isn't always the unit's first call: where a rank has several stages, each one's step calls the others' blocks.
+    """
 
     def share(*_: Any) -> None:
-        for group in groups_of(unit):
-            for parameter in group.fsdp_params:
+        parameters = [parameter for group in groups_of(unit) for parameter in group.fsdp_params]
+        if all(hasattr(parameter, "_unsharded_param") for parameter in parameters):
+            for parameter in parameters:
                 share_attributes(parameter.unsharded_param, parameter.sharded_param)
-        handle.remove()
+            handle.remove()
 
     handle = unit.register_forward_pre_hook(share)  # runs after FSDP2's own, which was put first

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+import time
 import warnings
 from typing import Any
 
@@ -94,6 +97,49 @@ class UndroppedMean(Dice):
         return F.cross_entropy(x, y)
 
 
+class Logs(UndroppedMean):
+    """What is and what isn't a mean over samples, computed in ways that can't be read off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = Codes()
+        self.calls = 0
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss, guess = F.cross_entropy(x, y), x.argmax(-1)
+        self.calls += 1
+        right = float(((guess < 4) & (y < 4)).sum())
+        self.log_dict(
+            {"accuracy": (guess == y).float().mean(), "square": float((x**2).mean()), "zero": x.mean() * 1e-9}
+        )
+        self.log_dict({"calls": float(self.calls), "time": time.perf_counter(), "rate": self.optimizer_rate()})
+        self.log("count", (guess == y).sum(), reduce_fx="sum")
+        self.log("of three", (guess == y).float().mean(), batch_size=3 * len(x))
+        self.log_dict({"!F1": 2 * right / float((guess < 4).sum() + (y < 4).sum() + 1), "!size": float(len(x))})
+        self.log_dict({"!perplexity": math.exp(loss.item()), "!codes": self.codes(x), "!root": (x**2).mean().sqrt()})
+        return loss
+
+    def optimizer_rate(self) -> float:
+        return 0.1
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    test_step = validation_step
+
+
+class Codes(nn.Module):
+    """Returns the perplexity of a codebook's use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = (x @ self.book.T).softmax(-1).mean(0)
+        return (-(share * share.log()).sum()).exp().detach()
+
+
 class Together(Module):
     first = OverSamples
 
@@ -162,3 +208,29 @@ def test_means_over_samples_are_not(kind: type[Module], settings: dict[str, Any]
 
 def test_microbatches_of_one_sample_are_not_compared() -> None:
     assert [texts for texts, _ in run_ranks(fit, 2, Contrastive, STAGES, 4, elastic=True)] == [[], []]
+
+
+def logs_told_of(settings: dict[str, Any]) -> dict[str, list[str]]:
+    L.seed_everything(1, verbose=False)
+    inputs, targets = torch.randn(32, WIDTH), torch.randint(0, WIDTH, (32,))
+    loader: Any = DataLoader(TensorDataset(inputs, targets), batch_size=16)
+    settings = {"microbatches": 4, **settings}
+    trainer = L.Trainer(max_epochs=2, devices=2, strategy=HybridShardStrategy(**settings), **QUIET)
+    module, found = Logs(), {}
+    for method, run in {"test": trainer.test, "fit": trainer.fit}.items():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run(module, loader) if method == "test" else run(module, loader, loader)
+        found[method] = [
+            name for each in said for name in re.findall(r"self.log\('(.*?)', …\) logs", str(each.message))
+        ]
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings", [*SCHEDULES, {"microbatches": 1, **STAGES}], ids=lambda settings: str(len(settings))
+)
+def test_logs_that_are_no_means_are_told_of_once(settings: dict[str, Any]) -> None:
+    told = run_ranks(logs_told_of, 2, settings, elastic=True)[0]
+    other = [] if "microbatches" in settings else ["!F1", "!codes", "!perplexity", "!root", "!size"]
+    assert {method: sorted(names) for method, names in told.items()} == {"test": other, "fit": other}

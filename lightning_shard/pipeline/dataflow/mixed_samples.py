@@ -1,10 +1,11 @@
-"""Detects losses and networks that compute with the samples of a batch together, such as contrastive losses.
+"""Detects what is computed with the samples of a batch together, such as contrastive losses, and logs of an RMSE.
 
-In one process these see the whole batch, and in a pipeline a microbatch at a time: nothing fails, and the loss is
-another one. So two microbatches of the first batch run once more with half of their samples exchanged. For what is
-computed of each sample by itself, each stage's output has the rows of the runs before, and the sum of the two losses is
-as it was. Where the last stage draws no random numbers, it also runs on both joined to one, whose loss is their mean.
-Where that isn't so, samples are compared.
+In one process these see the whole batch, and in a pipeline a microbatch at a time: nothing fails, and the loss or the
+log is another one. So two microbatches of the first batch run once more with half of their samples exchanged. For what
+is computed of each sample by itself, each stage's output has the rows of the runs before, and the sum of the two losses
+is as it was. The last stage also runs on both joined to one: its loss and its logs are their mean, but for numbers that
+aren't the same when a microbatch runs twice, as where random numbers are drawn. Where that isn't so, samples are
+compared.
 
 Each stage checks its own part, on the values that it received. All runs draw the same random numbers.
 
@@ -14,10 +15,10 @@ samples where losses don't (``a + b * (a.detach() / b.detach())``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,30 +32,66 @@ from lightning_shard.pipeline.stages.stage import Stage
 #: Calls the user's step for a stage on a microbatch, with the random numbers of the microbatch of this number.
 RunOn = Callable[[Stage, int, Any], Any]
 
-_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}
+_TOLERANCE = 1e-4
 """Relative to the largest value."""
 _TOLERANCE_IN_HALF = 3e-2
 _TOLERANCE_ON_DEVICES = 1e-3
+_ROUNDING = 1e-6
+"""Of numbers that are zero but for it."""
+
+
+LOSS = "loss"
+
+
+class Told(NamedTuple):
+    """A number that a step tells of a microbatch: the loss, or what it logs.
+
+    Attributes:
+        value: Of no dimension.
+        weight: Of this microbatch, in a mean of several.
+        adds_up: Whether microbatches' numbers are added up, and not averaged.
+    """
+
+    value: Tensor
+    weight: float = 1.0
+    adds_up: bool = False
+
+
+#: What a step told, by kind (:data:`LOSS` or another) and name; from its result, just after it has run.
+NumbersOf = Callable[[Any], dict[tuple[str, str], Told]]
+
+
+@dataclass
+class Mixed:
+    """What was found.
+
+    Attributes:
+        stages: Whose loss, or output, compares samples.
+        numbers: Names of other numbers that aren't the mean of their microbatches', or their sum.
+    """
+
+    stages: list[Stage] = field(default_factory=list)
+    numbers: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What a stage received, sent and returned for a microbatch, without a graph."""
+    """What a stage received, sent and told for a microbatch, without a graph."""
 
     i: int
     received: dict[Key, Tensor]
     sent: dict[Key, Tensor]
-    loss: Tensor | None
+    numbers: dict[tuple[str, str], Told]
 
     @classmethod
-    def of(cls, i: int, ran: Ran, loss_of: Callable[[Any], Tensor]) -> _Run:
+    def of(cls, i: int, ran: Ran, numbers_of: NumbersOf) -> _Run:
         sent = {key: tensor.detach() for key, tensor in ran.passage.sent.items()}
         received = {key: tensor.detach().clone() for key, tensor in ran.passage.received.items()}
-        return cls(i, received, sent, loss_of(ran.result).detach().clone() if ran.stage.is_last else None)
+        return cls(i, received, sent, numbers_of(ran.result) if ran.stage.is_last else {})
 
 
 class MixedSamples:
-    """Runs the check, once for each stage of this rank.
+    """Runs the check, once for each kind of step on each stage of this rank.
 
     Args:
         remember: Takes a snapshot of what a step may change beside gradients.
@@ -63,19 +100,19 @@ class MixedSamples:
     def __init__(self, remember: Callable[[], Memory]) -> None:
         self._remember = remember
         self._first: dict[int, _Run] = {}
-        self._checked: set[int] = set()
-        self._found: list[Stage] = []
+        self._checked: set[tuple[str, int]] = set()
+        self._found = Mixed()
 
-    def ran(self, i: int, ran: Ran, microbatches: Sequence[Any], run: RunOn, loss_of: Callable[[Any], Tensor]) -> None:
+    def ran(self, kind: str, i: int, ran: Ran, microbatches: Sequence[Any], run: RunOn, numbers_of: NumbersOf) -> None:
         """Microbatch ``i`` has run on one of this rank's stages, forward; check it with the one before."""
         stage = ran.stage
-        if stage.index in self._checked:
+        if (kind, stage.index) in self._checked:
             return
-        one, other = self._first.get(stage.index), _Run.of(i, ran, loss_of)
+        one, other = self._first.get(stage.index), _Run.of(i, ran, numbers_of)
         self._first[stage.index] = other
         if one is None or one.i + 1 != i:
             return
-        self._checked.add(stage.index)
+        self._checked.add((kind, stage.index))
         del self._first[stage.index]
         size = tree.batch_size(microbatches[i])
         mixed = _mixed(microbatches[one.i], microbatches[i], one.received, other.received, size)
@@ -84,33 +121,38 @@ class MixedSamples:
         memory = self._remember()
 
         def again(microbatch: Any, received: Mapping[Key, Tensor]) -> _Run:
+            """With the random numbers of the first of the two."""
             try:
                 result = rerun(ran, lambda stage, number: run(stage, number, microbatch), one.i, received)
+                return _Run.of(one.i, result, numbers_of)
             finally:
                 memory.put_back()
-            return _Run.of(one.i, result, loss_of)
 
         with suppress(Exception):  # code may need what a batch's samples have in common, such as an order by length
-            alone = again(microbatches[i], other.received)  # with the random numbers of the first
+            alone = again(microbatches[i], other.received)
             together = again(*mixed[0])
-            if stage.is_last:
-                losses = [each.loss for each in (one, alone, together, again(*mixed[1]))]
-                is_mixed = not _add_up(*losses)  # type: ignore[arg-type]
-                joined = _joined(microbatches[one.i], microbatches[i], one.received, other.received, size)
-                if not is_mixed and joined is not None and _is_close(alone.loss, other.loss):
-                    with suppress(Exception):  # code may know the number of samples from an earlier stage
-                        is_mixed = not _is_mean(again(*joined).loss, one.loss, alone.loss)
-            else:
-                is_mixed = not all(
-                    _has_rows(tensor, one.sent[key], alone.sent[key], size) for key, tensor in together.sent.items()
-                )
-            if is_mixed:
-                self._found.append(stage)
+            if not stage.is_last:
+                rows = (_has_rows(sent, one.sent[key], alone.sent[key], size) for key, sent in together.sent.items())
+                if not all(rows):
+                    self._found.stages.append(stage)
+            elif not _add_up(one.numbers, alone.numbers, together.numbers, again(*mixed[1]).numbers):
+                self._found.stages.append(stage)
+            elif joined := _joined(microbatches[one.i], microbatches[i], one.received, other.received, size):
+                same = {key: one.numbers[key] for key in one.numbers if _is_same(key, alone.numbers, other.numbers)}
+                with suppress(Exception):  # code may know the number of samples from an earlier stage
+                    self._note(stage, _unlike(again(*joined).numbers, same, alone.numbers))
         memory.forget()
 
-    def take(self) -> list[Stage]:
-        """The stages that were found since the last call."""
-        found, self._found = self._found, []
+    def _note(self, stage: Stage, unlike: Iterable[tuple[str, str]]) -> None:
+        for kind, name in unlike:
+            if kind == LOSS:
+                self._found.stages.append(stage)
+            else:
+                self._found.numbers.append(name)
+
+    def take(self) -> Mixed:
+        """What was found since the last call."""
+        found, self._found = self._found, Mixed()
         return found
 
     def ends(self) -> None:
@@ -175,28 +217,41 @@ def _exchanged(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def _tolerance(tensor: Tensor) -> float:
-    tolerance = _TOLERANCES.get(tensor.dtype, _TOLERANCE_IN_HALF)
+    tolerance = _TOLERANCE_IN_HALF if tensor.dtype in (torch.bfloat16, torch.float16) else _TOLERANCE
     return tolerance if tensor.device.type == "cpu" else max(tolerance, _TOLERANCE_ON_DEVICES)
 
 
-def _add_up(one: Tensor, alone: Tensor, together: Tensor, rest: Tensor) -> bool:
+_Numbers = Mapping[tuple[str, str], Told]
+
+
+def _add_up(one: _Numbers, alone: _Numbers, together: _Numbers, rest: _Numbers) -> bool:
     """Whether the losses add up to the same before and after the exchange."""
-    losses = torch.stack([each.reshape(()).double() for each in (one, alone, together, rest)])
-    difference = (losses[0] + losses[1] - losses[2] - losses[3]).abs()
-    return not bool(difference > _tolerance(one) * losses.abs().max())  # also if it is NaN
+    for key in one:
+        if key[0] == LOSS:
+            losses = torch.stack([each[key].value.double() for each in (one, alone, together, rest)])
+            difference = (losses[0] + losses[1] - losses[2] - losses[3]).abs()
+            if bool(difference > _tolerance(one[key].value) * losses.abs().max()):  # not if it is NaN
+                return False
+    return True
 
 
-def _is_close(one: Tensor | None, other: Tensor | None) -> bool:
-    assert one is not None
-    assert other is not None
-    return not bool((one - other).abs() > _tolerance(one) * torch.maximum(one.abs(), other.abs()))
+def _is_same(key: tuple[str, str], one: _Numbers, other: _Numbers) -> bool:
+    return key in one and key in other and _is_close(one[key].value, other[key].value)
 
 
-def _is_mean(joined: Tensor | None, one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether the loss of two microbatches at once is the mean of theirs."""
-    assert one is not None
-    assert other is not None
-    return _is_close(joined, (one + other) / 2)
+def _unlike(joined: _Numbers, one: _Numbers, other: _Numbers) -> Iterator[tuple[str, str]]:
+    """The numbers of two microbatches at once that aren't the mean of theirs, or their sum."""
+    for key in sorted(one.keys() & joined.keys()):
+        parts = one[key], other[key]
+        total = sum(part.value.double() * (1.0 if part.adds_up else part.weight) for part in parts)
+        expected = total if one[key].adds_up else total / sum(part.weight for part in parts)
+        if not _is_close(joined[key].value, torch.as_tensor(expected)):
+            yield key
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    difference, largest = (one.double() - other.double()).abs(), torch.maximum(one.double().abs(), other.double().abs())
+    return not bool(difference > _tolerance(one) * largest + _ROUNDING)  # also if it is NaN
 
 
 def _has_rows(together: Tensor, one: Tensor, alone: Tensor, size: int) -> bool:

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from lightning_shard import tree
 from lightning_shard.pipeline.dataflow.crossing import Crossing
 from lightning_shard.pipeline.dataflow.messages import Key, Slot
-from lightning_shard.pipeline.dataflow.mixed_samples import MixedSamples, RunOn
+from lightning_shard.pipeline.dataflow.mixed_samples import MixedSamples, NumbersOf, RunOn
 from lightning_shard.pipeline.dataflow.search import (
     CallsAgain,
     Memory,
@@ -117,7 +117,7 @@ class PipelinedStep:
         actions: Sequence[Action],
         *,
         loss_of: Callable[[int, Any], Tensor],
-        plain_loss_of: Callable[[Any], Tensor] | None = None,
+        numbers_of: NumbersOf | None = None,
         before_backward: Callable[[Stage, int, bool], None],
         after_backward: Callable[[], None] = lambda: None,
     ) -> list[Any]:
@@ -156,8 +156,8 @@ class PipelinedStep:
             end = self._ends[action.stage]
             i = action.microbatch
             if ran is not None:
-                if plain_loss_of is not None:
-                    self.mixed.ran(i, ran, microbatches, run_on, plain_loss_of)
+                if numbers_of is not None:
+                    self.mixed.ran("train", i, ran, microbatches, run_on, numbers_of)
                 loss = None
                 if end.stage.is_last:
                     loss = loss_of(i, ran.result)
@@ -208,15 +208,23 @@ class PipelinedStep:
         )
 
     def evaluate(
-        self, run: RunStep, microbatches: Sequence[Any], actions: Sequence[Action], kind: str, *, waits: bool = True
+        self,
+        run_on: RunOn,
+        microbatches: Sequence[Any],
+        actions: Sequence[Action],
+        kind: str,
+        *,
+        numbers_of: NumbersOf | None = None,
+        waits: bool = True,
     ) -> list[Any] | None:
         """Run forwards only: microbatches stream through the stages.
 
         Args:
-            run: Calls the step for a stage, on the microbatch of this number.
+            run_on: Calls the step for a stage on a microbatch, of this number.
             microbatches: The microbatches, the same on every stage.
             actions: This rank's row of the schedule; backwards are left out.
             kind: The kind of step.
+            numbers_of: What to look at for :attr:`mixed`, if anything.
             waits: Whether to wait until all sends have completed.
 
         Returns:
@@ -229,13 +237,23 @@ class PipelinedStep:
             return None
         forwards = [action for action in actions if action.kind == "F"]
         results: dict[int, Any] = {}
+
+        def run(stage: Stage, i: int) -> Any:
+            return run_on(stage, i, microbatches[i])
+
         try:
             for action, ran in self._in_order(run, microbatches, forwards, kind, UNWATCHED, {}, lambda _: None):
-                if self._ends[action.stage].stage.is_last and ran is not None:
+                if ran is None:
+                    continue
+                if numbers_of is not None:
+                    self.mixed.ran(kind.split(maxsplit=1)[0], action.microbatch, ran, microbatches, run_on, numbers_of)
+                if ran.stage.is_last:
                     results[action.microbatch] = ran.result
         except CallsAgain:
             self._call_by_call.add(first)
             return None
+        finally:
+            self.mixed.ends()
         if waits:
             self.flush()
         return [results[i] for i in sorted(results)]

@@ -16,7 +16,7 @@ schedulers agree on all ranks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Number
@@ -30,6 +30,7 @@ from torch import Tensor
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.mixed_samples import Told
 from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.plugin.steps.checks import nonlinear_logs
 from lightning_shard.plugin.steps.checks.split_outputs import NotesLogs
@@ -110,6 +111,24 @@ class HeldLogs:
             self._records = _copied(held)
 
         return put_back
+
+    def latest(self) -> dict[str, Told]:
+        """By name, what was logged last; metrics, which combine their own states, are left out."""
+        found = {}
+        for record in self._records.values():
+            value = record.values[-1]
+            if not isinstance(value, LoggedMetric):
+                number = torch.as_tensor(value).reshape(())
+                sizes = record.batch_sizes if len(record.batch_sizes) == len(record.values) else [1]
+                found[record.name] = Told(number, sizes[-1], _reduction(record.options) == "sum")
+        return found
+
+    def warn_of_compared(self, names: Iterable[str]) -> None:
+        """Warn of logs that aren't the mean of their parts, of which no other warning tells."""
+        for name in names:
+            if self._suspected.get(name, ("", 1))[1]:
+                self._suspected[name] = "", 0
+                rank_zero_warn(nonlinear_logs.text(name, "what isn't the mean of its parts', of"))
 
     def combined(self) -> list[tuple[str, Any, dict[str, Any]]]:
         """Return ``(name, value, options)`` of each name, in the order of first calls."""
@@ -199,10 +218,10 @@ class HeldLogs:
             return LoggedMetric(last.path, reduce(torch.stack(of_step), 0) if of_step else None)
         if len(record.values) == 1:
             return last
-        self._warn_of_function(record)
         values = _together(record.values, self._module.device)
         if _reduction(record.options) == "sum":
             return values.sum().to(torch.get_default_dtype())
+        self._warn_of_function(record)
         mean = values.mean()
         if len(record.batch_sizes) == len(values):
             counted = [value * size for value, size in zip(values, record.batch_sizes) if size]

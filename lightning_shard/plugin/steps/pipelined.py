@@ -34,6 +34,7 @@ from lightning_shard.parallel.fsdp.shard import (
 )
 from lightning_shard.parallel.fsdp.units import sharded_units
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
+from lightning_shard.pipeline.dataflow.mixed_samples import LOSS, Told
 from lightning_shard.pipeline.dataflow.search import MemoryBeside
 from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.pipeline.runtime.channel import Channel
@@ -135,6 +136,7 @@ class PipelinedSteps:
         # with several stages on a rank, states are versioned per batch
         self._looks_ahead = len(stages) == 1 and not runs_alike
         self._whole_batch: int | None = None
+        self._compared: set[str] = set()
         self._draw_from_torch: set[int] = set()
         self._draw_from_others: set[int] = set()
         self._generators = randomness.AllGenerators(device)
@@ -222,7 +224,7 @@ class PipelinedSteps:
                     parts,
                     self._order(len(parts)),
                     loss_of=scaled,
-                    plain_loss_of=_loss if self._compares_samples() else None,
+                    numbers_of=self._numbers_of if self._compares_samples("training_step") else None,
                     before_backward=before_backward,
                     after_backward=after_backward,
                 )
@@ -235,8 +237,7 @@ class PipelinedSteps:
             if self._stages.is_last:
                 self._sums.end_step()
             told = told or self._sums.has_warned
-            if (mixed := self._step.mixed.take()) and not told and self._tells:
-                compared_samples.warn(mixed, len(parts))
+            self._tell_of_mixed(len(parts), told=told)
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
             # where no hook receives the other results, only the losses are shared
             results = losses if "training_step" in self._unused_results else with_losses(results, losses)
@@ -246,11 +247,32 @@ class PipelinedSteps:
         precision.post_backward(loss, module)
         return result
 
-    def _compares_samples(self) -> bool:
-        """Whether to check that samples aren't compared with each other."""
-        if self._has_trained or self._weights.are_set or self._runs_alike:
+    def _compares_samples(self, method: str) -> bool:
+        """Whether to check that samples aren't compared with each other; in the first batch of each method."""
+        if method in self._compared or self._weights.are_set or self._runs_alike:
             return False
+        self._compared.add(method)
         return not compared_samples.normalizes_over_samples(self._module)
+
+    def _numbers_of(self, result: Any) -> dict[tuple[str, str], Told]:
+        """What a step has told: the loss in training, and what it has just logged."""
+        logged = {("log", name): number for name, number in self._logs.latest().items()}
+        if not self._module.trainer.training:
+            return logged
+        return {(LOSS, ""): Told(_loss(result).detach().clone())} | logged
+
+    def _tell_of_mixed(self, microbatches: int, *, told: bool) -> None:
+        """Warn of what the batch compares.
+
+        Args:
+            told: Whether it is known already why the loss isn't a mean; logs are then none for the same reason.
+        """
+        mixed = self._step.mixed.take()
+        if told or not self._tells:
+            return
+        compared_samples.warn(mixed.stages, microbatches)
+        if not mixed.stages:
+            self._logs.warn_of_compared(mixed.numbers)
 
     def _end_backwards(self, accumulating: bool) -> None:
         """Do what the end of a last backward would have done, where there was none."""
@@ -348,13 +370,16 @@ class PipelinedSteps:
         self._refuse_list_of_samples(batch, may_be_last=True)
         parts, seed = tree.split(batch, self._most_parts(batch)), draw(arguments)
 
-        def run(stage: Stage, i: int) -> Any:
-            return self._run_inside(stage, method, seed, i, parts[i], tuple(args), kwargs)
+        def run(stage: Stage, i: int, part: Any) -> Any:
+            return self._run_inside(stage, method, seed, i, part, tuple(args), kwargs)
 
-        order = self._order(len(parts))
-        step = partial(self._step.evaluate, run, parts, order, self._kind(method, args), waits=waits)
+        order, numbers_of = self._order(len(parts)), self._numbers_of if self._compares_samples(method) else None
+        step = partial(
+            self._step.evaluate, run, parts, order, self._kind(method, args), numbers_of=numbers_of, waits=waits
+        )
         with self._around_steps(len(parts)):
             results = call_through(self._module, step)
+        self._tell_of_mixed(len(parts), told=False)
         return _Begun(parts, results, self._step.sent, self._logs.in_blocks(of_last=False))
 
     def _order(self, microbatches: int) -> Row:
