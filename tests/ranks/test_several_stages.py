@@ -195,10 +195,10 @@ def test_settings_of_memory_differ_from_one_process_by_rounding_only(schedule: s
         assert largest_difference(ours.parameters, plain.parameters) < 1e-12, name
 
 
-def sharded() -> Seen:
-    return train("gpt", BOTH, schedule="Interleaved1F1B", trainer=CLIPPED)
+def sharded(schedule: str) -> Seen:
+    return train("gpt", BOTH, schedule=schedule, trainer=CLIPPED)
 
 
-@pytest.mark.long
-def test_on_data_ranks_too() -> None:
-    check(combine(run_ranks(sharded, 4, elastic=True), BOTH), train("gpt", trainer=CLIPPED))
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", pytest.param("Interleaved1F1B", marks=pytest.mark.long)])
+def test_on_data_ranks_too(schedule: str) -> None:
+    check(combine(run_ranks(sharded, 4, schedule, elastic=True), BOTH), train("gpt", trainer=CLIPPED))
