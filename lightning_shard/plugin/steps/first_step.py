@@ -17,6 +17,7 @@ from lightning_shard.parallel.tensor.check_handed_on import OutputGradients
 from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
 from lightning_shard.plugin.steps.checks import tensor_ranks
 from lightning_shard.plugin.steps.checks.agreement import check_same_batch
+from lightning_shard.plugin.steps.checks.changed_buffers import ChangedBuffers
 from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
 from lightning_shard.plugin.steps.checks.hooks_on_features import warning_of_split_features
 from lightning_shard.plugin.steps.checks.lost_changes import refusing_lost_changes
@@ -60,7 +61,7 @@ class FirstStepChecks:
         self._kinds: set[str] = set()
         self._updates = 0
         self._outputs = OutputGradients(module)
-        self._buffers = tensor_ranks.Buffers(module) if layout.tensor_parallel_size > 1 else None
+        self._buffers = ChangedBuffers(module) if layout.tensor_parallel_size > 1 else None
 
     @contextmanager
     def at(self, method: str, batch: object) -> Iterator[Shown]:

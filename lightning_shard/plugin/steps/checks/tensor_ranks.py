@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -26,7 +26,7 @@ STEPS = frozenset({1, 2, 3, 4, 8, 16, 32, 64})
 """The steps, and optimizer steps, of a run that are checked. An adapter's gradients may be zero in the first, and a
 loss may have an effect only later. Not all steps are: equal values may drift by rounding where sums have no fixed
 order."""
-_ROUNDING = 0.01
+ROUNDING = 0.01
 """Sums taken in different orders by ranks differ by less, also in 16 bits. Relative to the norm."""
 _NOISE = 1e-6
 """A gradient that is zero but for rounding may be up to this large, relative to the largest gradient's norm."""
@@ -50,7 +50,7 @@ def check_whole_gradients(parameters: Iterable[tuple[str, Tensor]], tensor_axis:
     Raises:
         PlanError: On every rank of the axis, if a gradient differs.
     """
-    whole = {name: parameter for name, parameter in parameters if not _is_split(parameter, tensor_axis)}
+    whole = {name: parameter for name, parameter in parameters if not is_split(parameter, tensor_axis)}
     if not whole:
         return
     wrong = _apart({name: _norm_and_sum(parameter) for name, parameter in whole.items()}, tensor_axis)
@@ -94,7 +94,7 @@ def check_summands(seen: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> None:
     """
     if not seen:
         return
-    everyone = _everyones(torch.stack(list(seen.values())), tensor_axis)
+    everyone = everyones(torch.stack(list(seen.values())), tensor_axis)
     norms = everyone[..., 0].amax(0)
     are_same = (everyone.amax(0) - everyone.amin(0)).amax(-1) <= _SAME * norms
     is_wrong = are_same.all(-1) & (norms[..., 1] > 0)
@@ -111,7 +111,7 @@ def check_summands(seen: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> None:
 
 def _apart(values: Mapping[str, Tensor], axis: DeviceMesh) -> list[str]:
     """The names whose norms and sums differ; a collective call over the axis."""
-    is_wrong = differ(_everyones(torch.stack(list(values.values())), axis), _ROUNDING, _NOISE)
+    is_wrong = differ(everyones(torch.stack(list(values.values())), axis), ROUNDING, _NOISE)
     return [name for name, is_apart in zip(values, is_wrong.tolist()) if is_apart]
 
 
@@ -144,7 +144,7 @@ def check_losses(output: Any, tensor_axis: DeviceMesh, *, in_32_bits: bool) -> N
     Raises:
         PlanError: On every rank of the axis, if the losses differ.
     """
-    losses = _everyones(torch.tensor([_value(output)], dtype=torch.float64), tensor_axis).flatten()
+    losses = everyones(torch.tensor([_value(output)], dtype=torch.float64), tensor_axis).flatten()
     if losses_differ(losses, in_32_bits=in_32_bits):
         raise PlanError(
             f"The tensor ranks have different losses ({', '.join(f'{each:.7g}' for each in losses.tolist())}), so the"
@@ -186,53 +186,6 @@ def _value(output: Any) -> float:
     return float(local_tensor(loss.detach())) if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0
 
 
-_Mark = tuple[tuple[int, int], Tensor]
-"""A buffer's identity and version; its norm and sum."""
-
-
-class Buffers:
-    """Buffers that steps change. Tensor ranks have to change them equally, since one rank's are saved."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = self._marks()
-
-    def check(self, tensor_axis: DeviceMesh) -> None:
-        """Compare buffers that have changed; a collective call over the tensor axis.
-
-        Raises:
-            PlanError: On every rank of the axis, if one of them differs.
-        """
-        before, now = self._before, self._marks()
-        named = self._module.named_buffers()
-        buffers = [name for name, buffer in named if name in now and not _is_split(buffer, tensor_axis)]
-        if not buffers:
-            return
-        nothing = torch.zeros(2, dtype=torch.float64)
-        rows = [nothing if name in before and _same(before[name], now[name]) else now[name][1] for name in buffers]
-        everyone = _everyones(torch.stack(rows), tensor_axis)
-        wrong = [name for name, is_apart in zip(buffers, differ(everyone, _ROUNDING)) if is_apart]
-        if wrong:
-            raise PlanError(
-                f"{wrong[0]}{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}: the tensor ranks have changed"
-                " this buffer to different values, so it is computed from features that tensor_parallel_plan splits."
-                " Leave the layers around it out of the plan, or give the one before it the style"
-                ' "colwise_gather_output" and the layer after it "rowwise_split_input".'
-            )
-
-    def _marks(self) -> dict[str, _Mark]:
-        """Marks of this stage's buffers. Versions alone don't show changes made through ``.data``."""
-        return {
-            name: ((id(buffer), buffer._version), _changed(buffer))
-            for name, buffer in self._module.named_buffers()
-            if type(buffer) in (Tensor, DTensor) and not buffer.is_meta
-        }
-
-
-def _same(one: _Mark, other: _Mark) -> bool:
-    return one[0] == other[0] and torch.equal(one[1], other[1])
-
-
 _ABOUT_SIZES = (
     *("size", "shape", "reduction dim", "out of bounds", "out of range", "values to unpack", "should contain"),
     "mixed torch.Tensor and DTensor",
@@ -261,7 +214,7 @@ def refusing_parts() -> Iterator[None]:
         ) from error
 
 
-def _everyones(own: Tensor, axis: DeviceMesh) -> Tensor:
+def everyones(own: Tensor, axis: DeviceMesh) -> Tensor:
     """All-gather a tensor over the axis: ``[ranks, *own.shape]``."""
     own = own.to(axis.device_type)
     joined = own.new_empty(axis.size() * len(own), *own.shape[1:])
@@ -269,14 +222,7 @@ def _everyones(own: Tensor, axis: DeviceMesh) -> Tensor:
     return joined.view(axis.size(), *own.shape)
 
 
-def _changed(buffer: Tensor) -> Tensor:
-    """A buffer's norm and sum."""
-    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    values = local_tensor(values).detach().double().cpu()
-    return torch.stack([torch.linalg.vector_norm(values), values.sum()])
-
-
-def _is_split(parameter: Tensor, axis: DeviceMesh) -> bool:
+def is_split(parameter: Tensor, axis: DeviceMesh) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     assert axis.mesh_dim_names is not None
