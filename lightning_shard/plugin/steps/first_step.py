@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import tree
 from lightning_shard.errors import BatchError
-from lightning_shard.layout import TENSOR_AXIS, Layout
+from lightning_shard.layout import DATA_AXIS, TENSOR_AXIS, Layout
 from lightning_shard.parallel.fsdp.calls_of_parts import finding_calls_of_parts
 from lightning_shard.parallel.tensor.check_handed_on import OutputGradients
 from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
@@ -28,6 +28,9 @@ from lightning_shard.plugin.steps.state.counters import warning_of_numbers_kept,
 
 _STEPS = 3
 """Number of training steps before which copies of frozen parameters are compared; they also are at every save."""
+
+_UPDATES = 2
+"""Number of optimizer steps after which buffers are compared over data ranks."""
 
 
 class FirstStepChecks:
@@ -61,7 +64,8 @@ class FirstStepChecks:
         self._kinds: set[str] = set()
         self._updates = 0
         self._outputs = OutputGradients(module)
-        self._buffers = ChangedBuffers(module) if layout.tensor_parallel_size > 1 else None
+        has_copies = layout.tensor_parallel_size > 1 or layout.data_parallel_size > 1
+        self._buffers = ChangedBuffers(module) if has_copies else None
 
     @contextmanager
     def at(self, method: str, batch: object) -> Iterator[Shown]:
@@ -127,11 +131,16 @@ class FirstStepChecks:
         """Run checks after an optimizer step: so ties that diverge fail at once, not only at the first save."""
         if not self._updates:
             self._check_ties()
-        if self._updates + 1 in tensor_ranks.STEPS and self._buffers is not None:
+        layout, buffers = self._layout, self._buffers
+        if self._updates < _UPDATES and buffers is not None and layout.data_parallel_size > 1:
+            warns = layout.data_rank == layout.tensor_rank == 0
+            buffers.warn_of_data_ranks(self._mesh[DATA_AXIS], warns=warns)
+        if self._updates + 1 in tensor_ranks.STEPS and layout.tensor_parallel_size > 1:
             axis = self._mesh[TENSOR_AXIS]
             tensor_ranks.check_whole_gradients(self._module.named_parameters(), axis)
             whole, added = self._outputs.take()
             tensor_ranks.check_outputs(whole, axis)
             tensor_ranks.check_summands(added, axis)
-            self._buffers.check(axis)
+            assert buffers is not None
+            buffers.check_tensor_ranks(axis)
         self._updates += 1

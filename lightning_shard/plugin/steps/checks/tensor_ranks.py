@@ -56,7 +56,7 @@ def check_whole_gradients(parameters: Iterable[tuple[str, Tensor]], tensor_axis:
     wrong = _apart({name: _norm_and_sum(parameter) for name, parameter in whole.items()}, tensor_axis)
     if wrong:
         raise PlanError(
-            f"{_first_of(wrong)}: the tensor ranks have different gradients of it, so it, or what is computed with it,"
+            f"{first_of(wrong)}: the tensor ranks have different gradients of it, so it, or what is computed with it,"
             f" is used on features that tensor_parallel_plan splits. {_STYLES} Or leave the layers around it out of"
             " the plan."
         )
@@ -74,7 +74,7 @@ def check_outputs(gradients: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> N
     wrong = _apart(gradients, tensor_axis) if gradients else []
     if wrong:
         raise PlanError(
-            f"{_first_of(wrong)}: the output of this layer isn't split, but the tensor ranks have different gradients"
+            f"{first_of(wrong)}: the output of this layer isn't split, but the tensor ranks have different gradients"
             " of it, so what follows uses it, or what is computed from it, for a part of the features or heads that"
             " tensor_parallel_plan splits, and the weights' gradients would be wrong. Split it as what it is used"
             f" with. {_STYLES} Or leave the layers around it out of the plan."
@@ -101,7 +101,7 @@ def check_summands(seen: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> None:
     wrong = [name for name, each in zip(seen, is_wrong.tolist()) if each]
     if wrong:
         raise PlanError(
-            f"{_first_of(wrong)}: tensor_parallel_plan gives it a style that sums its output's gradients over the"
+            f"{first_of(wrong)}: tensor_parallel_plan gives it a style that sums its output's gradients over the"
             " tensor ranks, as for parts of features, of heads or of a sequence. But all ranks compute the same with"
             f" its output, so they would be {tensor_axis.size()} times too large. Leave it out of the plan: then all"
             ' ranks compute the same gradients; or, of styles for sequences, begin with "scatter_sequence" at the first'
@@ -130,7 +130,7 @@ def differ(everyone: Tensor, rounding: float, noise: float = 0.0) -> Tensor:
     return apart | (finite.any(0) & ~finite.all(0)).any(-1)
 
 
-def _first_of(names: list[str]) -> str:
+def first_of(names: list[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 

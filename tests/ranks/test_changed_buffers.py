@@ -1,0 +1,77 @@
+"""Buffers that data ranks change to different values are told of, with the remedy; equal ones aren't."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import run_ranks
+from tests.parity import QUIET
+
+WIDTH = 8
+
+
+class Module(L.LightningModule):
+    """Counts its steps in a buffer, and knows the mean of what it has seen."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+        self.norm = nn.BatchNorm1d(WIDTH) if "norm" in kind else nn.Identity()
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("center", torch.zeros(WIDTH))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.norm(self.blocks(batch[0]))
+        self.steps += 1
+        if "center" in self.kind:
+            seen = x.detach().mean(0)
+            self.center.lerp_(self.all_gather(seen).mean(0) if "reduced" in self.kind else seen, 0.1)
+        return F.mse_loss(x, batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(kind: str, sizes: dict[str, int]) -> list[str]:
+    L.seed_everything(1, verbose=False)
+    ranks = 2 * sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1)
+    strategy: Any = HybridShardStrategy(data_parallel_size=2, **sizes)
+    settings = {**QUIET, "sync_batchnorm": "synchronized" in kind, "max_epochs": 1, "devices": ranks}
+    loader: Any = DataLoader(TensorDataset(torch.randn(48, WIDTH)), batch_size=4)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        L.Trainer(strategy=strategy, **settings).fit(Module(kind), loader)
+    return [text for each in said if "changed buffers" in (text := str(each.message))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    {
+        "norm": "For norm.running_mean and 1 more, Trainer(sync_batchnorm=True)",
+        "center": "For center, reduce what updates it, as by self.all_gather(x).mean(0).",
+        "norm, center": "statistics. For center, reduce",
+        "synchronized norm": "",
+        "reduced center": "",
+        "": "",
+    }.items(),
+)
+def test_buffers_that_differ_are_told_of_once(kind: str, told: str) -> None:
+    first, second = run_ranks(fit, 2, kind, {}, elastic=True)
+    assert second == []
+    assert len(first) == bool(told)
+    assert not told or told in first[0]
+
+
+def test_each_stage_tells_of_what_it_holds() -> None:
+    ranks = run_ranks(fit, 4, "center", {"pipeline_parallel_size": 2}, elastic=True)
+    assert [len(texts) for texts in ranks] == [1, 0, 1, 0]  # computed by the last stage, and sent to the first
