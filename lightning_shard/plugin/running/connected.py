@@ -22,6 +22,7 @@ from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.parallel.experts.exchange import gather
 from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.reporting.number_of_ranks import warn_users_code
 from lightning_shard.plugin.running.failure import FailureWatch, lost_the_others
 from lightning_shard.plugin.running.preemption import AgreedSIGTERM, Preemption
 from lightning_shard.plugin.running.rendezvous import Rendezvous
@@ -61,6 +62,13 @@ class ConnectedStrategy(ModelParallelStrategy):
         if self._layout is None:
             raise RuntimeError("The layout is known once a Trainer was made with this strategy.")
         return self._layout
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks; see :attr:`layout` for that of data ranks."""
+        if self._layout is not None:
+            warn_users_code(self._layout)
+        return super().world_size
 
     @property
     def groups(self) -> Groups:

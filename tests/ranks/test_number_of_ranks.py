@@ -1,0 +1,48 @@
+"""Code that scales by the Trainer's number of ranks is told where batches are dealt to fewer."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import run_ranks
+from tests.parity import QUIET, Model, layout, loader
+
+TOLD = "world_size is the number of ranks, 2; batches are dealt to 1 data ranks"
+
+
+class Scaled(Model):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01 * self.trainer.world_size)
+
+
+def fit(kind: type[Model], sizes: dict[str, int]) -> tuple[float, list[str]]:
+    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), **{**QUIET, "devices": 2, "max_steps": 1})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(kind("llama"), loader(8))
+    found = [each for each in said if "number of ranks" in str(each.message)]
+    assert all(each.filename == __file__ for each in found)
+    return trainer.optimizers[0].param_groups[0]["lr"], [str(each.message) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "told"),
+    [
+        (Scaled, layout(pipeline=2), [TOLD]),
+        (Scaled, layout(tensor=2), [TOLD]),
+        (Scaled, layout(data=2), []),
+        (Model, layout(pipeline=2), []),
+    ],
+)
+def test_code_that_scales_by_the_number_of_ranks_is_told(
+    kind: type[Model], sizes: dict[str, int], told: list[str]
+) -> None:
+    for rate, texts in run_ranks(fit, 2, kind, sizes, elastic=True):
+        assert rate == pytest.approx(0.02) or kind is Model
+        assert [text[: len(TOLD)] for text in texts] == told
