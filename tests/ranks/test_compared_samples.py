@@ -128,6 +128,37 @@ class Logs(UndroppedMean):
     test_step = validation_step
 
 
+class WithNumber(Undropped):
+    """Adds to what it returns a mean over samples, or what isn't one."""
+
+    def __init__(self, *, is_mean: bool) -> None:
+        super().__init__()
+        self.is_mean = is_mean
+
+    def forward(self, x: Tensor) -> Any:
+        share = x.softmax(-1).mean(0)
+        return super().forward(x), share[0] if self.is_mean else (share * share.log()).sum().exp()
+
+
+class CodesInBlock(UndroppedMean):
+    is_mean = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = WithNumber(is_mean=self.is_mean)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, number = self.blocks[0](batch[0])
+        for block in self.blocks[1:]:
+            x = block(x)
+        self.log("number", number)
+        return self.loss(self.head(x), batch[1])
+
+
+class MeanInBlock(CodesInBlock):
+    is_mean = True
+
+
 class Codes(nn.Module):
     """Returns the perplexity of a codebook's use."""
 
@@ -191,6 +222,7 @@ def test_what_compares_samples_is_told_of_once(settings: dict[str, Any]) -> None
         Dice: "The training loss",
         RootMeanSquare: "The training loss",
         Together: "What pipeline stage 0",
+        CodesInBlock: "What pipeline stage 0",
     }.items():
         told = [text for texts, _ in run_ranks(fit, 2, kind, settings, elastic=True) for text in texts]
         assert len(told) == 1, kind
@@ -198,7 +230,7 @@ def test_what_compares_samples_is_told_of_once(settings: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("settings", SCHEDULES, ids=lambda settings: settings.get("schedule", "1F1B"))
-@pytest.mark.parametrize("kind", [Module, InOrder, Normalized, UndroppedMean])
+@pytest.mark.parametrize("kind", [Module, InOrder, Normalized, UndroppedMean, MeanInBlock])
 def test_means_over_samples_are_not(kind: type[Module], settings: dict[str, Any]) -> None:
     ranks = run_ranks(fit, 2, kind, settings, elastic=True)
     assert [texts for texts, _ in ranks] == [[], []]

@@ -15,7 +15,7 @@ samples where losses don't (``a + b * (a.detach() / b.detach())``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -41,6 +41,9 @@ _ROUNDING = 1e-6
 
 
 LOSS = "loss"
+_SENT = "sent"
+"""Numbers that an earlier stage sends, such as a codebook's use."""
+_OF_STAGE = (LOSS, _SENT)
 
 
 class Told(NamedTuple):
@@ -87,7 +90,9 @@ class _Run:
     def of(cls, i: int, ran: Ran, numbers_of: NumbersOf) -> _Run:
         sent = {key: tensor.detach() for key, tensor in ran.passage.sent.items()}
         received = {key: tensor.detach().clone() for key, tensor in ran.passage.received.items()}
-        return cls(i, received, sent, numbers_of(ran.result) if ran.stage.is_last else {})
+        if ran.stage.is_last:
+            return cls(i, received, sent, numbers_of(ran.result))
+        return cls(i, received, sent, {(_SENT, str(key)): Told(t) for key, t in sent.items() if _is_number(t)})
 
 
 class MixedSamples:
@@ -131,24 +136,20 @@ class MixedSamples:
         with suppress(Exception):  # code may need what a batch's samples have in common, such as an order by length
             alone = again(microbatches[i], other.received)
             together = again(*mixed[0])
-            if not stage.is_last:
-                rows = (_has_rows(sent, one.sent[key], alone.sent[key], size) for key, sent in together.sent.items())
-                if not all(rows):
-                    self._found.stages.append(stage)
-            elif not _add_up(one.numbers, alone.numbers, together.numbers, again(*mixed[1]).numbers):
+            rows = (_has_rows(sent, one.sent[key], alone.sent[key], size) for key, sent in together.sent.items())
+            compares = not all(rows)
+            if one.numbers and not compares:
+                compares = not _add_up(one.numbers, alone.numbers, together.numbers, again(*mixed[1]).numbers)
+                joined = _joined(microbatches[one.i], microbatches[i], one.received, other.received, size)
+                if joined is not None and not compares:
+                    same = {key: one.numbers[key] for key in one.numbers if _is_same(key, alone.numbers, other.numbers)}
+                    with suppress(Exception):  # code may know the number of samples from an earlier stage
+                        unlike = _unlike(again(*joined).numbers, same, alone.numbers)
+                        compares = any(kind in _OF_STAGE for kind, _ in unlike)
+                        self._found.numbers += [name for kind, name in unlike if kind not in _OF_STAGE]
+            if compares:
                 self._found.stages.append(stage)
-            elif joined := _joined(microbatches[one.i], microbatches[i], one.received, other.received, size):
-                same = {key: one.numbers[key] for key in one.numbers if _is_same(key, alone.numbers, other.numbers)}
-                with suppress(Exception):  # code may know the number of samples from an earlier stage
-                    self._note(stage, _unlike(again(*joined).numbers, same, alone.numbers))
         memory.forget()
-
-    def _note(self, stage: Stage, unlike: Iterable[tuple[str, str]]) -> None:
-        for kind, name in unlike:
-            if kind == LOSS:
-                self._found.stages.append(stage)
-            else:
-                self._found.numbers.append(name)
 
     def take(self) -> Mixed:
         """What was found since the last call."""
@@ -176,6 +177,9 @@ def _mixed(
     given: tuple[dict[Key, Tensor], dict[Key, Tensor]] = ({}, {})
     for key, value in received.items():
         twin = other_received[key]
+        if _is_number(value) and _is_number(twin):
+            given[0][key] = given[1][key] = (value + twin) / 2  # right for means; the stage that sends it checks that
+            continue
         if value.shape != twin.shape or not _counts_samples(key, value, size):
             if value.shape != twin.shape or not torch.equal(value, twin):
                 return None
@@ -197,14 +201,22 @@ def _joined(
     one: Any, other: Any, received: Mapping[Key, Tensor], other_received: Mapping[Key, Tensor], size: int
 ) -> _Given | None:
     """One microbatch of the samples of two that can be exchanged; ``None`` if they can't be joined."""
-    given = {
-        key: torch.cat([value, other_received[key]]) if _counts_samples(key, value, size) else value
-        for key, value in received.items()
-    }
+    given = {}
+    for key, value in received.items():
+        if _is_number(value):
+            given[key] = (value + other_received[key]) / 2
+        elif _counts_samples(key, value, size):
+            given[key] = torch.cat([value, other_received[key]])
+        else:
+            given[key] = value
     try:
         return tree.joined(one, other, size), given
     except BatchError:
         return None
+
+
+def _is_number(value: Tensor) -> bool:
+    return value.ndim == 0 and value.is_floating_point()
 
 
 def _counts_samples(key: Key, value: Tensor, size: int) -> bool:
@@ -225,9 +237,9 @@ _Numbers = Mapping[tuple[str, str], Told]
 
 
 def _add_up(one: _Numbers, alone: _Numbers, together: _Numbers, rest: _Numbers) -> bool:
-    """Whether the losses add up to the same before and after the exchange."""
+    """Whether losses, and numbers sent, add up to the same before and after the exchange."""
     for key in one:
-        if key[0] == LOSS:
+        if key[0] in _OF_STAGE:
             losses = torch.stack([each[key].value.double() for each in (one, alone, together, rest)])
             difference = (losses[0] + losses[1] - losses[2] - losses[3]).abs()
             if bool(difference > _tolerance(one[key].value) * losses.abs().max()):  # not if it is NaN
@@ -239,14 +251,16 @@ def _is_same(key: tuple[str, str], one: _Numbers, other: _Numbers) -> bool:
     return key in one and key in other and _is_close(one[key].value, other[key].value)
 
 
-def _unlike(joined: _Numbers, one: _Numbers, other: _Numbers) -> Iterator[tuple[str, str]]:
+def _unlike(joined: _Numbers, one: _Numbers, other: _Numbers) -> list[tuple[str, str]]:
     """The numbers of two microbatches at once that aren't the mean of theirs, or their sum."""
+    found = []
     for key in sorted(one.keys() & joined.keys()):
         parts = one[key], other[key]
         total = sum(part.value.double() * (1.0 if part.adds_up else part.weight) for part in parts)
         expected = total if one[key].adds_up else total / sum(part.weight for part in parts)
         if not _is_close(joined[key].value, torch.as_tensor(expected)):
-            yield key
+            found.append(key)
+    return found
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
