@@ -196,14 +196,14 @@ class Normalized(Module):
         return F.cross_entropy(self.head(x), y)
 
 
-def fit(kind: type[Module], settings: dict[str, Any], batch_size: int = 16) -> tuple[list[str], int]:
+def fit(kind: type[Module], settings: dict[str, Any], batch_size: int = 16, ranks: int = 2) -> tuple[list[str], int]:
     L.seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(2)
     inputs = torch.randn(32, WIDTH, generator=generator)
     inputs = inputs[inputs[:, 0].argsort()]
     data = TensorDataset(inputs, torch.randint(0, WIDTH, (32,), generator=generator))
     strategy = HybridShardStrategy(microbatches=4, **settings)
-    trainer = L.Trainer(max_epochs=1, devices=2, strategy=strategy, **QUIET)
+    trainer = L.Trainer(max_epochs=1, devices=ranks, strategy=strategy, **QUIET)
     module = kind()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -266,3 +266,16 @@ def test_logs_that_are_no_means_are_told_of_once(settings: dict[str, Any]) -> No
     told = run_ranks(logs_told_of, 2, settings, elastic=True)[0]
     other = [] if "microbatches" in settings else ["!F1", "!codes", "!perplexity", "!root", "!size"]
     assert {method: sorted(names) for method, names in told.items()} == {"test": other, "fit": other}
+
+
+class Padded(UndroppedMean):
+    """On one data rank a mean over numbers that vary, and on the other over equal ones; ranks call each other."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.all_gather(x.detach())
+        return F.cross_entropy(x, y.where(y < (8 if self.global_rank % 2 else 4), -100), ignore_index=-100)
+
+
+def test_data_ranks_run_equally_often_whatever_each_finds() -> None:
+    settings = {**STAGES, "data_parallel_size": 2}
+    assert [len(texts) for texts, _ in run_ranks(fit, 4, Padded, settings, 16, 4, elastic=True)] == [0, 0, 0, 0]

@@ -9,6 +9,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -17,6 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import grad
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_all_gather
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -358,3 +361,39 @@ def validated(folder: Path, sizes: dict[str, int]) -> list[float]:
 def test_batch_norms_statistics_are_the_same_before_saving_and_after_loading(tmp_path: Path) -> None:
     for before, after in run_ranks(validated, 2, tmp_path, {"data_parallel_size": 2}, elastic=True):
         assert before == pytest.approx(after, rel=1e-6)
+
+
+class Gathers:
+    """Counts all-gathers of this rank's units."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.count += 1
+        return foreach_all_gather(*args)
+
+
+class IsTheNetwork(Model):
+    """As its base, but the step calls the module itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+def gathers(kind: type[Model], sizes: dict[str, int]) -> int:
+    counting = Gathers()
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", counting):
+        train("gpt", sizes, module=lambda: kind("gpt"))
+    return counting.count
+
+
+@pytest.mark.parametrize("sizes", [layout(data=2), layout(pipeline=2, data=2)], ids=["dp2", "pp2×dp2"])
+def test_a_step_that_calls_its_module_gathers_as_one_that_calls_the_network(sizes: dict[str, int]) -> None:
+    ranks = world(sizes)
+    own, networks = (run_ranks(gathers, ranks, kind, sizes, elastic=True) for kind in (IsTheNetwork, Model))
+    assert own == networks
+    assert min(own) > 0

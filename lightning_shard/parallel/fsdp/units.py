@@ -9,15 +9,16 @@ The unsharded (all-gathered) parameter is in the module during a step; its memor
 on one must act on the other, and is refused if it would be lost. These checks run in each step, so they never wait for
 a device.
 
-Private (torch 2.11 to 2.13): the units' parameter groups, the states of their parameters, and the hook that begins
-their backward (``_pre_backward``). torch's own pipeline stages (``torch/distributed/pipelining/stage.py``) use the
-groups too. Before 2.13 a unit had at most one group.
+Private (torch 2.11 to 2.13): the units' parameter groups, the states of their parameters, the handles of the hooks
+around their forward, and the hook that begins their backward (``_pre_backward``). torch's own pipeline stages
+(``torch/distributed/pipelining/stage.py``) use the groups too. Before 2.13 a unit had at most one group.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -187,6 +188,35 @@ _LOST = (
     ", and the change is lost when it is resharded: make it in on_train_batch_start or on_train_batch_end, where it is"
     " sharded, or keep it as a buffer."
 )
+
+
+@contextmanager
+def within_its_call(module: nn.Module) -> Iterator[None]:
+    """Context within a call of a module, in which it may be called once more: as a unit it is gathered already.
+
+    FSDP2 would free the parameters at the end of the outer call, since its hooks take that for one without a beginning,
+    and gather them again for the backward. A step that calls ``self(x)`` is such a call.
+    """
+    if not is_unit(module):
+        yield
+        return
+    state: Any = call_fsdp(module, FSDPModule._get_fsdp_state)
+    hooks: list[tuple[dict[int, Any], int]] = [
+        (module._forward_pre_hooks, state._pre_forward_hook_handle.id),
+        (module._forward_hooks, state._post_forward_hook_handle.id),
+    ]
+    own = [held[index] for held, index in hooks]
+    for held, index in hooks:
+        held[index] = _nothing
+    try:
+        yield
+    finally:
+        for (held, index), hook in zip(hooks, own):
+            held[index] = hook
+
+
+def _nothing(*_: Any) -> None:
+    """In place of a hook, whose place among others it keeps."""
 
 
 def watch_parameters(root: nn.Module) -> None:

@@ -135,19 +135,20 @@ class MixedSamples:
 
         with suppress(Exception):  # code may need what a batch's samples have in common, such as an order by length
             alone = again(microbatches[i], other.received)
-            together = again(*mixed[0])
-            rows = (_has_rows(sent, one.sent[key], alone.sent[key], size) for key, sent in together.sent.items())
+            together = again(*mixed.given[0])
+            rows = [_has_rows(sent, one.sent[key], alone.sent[key], size) for key, sent in together.sent.items()]
             compares = not all(rows)
-            if one.numbers and not compares:
-                compares = not _add_up(one.numbers, alone.numbers, together.numbers, again(*mixed[1]).numbers)
-                joined = _joined(microbatches[one.i], microbatches[i], one.received, other.received, size)
-                if joined is not None and not compares:
-                    same = {key: one.numbers[key] for key in one.numbers if _is_same(key, alone.numbers, other.numbers)}
-                    with suppress(Exception):  # code may know the number of samples from an earlier stage
-                        unlike = _unlike(again(*joined).numbers, same, alone.numbers)
-                        compares = any(kind in _OF_STAGE for kind, _ in unlike)
-                        self._found.numbers += [name for kind, name in unlike if kind not in _OF_STAGE]
-            if compares:
+            if one.numbers:
+                rest = again(*mixed.given[1])
+                compares |= not _add_up(one.numbers, alone.numbers, together.numbers, rest.numbers)
+                same = {key: one.numbers[key] for key in one.numbers if _is_same(key, alone.numbers, other.numbers)}
+                with suppress(Exception):  # code may know the number of samples from an earlier stage
+                    joined = again(*_joined(microbatches[one.i], microbatches[i], one.received, other.received, size))
+                    unlike = _unlike(joined.numbers, same, alone.numbers)
+                    compares |= any(kind in _OF_STAGE for kind, _ in unlike)
+                    if mixed.can_be_judged and not compares:
+                        self._found.numbers += [name for _, name in unlike]
+            if compares and mixed.can_be_judged:
                 self._found.stages.append(stage)
         memory.forget()
 
@@ -164,25 +165,39 @@ class MixedSamples:
 _Given = tuple[Any, dict[Key, Tensor]]
 
 
-def _mixed(
-    one: Any, other: Any, received: Mapping[Key, Tensor], other_received: Mapping[Key, Tensor], size: int
-) -> tuple[_Given, _Given] | None:
+@dataclass(frozen=True)
+class _Exchanged:
     """Two microbatches, and what was received for them, with half of their samples exchanged.
 
-    It is ``None`` if their structures differ, if they hold one sample each, or if it isn't clear which dimension of a
-    received value counts the samples.
+    Attributes:
+        can_be_judged: Whether nothing was received that depends on the microbatch as a whole, in a way unknown here.
+    """
+
+    given: tuple[_Given, _Given]
+    can_be_judged: bool
+
+
+def _mixed(
+    one: Any, other: Any, received: Mapping[Key, Tensor], other_received: Mapping[Key, Tensor], size: int
+) -> _Exchanged | None:
+    """Exchange half of the samples.
+
+    ``None`` if the structures differ, if the microbatches hold one sample each, or if it isn't clear which dimension of
+    a received value counts the samples. It depends on shapes only: a step may call its data ranks, so all have to run
+    equally often.
     """
     if size < 2 or received.keys() != other_received.keys():
         return None
     given: tuple[dict[Key, Tensor], dict[Key, Tensor]] = ({}, {})
+    can_be_judged = True
     for key, value in received.items():
         twin = other_received[key]
-        if _is_number(value) and _is_number(twin):
-            given[0][key] = given[1][key] = (value + twin) / 2  # right for means; the stage that sends it checks that
-            continue
-        if value.shape != twin.shape or not _counts_samples(key, value, size):
-            if value.shape != twin.shape or not torch.equal(value, twin):
-                return None
+        if value.shape != twin.shape:
+            return None
+        if _is_number(value):
+            exchanged = (value + twin) / 2, (value + twin) / 2  # right for means; the stage that sends it checks that
+        elif not _counts_samples(key, value, size):
+            can_be_judged &= torch.equal(value, twin)
             exchanged = value, twin
         elif size in value.shape[1:]:
             return None
@@ -194,13 +209,17 @@ def _mixed(
         parts = tree.with_half_of(one, other, size), tree.with_half_of(other, one, size)
     except BatchError:
         return None
-    return (parts[0], given[0]), (parts[1], given[1])
+    return _Exchanged(((parts[0], given[0]), (parts[1], given[1])), can_be_judged)
 
 
 def _joined(
     one: Any, other: Any, received: Mapping[Key, Tensor], other_received: Mapping[Key, Tensor], size: int
-) -> _Given | None:
-    """One microbatch of the samples of two that can be exchanged; ``None`` if they can't be joined."""
+) -> _Given:
+    """One microbatch of the samples of two that can be exchanged.
+
+    Raises:
+        BatchError: They can't be joined.
+    """
     given = {}
     for key, value in received.items():
         if _is_number(value):
@@ -209,10 +228,7 @@ def _joined(
             given[key] = torch.cat([value, other_received[key]])
         else:
             given[key] = value
-    try:
-        return tree.joined(one, other, size), given
-    except BatchError:
-        return None
+    return tree.joined(one, other, size), given
 
 
 def _is_number(value: Tensor) -> bool:

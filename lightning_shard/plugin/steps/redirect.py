@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.fsdp.units import within_its_call
 
 _NOT_GATHERED = "mixed torch.Tensor and DTensor"
 """torch's message (2.11 to 2.13) where a plain tensor meets a parameter that is still sharded."""
@@ -109,7 +110,8 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
 
     def forward(function: Callable[[], Any]) -> Any:
         restore()
-        return function()
+        with within_its_call(module):
+            return function()
 
     module.__dict__["forward"] = forward
     try:
