@@ -121,7 +121,7 @@ class MixedSamples:
         del self._first[stage.index]
         size = tree.batch_size(microbatches[i])
         mixed = _mixed(microbatches[one.i], microbatches[i], one.received, other.received, size)
-        if mixed is None:
+        if mixed is None or (stage.is_last and not one.numbers):
             return
         memory = self._remember()
 

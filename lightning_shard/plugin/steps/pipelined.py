@@ -53,6 +53,7 @@ from lightning_shard.plugin.steps.checks.agreement import check_what_follows, wh
 from lightning_shard.plugin.steps.checks.changed_batches import ChangedBatches
 from lightning_shard.plugin.steps.checks.summed_losses import SummedLosses
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
+from lightning_shard.plugin.steps.checks.written_files import warning_of_appends
 from lightning_shard.plugin.steps.direct_output import DirectOutput
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_logged_by_last_stage
@@ -498,7 +499,13 @@ class PipelinedSteps:
     @contextmanager
     def _around_steps(self, microbatches: int) -> Iterator[None]:
         """Context in which a batch's steps run."""
-        with self._logs.holding(microbatches), self._drawing(), WholeNorms.aside(), self._output.watched(microbatches):
+        with (
+            self._logs.holding(microbatches),
+            self._drawing(),
+            WholeNorms.aside(),
+            self._output.watched(microbatches),
+            warning_of_appends(),
+        ):
             yield
         self._forget_others()
 
