@@ -112,20 +112,56 @@ class Logs(UndroppedMean):
         self.log_dict(
             {"accuracy": (guess == y).float().mean(), "square": float((x**2).mean()), "zero": x.mean() * 1e-9}
         )
-        self.log_dict({"calls": float(self.calls), "time": time.perf_counter(), "rate": self.optimizer_rate()})
+        if self.trainer.training:  # in evaluations what differs from run to run is taken for drawn
+            self.log_dict({"calls": float(self.calls), "time": time.perf_counter()})
         self.log("count", (guess == y).sum(), reduce_fx="sum")
         self.log("of three", (guess == y).float().mean(), batch_size=3 * len(x))
         self.log_dict({"!F1": 2 * right / float((guess < 4).sum() + (y < 4).sum() + 1), "!size": float(len(x))})
         self.log_dict({"!perplexity": math.exp(loss.item()), "!codes": self.codes(x), "!root": (x**2).mean().sqrt()})
         return loss
 
-    def optimizer_rate(self) -> float:
-        return 0.1
-
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.training_step(batch, batch_idx)
 
     test_step = validation_step
+
+
+class Dropping(UndroppedMean):
+    """Whether two runs have equal accuracies is chance."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        x = F.dropout(x, 0.3)
+        self.log("accuracy", (x.argmax(-1) == y).float().mean())
+        return F.cross_entropy(x, y)
+
+
+class Kendall(UndroppedMean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.variances = nn.Parameter(torch.zeros(2))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        losses = torch.stack([F.cross_entropy(x, y), x.square().mean()])
+        loss = losses[0] * torch.exp(-self.variances[0]) + losses[1] * torch.exp(-self.variances[1])
+        self.log("loss", loss + self.variances.sum())
+        return loss + self.variances.sum()
+
+
+class Recurrent(UndroppedMean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), Last(WIDTH, WIDTH, batch_first=True))  # type: ignore[assignment]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(self.head(x[:, None]), batch[1])
+
+
+class Last(nn.GRU):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[0][:, -1]
 
 
 class WithNumber(Undropped):
@@ -240,6 +276,97 @@ def test_means_over_samples_are_not(kind: type[Module], settings: dict[str, Any]
 
 def test_microbatches_of_one_sample_are_not_compared() -> None:
     assert [texts for texts, _ in run_ranks(fit, 2, Contrastive, STAGES, 4, elastic=True)] == [[], []]
+
+
+TOLD_FALSELY = (TOLD, "logs something", "logs exp of", "can't be sent")
+
+
+def told_of(kind: type[Module]) -> list[str]:
+    found = []
+    for seed in range(4):
+        L.seed_everything(seed, verbose=False)
+        loader: Any = DataLoader(TensorDataset(torch.randn(32, WIDTH), torch.randint(0, WIDTH, (32,))), batch_size=16)
+        strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=4)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            L.Trainer(max_epochs=1, devices=2, strategy=strategy, **QUIET).fit(kind(), loader)
+        found += [text for each in said if any(part in (text := str(each.message)) for part in TOLD_FALSELY)]
+    return found
+
+
+@pytest.mark.parametrize("kind", [Dropping, Kendall, Recurrent])
+def test_what_is_as_in_one_process_is_not(kind: type[Module]) -> None:
+    assert run_ranks(told_of, 2, kind, elastic=True) == [[], []]
+
+
+class Weighted(UndroppedMean):
+    """Logs one name twice, of which the last counts, and forgets to say how much a mean counts."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        counted = y.where(y < 4, -100)
+        loss = F.cross_entropy(x, counted, ignore_index=-100)
+        self.log("twice", loss + 1, batch_size=int((y < 4).sum()))
+        self.log("twice", loss, batch_size=int((y < 4).sum()))
+        self.log("!forgotten", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int) -> None:
+        if dataloader_idx:
+            self.log("!second", math.sqrt(batch[0].square().mean()))
+
+
+class Keeps(L.Callback):
+    """What a step has appended to its list, and logged."""
+
+    def __init__(self) -> None:
+        self.kept: list[float] = []
+        self.logged: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.logged.append(float(trainer.callback_metrics["twice"]))
+
+
+def logged(**settings: Any) -> tuple[list[float], list[str]]:
+    L.seed_everything(3, verbose=False)
+    loader: Any = DataLoader(TensorDataset(torch.randn(32, WIDTH), torch.arange(0, 96, 3) % WIDTH), batch_size=16)
+    strategy: Any = "auto"
+    if settings:
+        strategy = HybridShardStrategy(loss_weight=lambda batch: (batch[1] < 4).sum(), microbatches=4, **settings)
+    keeps = Keeps()
+    devices = settings.get("pipeline_parallel_size", 1)
+    trainer = L.Trainer(max_epochs=1, devices=devices, strategy=strategy, callbacks=[keeps], **QUIET)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(Weighted(), loader, [loader, loader])
+    return keeps.logged, re.findall(r"self.log\('(.*?)', …\) logs", " ".join(str(each.message) for each in said))
+
+
+def test_logs_by_one_name_are_combined_by_their_order_and_weights_that_are_forgotten_are_told_of() -> None:
+    (ours, told), _ = run_ranks(logged, 2, elastic=True, **STAGES)
+    [(plain, _)] = run_ranks(logged, 1, elastic=True)
+    assert ours == pytest.approx(plain, rel=1e-5)
+    assert told == ["!forgotten", "!second"]
+
+
+class Appends(UndroppedMean):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        keeps = next(each for each in self.trainer.callbacks if isinstance(each, Keeps))  # type: ignore[attr-defined]
+        keeps.kept += batch[1].tolist()
+        self.log("twice", loss)
+        return loss
+
+
+def appended() -> int:
+    loader: Any = DataLoader(TensorDataset(torch.randn(32, WIDTH), torch.randint(0, WIDTH, (32,))), batch_size=16)
+    keeps = Keeps()
+    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=4)
+    L.Trainer(max_epochs=1, devices=2, strategy=strategy, callbacks=[keeps], **QUIET).fit(Appends(), loader)
+    return len(keeps.kept)
+
+
+def test_runs_of_the_check_leave_nothing_in_callbacks() -> None:
+    assert run_ranks(appended, 2, elastic=True)[0] == 32
 
 
 def logs_told_of(settings: dict[str, Any]) -> dict[str, list[str]]:

@@ -38,6 +38,8 @@ _TOLERANCE_IN_HALF = 3e-2
 _TOLERANCE_ON_DEVICES = 1e-3
 _ROUNDING = 1e-6
 """Of numbers that are zero but for it."""
+_OF_REPEATED = 0.01
+"""A share of both, where the same is computed twice."""
 
 
 LOSS = "loss"
@@ -71,10 +73,12 @@ class Mixed:
     Attributes:
         stages: Whose loss, or output, compares samples.
         numbers: Names of other numbers that aren't the mean of their microbatches', or their sum.
+        means: Names of numbers that are, though the microbatches' differ: no function of a mean would be.
     """
 
     stages: list[Stage] = field(default_factory=list)
     numbers: list[str] = field(default_factory=list)
+    means: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -141,13 +145,15 @@ class MixedSamples:
             if one.numbers:
                 rest = again(*mixed.given[1])
                 compares |= not _add_up(one.numbers, alone.numbers, together.numbers, rest.numbers)
-                same = {key: one.numbers[key] for key in one.numbers if _is_same(key, alone.numbers, other.numbers)}
+                same = _repeated(one.numbers, alone.numbers, other.numbers)
                 with suppress(Exception):  # code may know the number of samples from an earlier stage
                     joined = again(*_joined(microbatches[one.i], microbatches[i], one.received, other.received, size))
                     unlike = _unlike(joined.numbers, same, alone.numbers)
                     compares |= any(kind in _OF_STAGE for kind, _ in unlike)
                     if mixed.can_be_judged and not compares:
                         self._found.numbers += [name for _, name in unlike]
+                        means = [key for key in same if key in joined.numbers and key not in unlike]
+                        self._found.means += [k[1] for k in means if _differ_much(one.numbers[k], alone.numbers[k])]
             if compares and mixed.can_be_judged:
                 self._found.stages.append(stage)
         memory.forget()
@@ -256,15 +262,28 @@ def _add_up(one: _Numbers, alone: _Numbers, together: _Numbers, rest: _Numbers) 
     """Whether losses, and numbers sent, add up to the same before and after the exchange."""
     for key in one:
         if key[0] in _OF_STAGE:
-            losses = torch.stack([each[key].value.double() for each in (one, alone, together, rest)])
+            losses = torch.stack([each[key].value.double() * each[key].weight for each in (one, alone, together, rest)])
             difference = (losses[0] + losses[1] - losses[2] - losses[3]).abs()
             if bool(difference > _tolerance(one[key].value) * losses.abs().max()):  # not if it is NaN
                 return False
     return True
 
 
-def _is_same(key: tuple[str, str], one: _Numbers, other: _Numbers) -> bool:
-    return key in one and key in other and _is_close(one[key].value, other[key].value)
+def _repeated(one: _Numbers, alone: _Numbers, other: _Numbers) -> dict[tuple[str, str], Told]:
+    """The first microbatch's numbers, without those that differ between two runs of the second one, as a time does.
+
+    None where the loss does, or without a loss any: then random numbers are drawn, and others are the same by chance.
+    """
+    known = one.keys() & alone.keys() & other.keys()
+    same = {key for key in known if _is_close(alone[key].value, other[key].value, share=_OF_REPEATED)}
+    deciding = {key for key in one if key[0] == LOSS} or set(one)
+    return {key: one[key] for key in same} if deciding <= same else {}
+
+
+def _differ_much(one: Told, other: Told) -> bool:
+    """By a tenth, so that the mean of a function's values would be seen to differ from its value at the mean."""
+    first, second = float(one.value), float(other.value)
+    return abs(first - second) > 0.1 * max(abs(first), abs(second))
 
 
 def _unlike(joined: _Numbers, one: _Numbers, other: _Numbers) -> list[tuple[str, str]]:
@@ -279,9 +298,9 @@ def _unlike(joined: _Numbers, one: _Numbers, other: _Numbers) -> list[tuple[str,
     return found
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
+def _is_close(one: Tensor, other: Tensor, share: float = 1.0) -> bool:
     difference, largest = (one.double() - other.double()).abs(), torch.maximum(one.double().abs(), other.double().abs())
-    return not bool(difference > _tolerance(one) * largest + _ROUNDING)  # also if it is NaN
+    return not bool(difference > share * (_tolerance(one) * largest + _ROUNDING))  # also if it is NaN
 
 
 def _has_rows(together: Tensor, one: Tensor, alone: Tensor, size: int) -> bool:

@@ -246,7 +246,7 @@ class PipelinedStep:
                 if ran is None:
                     continue
                 if numbers_of is not None:
-                    self.mixed.ran(kind.split(maxsplit=1)[0], action.microbatch, ran, microbatches, run_on, numbers_of)
+                    self.mixed.ran(kind, action.microbatch, ran, microbatches, run_on, numbers_of)
                 if ran.stage.is_last:
                     results[action.microbatch] = ran.result
         except CallsAgain:

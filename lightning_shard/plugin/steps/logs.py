@@ -16,6 +16,7 @@ schedulers agree on all ranks.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -77,7 +78,8 @@ class HeldLogs:
         self._module = module
         self._block = block
         self._in_blocks: dict[bool, set[InBlock]] = {False: set(), True: set()}
-        self._records: dict[str, Record] = {}
+        self._records: dict[tuple[str, int], Record] = {}
+        self._times: Counter[str] = Counter()
         self._suspected: dict[str, tuple[str, int]] = {}
         self._microbatches = 1
         self._warned_of_sums: set[str] = set()
@@ -103,6 +105,10 @@ class HeldLogs:
             if self._notes is not None:
                 self._module.__dict__["log"] = self._notes
 
+    def begin_microbatch(self) -> None:
+        """A step begins: what it logs several times by one name is several logs, which are combined by their order."""
+        self._times.clear()
+
     def remember(self) -> Callable[[], None]:
         """Snapshot the records held so far; returns a function that restores them."""
         held = _copied(self._records)
@@ -123,15 +129,19 @@ class HeldLogs:
                 found[record.name] = Told(number, sizes[-1], _reduction(record.options) == "sum")
         return found
 
+    def trust(self, names: Iterable[str]) -> None:
+        """Don't warn of logs that are known to be the mean of their parts'."""
+        self._suspected |= dict.fromkeys(names, ("", 0))
+
     def warn_of_compared(self, names: Iterable[str]) -> None:
         """Warn of logs that aren't the mean of their parts, of which no other warning tells."""
         for name in names:
             if self._suspected.get(name, ("", 1))[1]:
                 self._suspected[name] = "", 0
-                rank_zero_warn(nonlinear_logs.text(name, "what isn't the mean of its parts', of"))
+                rank_zero_warn(nonlinear_logs.text(name, "something other than a mean over samples"))
 
     def combined(self) -> list[tuple[str, Any, dict[str, Any]]]:
-        """Return ``(name, value, options)`` of each name, in the order of first calls."""
+        """Return ``(name, value, options)`` of each log, in the order of first calls."""
         combined = []
         for record in self._records.values():
             options = dict(record.options)
@@ -201,7 +211,8 @@ class HeldLogs:
             type(self._module).log(self._module, name, value, *args, **kwargs)  # raises, naming what can be logged
             return
         size = options.pop("batch_size", None)
-        record = self._records.setdefault(name, Record(name, options))
+        record = self._records.setdefault((name, self._times[name]), Record(name, options))
+        self._times[name] += 1
         if self._microbatches > 1 and not isinstance(value, LoggedMetric):
             _check_combinable(record, value)
         record.function_of_mean = record.function_of_mean or nonlinear_logs.function_of_mean(value)
@@ -288,8 +299,8 @@ def _together(values: list[Any], elsewhere: torch.device) -> Tensor:
     )
 
 
-def _copied(records: dict[str, Record]) -> dict[str, Record]:
-    return {name: replace(r, values=[*r.values], batch_sizes=[*r.batch_sizes]) for name, r in records.items()}
+def _copied(records: dict[tuple[str, int], Record]) -> dict[tuple[str, int], Record]:
+    return {key: replace(r, values=[*r.values], batch_sizes=[*r.batch_sizes]) for key, r in records.items()}
 
 
 def _reduction(options: dict[str, Any]) -> str:

@@ -49,6 +49,10 @@ class LossWeights:
         """Whether parts count unequally."""
         return self._weigh is not None
 
+    def number(self, part: Any) -> float:
+        """What one part counts; waits for the device."""
+        return 1.0 if self._weigh is None else float(_number(self._weigh(part), self._device))
+
     def of(self, parts: Sequence[Any]) -> list[Weight]:
         """The weights of this data rank's microbatches; a collective call over the data ranks.
 

@@ -137,7 +137,8 @@ class PipelinedSteps:
         # with several stages on a rank, states are versioned per batch
         self._looks_ahead = len(stages) == 1 and not runs_alike
         self._whole_batch: int | None = None
-        self._compared: set[str] = set()
+        self._compared: set[tuple[Any, ...]] = set()
+        self._latest_part: Any = None  # which the last stage has run
         self._draw_from_torch: set[int] = set()
         self._draw_from_others: set[int] = set()
         self._generators = randomness.AllGenerators(device)
@@ -225,7 +226,7 @@ class PipelinedSteps:
                     parts,
                     self._order(len(parts)),
                     loss_of=scaled,
-                    numbers_of=self._numbers_of if self._compares_samples("training_step") else None,
+                    numbers_of=self._numbers_of if self._compares_samples("training_step", args) else None,
                     before_backward=before_backward,
                     after_backward=after_backward,
                 )
@@ -248,11 +249,12 @@ class PipelinedSteps:
         precision.post_backward(loss, module)
         return result
 
-    def _compares_samples(self, method: str) -> bool:
-        """Whether to check that samples aren't compared with each other; in the first batch of each method."""
-        if method in self._compared or self._weights.are_set or self._runs_alike:
+    def _compares_samples(self, method: str, args: Sequence[Any]) -> bool:
+        """Whether to check that samples aren't compared with each other; in the first batch of each loader's steps."""
+        kind = (method, *args[1:])
+        if kind in self._compared or self._runs_alike:
             return False
-        self._compared.add(method)
+        self._compared.add(kind)
         return not compared_samples.normalizes_over_samples(self._module)
 
     def _numbers_of(self, result: Any) -> dict[tuple[str, str], Told]:
@@ -260,7 +262,7 @@ class PipelinedSteps:
         logged = {("log", name): number for name, number in self._logs.latest().items()}
         if not self._module.trainer.training:
             return logged
-        return {(LOSS, ""): Told(_loss(result).detach().clone())} | logged
+        return {(LOSS, ""): Told(_loss(result).detach().clone(), self._weights.number(self._latest_part))} | logged
 
     def _tell_of_mixed(self, microbatches: int, *, told: bool) -> None:
         """Warn of what the batch compares.
@@ -269,6 +271,7 @@ class PipelinedSteps:
             told: Whether it is known already why the loss isn't a mean; logs are then none for the same reason.
         """
         mixed = self._step.mixed.take()
+        self._logs.trust(mixed.means)
         if told or not self._tells:
             return
         compared_samples.warn(mixed.stages, microbatches)
@@ -374,7 +377,7 @@ class PipelinedSteps:
         def run(stage: Stage, i: int, part: Any) -> Any:
             return self._run_inside(stage, method, seed, i, part, tuple(args), kwargs)
 
-        order, numbers_of = self._order(len(parts)), self._numbers_of if self._compares_samples(method) else None
+        order, numbers_of = self._order(len(parts)), self._numbers_of if self._compares_samples(method, args) else None
         step = partial(
             self._step.evaluate, run, parts, order, self._kind(method, args), numbers_of=numbers_of, waits=waits
         )
@@ -444,6 +447,9 @@ class PipelinedSteps:
         looking = self._changed_batches.looking_at(method, part) if looks else nullcontext()
         # call by call, a step runs whole on each rank
         kept = self._kept.step(stage, searching=searching) if stage.calls is None else nullcontext()
+        if stage.is_last:
+            self._latest_part = part
+        self._logs.begin_microbatch()
         # otherwise each stage's run on this rank would add to the logs
         forget_logs = self._logs.remember() if several and not stage.is_last else None
         try:
@@ -531,7 +537,8 @@ class PipelinedSteps:
             for put_back in put_rest_back:
                 put_back()
 
-        return MemoryBeside(Memory(self._module, len(self._stages)), put_all_back)
+        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        return MemoryBeside(Memory(self._module, len(self._stages), callbacks), put_all_back)
 
     def _block(self) -> tuple[str, bool] | None:
         """The block that is being called, and whether the last stage calls it."""

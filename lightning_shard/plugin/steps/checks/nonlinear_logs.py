@@ -93,7 +93,8 @@ def text(name: str, function: str) -> str:
     """The warning about a log."""
     return (
         f"self.log({name!r}, …) logs {function} of each microbatch. With several pipeline stages the log is the mean of"
-        " that, which isn't that of the batch. Log what it is computed from, means over samples, and compute it in"
+        " that, which isn't that of the batch. For a mean over a number that varies, as of tokens, give"
+        " batch_size=that number. Else log what it is computed from, means over samples, and compute it in"
         " on_train_batch_end or on_train_epoch_end (on_validation_…) of these; or log a torchmetrics.Metric, or"
         f" use {WHOLE_BATCHES}."
     )

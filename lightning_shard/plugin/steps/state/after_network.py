@@ -54,6 +54,7 @@ from lightning_shard.plugin.steps.state.contents import (
 from lightning_shard.plugin.steps.state.per_stage import StatesApart
 from lightning_shard.plugin.steps.state.python_state import (
     CONTAINERS,
+    OF_RECURRENT_LAYERS,
     STAND_INS,
     attributes,
     hold_same,
@@ -63,8 +64,8 @@ from lightning_shard.scripted import after_calls, before_calls
 Name = tuple[str, str]
 """A module's path and an attribute's name."""
 
-_NOT_OWN = frozenset(vars(pl.LightningModule())) | STAND_INS
-"""Attributes that every LightningModule has, and those that shadow methods while a step runs."""
+_NOT_OWN = frozenset(vars(pl.LightningModule())) | STAND_INS | {*OF_RECURRENT_LAYERS}
+"""Attributes that every LightningModule has, those that shadow methods while a step runs, and lists of parameters."""
 
 
 class _Elsewhere:

@@ -37,7 +37,9 @@ _HANDED_ON = (tuple, frozenset)
 _LEAVES = (Tensor, np.ndarray, *OwnGenerator.__args__)
 _OBJECTS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex})
-_NOT_STATE = ("_parameters", "_modules")
+OF_RECURRENT_LAYERS = ("_flat_weights", "_flat_weight_refs")
+"""In which nn.LSTM and others keep their parameters, which sharding replaces in a forward."""
+_NOT_STATE = ("_parameters", "_modules", *OF_RECURRENT_LAYERS)
 """Excluded from a module's attributes: sharding replaces parameters in a forward; submodules are visited themselves."""
 
 

@@ -10,7 +10,7 @@ import functools
 import random
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.lost_changes import Sums, changed, sums
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 from lightning_shard.plugin.steps.state.iterators import ReplayedIterators
-from lightning_shard.plugin.steps.state.python_state import attributes, hold_same, reachable, slots
+from lightning_shard.plugin.steps.state.python_state import attributes, below, hold_same, reachable, slots
 from lightning_shard.sharding import local_tensor
 
 LARGEST_COPY_BYTES = 2**28
@@ -57,12 +57,13 @@ class Memory:
 
     Args:
         stages: How many stages of this rank run the step. With several, the step may not draw from an iterator.
+        callbacks: The Trainer's, whose state a step may change too.
     """
 
-    def __init__(self, root: nn.Module, stages: int = 1) -> None:
+    def __init__(self, root: nn.Module, stages: int = 1, callbacks: Sequence[Any] = ()) -> None:
         self._root = root
         self._stages = stages
-        found = [*reachable(root)]
+        found = [*reachable(root), *below("callbacks", tuple(callbacks))]
         self._iterators = ReplayedIterators(value for _, value in found)
         self._notes = [note for path, value in found if (note := note_of(path, value)) is not None]
         self._parameters: Sums = {}
