@@ -513,6 +513,7 @@ class PipelinedSteps:
             warning_of_appends(),
         ):
             yield
+        self._latest_part = None
         self._forget_others()
 
     def _is_silent(self) -> bool:
