@@ -39,6 +39,7 @@ def _combined(values: list[Any], **options: Any) -> list[tuple[str, Any, dict[st
     logs = HeldLogs(module)
     with logs.holding(len(values)):
         for value in values:
+            logs.begin_microbatch()
             module.log("x", value, **options)
     return logs.combined()
 
@@ -49,11 +50,23 @@ def test_floats_are_means_over_samples() -> None:
     assert combined([torch.tensor(1.0, dtype=torch.float64)] * 3).dtype == torch.float64
 
 
+def test_what_is_logged_twice_by_one_name_is_two_logs() -> None:
+    module = Module()
+    logs = HeldLogs(module)
+    with logs.holding(2):
+        for value in (1.0, 2.0):
+            logs.begin_microbatch()
+            module.log("x", value)
+            module.log("x", 10 * value)
+    assert [(name, float(value)) for name, value, _ in logs.combined()] == [("x", 1.5), ("x", 15.0)]
+
+
 def test_a_batch_size_of_some_microbatches_only_is_not_taken_for_the_batchs() -> None:
     module = Module()
     logs = HeldLogs(module)
     with logs.holding(2):
         module.log("x", 1.0, batch_size=3)
+        logs.begin_microbatch()
         module.log("x", 5.0)
     assert logs.combined() == [("x", 3.0, {})]
 
@@ -63,6 +76,7 @@ def test_means_are_weighted_by_batch_size() -> None:
     logs = HeldLogs(module)
     with logs.holding(3):
         for value, size in ((1.0, 3), (5.0, 1), (float("nan"), 0)):
+            logs.begin_microbatch()
             module.log("x", value, batch_size=size)
     assert logs.combined() == [("x", torch.tensor(2.0), {"batch_size": 4})]
 
@@ -116,6 +130,7 @@ def test_a_metrics_value_for_the_step_is_of_the_batch(metric: str, of_batch: flo
     found: Metric = getattr(module, metric)
     with logs.holding(2):
         for value in (3.0, 4.0):
+            logs.begin_microbatch()
             found(value)
             module.log("x", found)
     [(_, logged, _)] = logs.combined()
@@ -137,6 +152,7 @@ def test_a_log_of_the_users_own_is_told_once_of_the_batch(on_object: bool) -> No
     own, logs = module.log, HeldLogs(module)
     with logs.holding(2):
         module.log("x", 1.0, "val")  # type: ignore[arg-type]
+        logs.begin_microbatch()
         module.log("x", 2.0, "val")  # type: ignore[arg-type]
         with pytest.raises(StepError, match=r"self\.log\('y', …\) of a Tensor by a log of the user's own"):
             module.log("y", torch.zeros(3))
@@ -211,6 +227,7 @@ def test_where_a_log_stands_may_be_an_integer(name: str) -> None:
     logs = HeldLogs(module := Module())
     with logs.holding(2):
         for _ in range(2):
+            logs.begin_microbatch()
             module.log(name, 7)
     assert logs.combined()[0][:2] == (name, 7.0)
     with logs.holding(2), pytest.raises(StepError, match="can't be combined"):
@@ -223,6 +240,7 @@ def test_functions_are_warned_of_in_a_later_batch_if_microbatches_had_equal_valu
     def step(values: Sequence[float]) -> None:
         with logs.holding(2), noting_functions_of_means(4), traced():
             for value in values:
+                logs.begin_microbatch()
                 module.log("x", torch.tensor(value).exp())
         logs.combined()
 

@@ -93,6 +93,7 @@ class HeldLogs:
             StepError: Code inside logs in another way.
         """
         self._records = {}
+        self._times.clear()
         self._in_blocks = {False: set(), True: set()}
         self._microbatches = microbatches
         self._notes = self._module.__dict__.get("log")
