@@ -34,7 +34,6 @@ from lightning_shard.parallel.fsdp.shard import (
 )
 from lightning_shard.parallel.fsdp.units import sharded_units
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
-from lightning_shard.pipeline.dataflow.mixed_samples import LOSS, Told
 from lightning_shard.pipeline.dataflow.search import MemoryBeside
 from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.pipeline.runtime.channel import Channel
@@ -48,9 +47,9 @@ from lightning_shard.pipeline.stages.tied import Tie, TiedGradients
 from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.checks import compared_samples
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows, what_follows
 from lightning_shard.plugin.steps.checks.changed_batches import ChangedBatches
+from lightning_shard.plugin.steps.checks.compared_samples import ComparedSamples
 from lightning_shard.plugin.steps.checks.summed_losses import SummedLosses
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.checks.written_files import warning_of_appends
@@ -137,8 +136,6 @@ class PipelinedSteps:
         # with several stages on a rank, states are versioned per batch
         self._looks_ahead = len(stages) == 1 and not runs_alike
         self._whole_batch: int | None = None
-        self._compared: set[tuple[Any, ...]] = set()
-        self._latest_part: Any = None  # which the last stage has run
         self._draw_from_torch: set[int] = set()
         self._draw_from_others: set[int] = set()
         self._generators = randomness.AllGenerators(device)
@@ -159,7 +156,8 @@ class PipelinedSteps:
         self._means = means
         self._bypassed = bypassed
         self._sums = SummedLosses(schedule.microbatches)
-        self._tells = layout.data_rank == layout.tensor_rank == 0
+        tells = layout.data_rank == layout.tensor_rank == 0
+        self._compared = ComparedSamples(module, self._logs, weights, _loss, tells=tells)
 
     def reset_crossings(self) -> None:
         """Forget what crosses between stages, to find it again: when other parameters train. On all stages together."""
@@ -226,7 +224,7 @@ class PipelinedSteps:
                     parts,
                     self._order(len(parts)),
                     loss_of=scaled,
-                    numbers_of=self._numbers_of if self._compares_samples("training_step", args) else None,
+                    numbers_of=None if self._runs_alike else self._compared.looks("training_step", args),
                     before_backward=before_backward,
                     after_backward=after_backward,
                 )
@@ -239,7 +237,7 @@ class PipelinedSteps:
             if self._stages.is_last:
                 self._sums.end_step()
             told = told or self._sums.has_warned
-            self._tell_of_mixed(len(parts), told=told)
+            self._compared.tell(self._step.mixed.take(), len(parts), told=told)
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
             # where no hook receives the other results, only the losses are shared
             results = losses if "training_step" in self._unused_results else with_losses(results, losses)
@@ -248,35 +246,6 @@ class PipelinedSteps:
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
         return result
-
-    def _compares_samples(self, method: str, args: Sequence[Any]) -> bool:
-        """Whether to check that samples aren't compared with each other; in the first batch of each loader's steps."""
-        kind = (method, *args[1:])
-        if kind in self._compared or self._runs_alike:
-            return False
-        self._compared.add(kind)
-        return not compared_samples.normalizes_over_samples(self._module)
-
-    def _numbers_of(self, result: Any) -> dict[tuple[str, str], Told]:
-        """What a step has told: the loss in training, and what it has just logged."""
-        logged = {("log", name): number for name, number in self._logs.latest().items()}
-        if not self._module.trainer.training:
-            return logged
-        return {(LOSS, ""): Told(_loss(result).detach().clone(), self._weights.number(self._latest_part))} | logged
-
-    def _tell_of_mixed(self, microbatches: int, *, told: bool) -> None:
-        """Warn of what the batch compares.
-
-        Args:
-            told: Whether it is known already why the loss isn't a mean; logs are then none for the same reason.
-        """
-        mixed = self._step.mixed.take()
-        self._logs.trust(mixed.means)
-        if told or not self._tells:
-            return
-        compared_samples.warn(mixed.stages, microbatches)
-        if not mixed.stages:
-            self._logs.warn_of_compared(mixed.numbers)
 
     def _end_backwards(self, accumulating: bool) -> None:
         """Do what the end of a last backward would have done, where there was none."""
@@ -377,13 +346,13 @@ class PipelinedSteps:
         def run(stage: Stage, i: int, part: Any) -> Any:
             return self._run_inside(stage, method, seed, i, part, tuple(args), kwargs)
 
-        order, numbers_of = self._order(len(parts)), self._numbers_of if self._compares_samples(method, args) else None
+        order, numbers_of = self._order(len(parts)), None if self._runs_alike else self._compared.looks(method, args)
         step = partial(
             self._step.evaluate, run, parts, order, self._kind(method, args), numbers_of=numbers_of, waits=waits
         )
         with self._around_steps(len(parts)):
             results = call_through(self._module, step)
-        self._tell_of_mixed(len(parts), told=False)
+        self._compared.tell(self._step.mixed.take(), len(parts))
         return _Begun(parts, results, self._step.sent, self._logs.in_blocks(of_last=False))
 
     def _order(self, microbatches: int) -> Row:
@@ -448,7 +417,7 @@ class PipelinedSteps:
         # call by call, a step runs whole on each rank
         kept = self._kept.step(stage, searching=searching) if stage.calls is None else nullcontext()
         if stage.is_last:
-            self._latest_part = part
+            self._compared.part = part
         self._logs.begin_microbatch()
         # otherwise each stage's run on this rank would add to the logs
         forget_logs = self._logs.remember() if several and not stage.is_last else None
@@ -513,7 +482,7 @@ class PipelinedSteps:
             warning_of_appends(),
         ):
             yield
-        self._latest_part = None
+        self._compared.part = None
         self._forget_others()
 
     def _is_silent(self) -> bool:

@@ -7,13 +7,74 @@ or where the loss is a mean over numbers that vary.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch import nn
+import lightning.pytorch as pl
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shard.errors import WHOLE_BATCHES
+from lightning_shard.pipeline.dataflow.mixed_samples import LOSS, Mixed, NumbersOf, Told
 from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.plugin.steps.logs import HeldLogs
+from lightning_shard.plugin.steps.loss_weight import LossWeights
+
+
+class ComparedSamples:
+    """What the check looks at in the first batch of each loader's steps, and what it says of what is found.
+
+    Args:
+        loss_of: The loss of what a training step returned.
+        tells: Whether this rank does.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        logs: HeldLogs,
+        weights: LossWeights,
+        loss_of: Callable[[Any], Tensor],
+        *,
+        tells: bool,
+    ) -> None:
+        self._module = module
+        self._logs = logs
+        self._weights = weights
+        self._loss_of = loss_of
+        self._tells = tells
+        self._begun: set[tuple[Any, ...]] = set()
+        self.part: Any = None
+        """The microbatch that the last stage has run."""
+
+    def looks(self, method: str, args: Sequence[Any]) -> NumbersOf | None:
+        """What takes the numbers of a step with these arguments; ``None`` if nothing is to be looked at."""
+        kind = (method, *args[1:])
+        if kind in self._begun:
+            return None
+        self._begun.add(kind)
+        return None if normalizes_over_samples(self._module) else self._numbers_of
+
+    def _numbers_of(self, result: Any) -> dict[tuple[str, str], Told]:
+        """The loss in training, and what has just been logged."""
+        logged = {("log", name): number for name, number in self._logs.latest().items()}
+        if not self._module.trainer.training:
+            return logged
+        loss = self._loss_of(result).detach().clone()
+        return {(LOSS, ""): Told(loss, self._weights.number(self.part))} | logged
+
+    def tell(self, mixed: Mixed, microbatches: int, *, told: bool = False) -> None:
+        """Warn of what a batch compares.
+
+        Args:
+            told: Whether it is known already why the loss isn't a mean; logs are then none for the same reason.
+        """
+        self._logs.trust(mixed.means)
+        if told or not self._tells:
+            return
+        warn(mixed.stages, microbatches)
+        if not mixed.stages:
+            self._logs.warn_of_compared(mixed.numbers)
 
 
 def normalizes_over_samples(root: nn.Module) -> bool:
