@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_shard.parallel.fsdp.units import groups_of, sharded_units
+from lightning_shard.parallel.fsdp.units import gathered_of, groups_of, sharded_units
 from lightning_shard.sharding import put_attributes, share_attributes
 
 Attributes = Mapping[str, Mapping[str, Any]]
@@ -39,9 +39,10 @@ def _share_with_gathered(unit: nn.Module) -> None:
 
     def share(*_: Any) -> None:
         parameters = [parameter for group in groups_of(unit) for parameter in group.fsdp_params]
-        if all(hasattr(parameter, "_unsharded_param") for parameter in parameters):
-            for parameter in parameters:
-                share_attributes(parameter.unsharded_param, parameter.sharded_param)
+        gathered = [*map(gathered_of, parameters)]
+        if all(tensor is not None for tensor in gathered):
+            for tensor, parameter in zip(gathered, parameters):
+                share_attributes(tensor, parameter.sharded_param)
             handle.remove()
 
     handle = unit.register_forward_pre_hook(share)  # runs after FSDP2's own, which was put first

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.units import gather_for_backward, groups_of, sharded_units
+from lightning_shard.parallel.fsdp.units import gather_for_backward, gathered_of, groups_of, sharded_units
 
 Node = Any
 """A node of autograd's graph."""
@@ -182,7 +182,8 @@ class BypassedUnits:
         """The unit of each unsharded parameter."""
         groups = ((index, group) for index, unit in enumerate(self._units) for group in groups_of(unit))
         parameters = ((index, parameter) for index, group in groups for parameter in group.fsdp_params)
-        return {p._unsharded_param: index for index, p in parameters if hasattr(p, "_unsharded_param")}
+        gathered = ((gathered_of(parameter), index) for index, parameter in parameters)
+        return {tensor: index for tensor, index in gathered if tensor is not None}
 
 
 def _nodes(value: Any) -> list[Node]:

@@ -23,7 +23,6 @@ from lightning_shard.parallel.containers import called_below, has_forward
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.fsdp.units import (
     call_fsdp,
-    check_before_gather,
     class_name,
     gather_for_backward,
     groups_of,
@@ -32,6 +31,7 @@ from lightning_shard.parallel.fsdp.units import (
     set_up,
 )
 from lightning_shard.parallel.fsdp.unsharded import COPIED, unsharded_of
+from lightning_shard.parallel.fsdp.watched_parameters import check_before_gather
 
 
 def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module], *, whole_steps: bool) -> None:

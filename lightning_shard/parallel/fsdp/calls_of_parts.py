@@ -18,13 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_shard.parallel.compiled_blocks import is_compiled
 from lightning_shard.parallel.fsdp.units import (
     call_fsdp,
-    check_before_gather,
     gather_for_backward,
     groups_of,
     is_unit,
     set_up,
     sharded_units,
 )
+from lightning_shard.parallel.fsdp.watched_parameters import check_before_gather
 
 _FOUND: WeakSet[nn.Module] = WeakSet()
 """Parts with hooks."""

@@ -28,7 +28,7 @@ from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
 from lightning_shard.parallel.fsdp.dtype_units import of_one_dtype
 from lightning_shard.parallel.fsdp.units import (
     call_fsdp,
-    check_before_gather,
+    gathered_of,
     give_classes_back,
     groups_of,
     groups_under,
@@ -36,6 +36,7 @@ from lightning_shard.parallel.fsdp.units import (
     sharded_units,
 )
 from lightning_shard.parallel.fsdp.unsharded import hold_unsharded, unsharded_of
+from lightning_shard.parallel.fsdp.watched_parameters import check_before_gather
 from lightning_shard.sharding import local_tensor
 
 
@@ -341,7 +342,7 @@ def accumulate_late_gradients(units: Iterable[nn.Module]) -> None:
     """
     for group in chain.from_iterable(map(groups_of, units)):
         for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):
+            if gathered_of(parameter) is not None:
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
 
@@ -353,8 +354,8 @@ def drop_unreduced_gradients(root: nn.Module) -> None:
     for group in groups_under(root):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter.unsharded_param.grad = None
+            if (gathered := gathered_of(parameter)) is not None:
+                gathered.grad = None
 
 
 def join_all_gather(unit: nn.Module) -> None:
@@ -375,6 +376,6 @@ def has_unreduced_gradients(group: Any) -> bool:
     """Whether backwards have left unreduced gradients in one of FSDP2's parameter groups."""
     return any(
         parameter.unsharded_accumulated_grad is not None
-        or (hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.grad is not None)
+        or ((gathered := gathered_of(parameter)) is not None and gathered.grad is not None)
         for parameter in group.fsdp_params
     )

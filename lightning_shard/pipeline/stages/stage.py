@@ -1,7 +1,7 @@
 """One pipeline stage: forward hooks on blocks and parts follow a microbatch's step, and take the values to be sent.
 
 Code around the blocks runs on every stage: masks, rotary tables and other arguments are recomputed from the same batch.
-``crossing.py`` finds which of its values must be sent between stages.
+``crossing.py`` finds which of its values must be sent between stages, and ``own_call.py`` follows the blocks' calls.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
 from lightning_shard.pipeline.dataflow.backward_hooks import (
@@ -37,26 +35,15 @@ from lightning_shard.pipeline.dataflow.crossing import (
     parameters_in_place,
     provenance,
     unknown_states,
-    value_of,
 )
-from lightning_shard.pipeline.dataflow.messages import (
-    BlockCall,
-    Change,
-    Counted,
-    Delivery,
-    Held,
-    Key,
-    Request,
-    Slot,
-    described,
-)
-from lightning_shard.pipeline.dataflow.objects import alike, entries, objects
+from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, Request, Slot
 from lightning_shard.pipeline.dataflow.padding_masks import masks_made_as_given
-from lightning_shard.pipeline.dataflow.side_effects import DEEPEST, Before, check_sendable
-from lightning_shard.pipeline.dataflow.taint import REMEDY, Hollow, Unknown, recording_provenance, refuse
+from lightning_shard.pipeline.dataflow.side_effects import Before
+from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, recording_provenance, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
-from lightning_shard.pipeline.dataflow.uncalled import called_now, none_called
+from lightning_shard.pipeline.dataflow.uncalled import none_called
 from lightning_shard.pipeline.runtime.network_calls import Calls
+from lightning_shard.pipeline.stages.own_call import OwnCall
 from lightning_shard.scripted import after_calls, before_calls
 
 _OPERATIONS_OF_A_CALL = 2**24
@@ -130,11 +117,8 @@ class Stage:
         self._filler = torch.nan
         self._root: nn.Module | None = None
         self._drawn: dict[int, Callable[[], None]] = {}
-        self._before: Before | None = None
-        self._given_objects: tuple[Any, dict[Unknown, int]] = ((), {})
+        self._own_call: OwnCall | None = None
         self._parts_before: list[Before] = []
-        self._seen_inside: list[tuple[str, Any]] = []
-        self._inside: list[RemovableHandle] = []
         self.is_first = self.index == 0
         self.is_last = self.index == self.count - 1
 
@@ -185,10 +169,11 @@ class Stage:
             with self.apart(), recording:
                 yield passage
         finally:
-            passage.active, self._trace, self._before = False, None, None
+            passage.active, self._trace = False, None
             self._parts_before.clear()
-            while self._inside:
-                self._inside.pop().remove()
+            if self._own_call is not None:  # the step ended within a block
+                self._own_call.remove_hooks()
+                self._own_call = None
 
     @contextmanager
     def backward(self, received: Mapping[Key, Tensor]) -> Iterator[None]:
@@ -369,15 +354,16 @@ class Stage:
             self._trace.mark_written_aliases((args, kwargs))
         passage.in_block = True
         refuse((args, kwargs), name)
-        if passage.searching and self.calls is None:
-            self._given_objects = ((args, kwargs), _unknown_in((args, kwargs)))
-        changes_objects = passage.follows(index)
-        if self.is_last or not (passage.searching or passage.wanted or changes_objects):
-            return  # no later stage, or none that asks
-        if passage.wants("inside", index):
-            self._watch_inside(index, block)
-        if passage.wants("kept", index) or passage.wants("changed", index) or changes_objects:
-            self._before = Before.of(block, (args, kwargs), compares_globals=passage.searching)
+        self._own_call = OwnCall(
+            name,
+            index,
+            passage,
+            block,
+            (args, kwargs),
+            is_last=self.is_last,
+            hands_on=index == self.owned[-1],
+            call_by_call=self.calls is not None,
+        )
 
     def _check_backward_hooks(self, index: int, name: str, module: nn.Module) -> None:
         if index < (self.owned.start if self.is_last else self.owned.stop):  # its output is received or sent here
@@ -399,28 +385,6 @@ class Stage:
             if any(passage.is_asked_for("block", place) for place in inside):
                 refuse_pre_hooks(name, module)
 
-    def _watch_inside(self, index: int, block: nn.Module) -> None:
-        """Record what forward hooks of a block's submodules see, for the stages where a stand-in replaces the block."""
-        self._seen_inside = []
-        for path, module in block.named_modules():
-            if path and forward_hooks(module):
-                note = partial(self._note_inside, index, path)
-                self._inside.append(module.register_forward_hook(note, with_kwargs=True, prepend=True))
-
-    def _note_inside(self, index: int, path: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        for place, (_, leaf) in enumerate(tree.walk((args, kwargs, output))):
-            key: Key = ("inside", index, len(self._seen_inside), place)
-            if self.passage.searching:
-                self.passage.known[key] = None
-            if key in self.passage.wanted:
-                if type(leaf) is not Tensor:
-                    raise StepError(
-                        f"A forward hook of {self.blocks[index]}.{path} collects a {type(leaf).__name__}, which can't"
-                        " be sent to the pipeline stage that uses it: collect what the block returns."
-                    )
-                self.passage.send(key, leaf)
-        self._seen_inside.append((path, tree.map_leaves(Slot.of, (args, kwargs, output))))
-
     def _leave(self, name: str, _block: nn.Module, _args: Any, output: Any) -> Any:
         if not self.is_shown:
             return None
@@ -433,15 +397,10 @@ class Stage:
         if index is not None and len(places) > 1 and self.draws is not None:
             self.draws(index)
         if index is not None and index in self.owned:
-            while self._inside:
-                self._inside.pop().remove()
             passage.check_differentiates(name)
-            if passage.searching:
-                self._ask_for_objects(name, output)
-                refuse(output, f"What {name} returns")  # it may use a part that an earlier stage holds
-            if not self.is_last:
-                self._note(index, output, self._before)
-                self._before = None
+            assert self._own_call is not None
+            own_call, self._own_call = self._own_call, None
+            own_call.end(output)
             passage.in_block = False
         if self._trace is not None:
             self._trace.resume()
@@ -457,105 +416,6 @@ class Stage:
         if index in self.owned:
             return None
         return self.given.pop(index, output)  # discards what hooks return here: the received output includes it
-
-    def _ask_for_objects(self, name: str, output: Any) -> None:
-        """If a block has computed with what earlier stages' blocks set in objects, ask for all that these held."""
-        (arguments, given), self._given_objects = self._given_objects, ((), {})
-        if not given:
-            return
-        returned = [leaf for leaf in tree.leaves(output) if isinstance(leaf, Unknown)]
-        now = _unknown_in(arguments)
-        if returned or any(given.get(each) != version for each, version in now.items()):  # new, or written to
-            unknown = [each for each in given if value_of(each) is not None]
-            self.passage.on_missing(unknown, f"{name} computes with {unknown[0].origin.at_end}. {REMEDY}")
-
-    def _note_effects(self, index: int, changed: list[tuple[int, Tensor]], kept: list[tuple[str, str, Any]]) -> None:
-        passage = self.passage
-        for place, tensor in changed:
-            passage.produced(("changed", index, place), tensor, written=True)
-        for number, (_, _, value) in enumerate(kept):
-            for place, leaf in enumerate(tree.leaves(value)):
-                if isinstance(leaf, Tensor):
-                    passage.produced(("kept", index, number, place), leaf)
-
-    def _note_objects(self, index: int, output: Any, before: Before) -> tuple[Change, ...]:
-        passage, name = self.passage, self.blocks[index]
-        if self.calls is not None:
-            return ()  # exchanged after the call (network_calls.py)
-        changes, tensors = before.changed_objects(name, output)
-        written = set(map(id, before.written_in(changes)))
-        for number, tensor in enumerate(tensors):
-            passage.produced(("object", index, number), tensor, written=id(tensor) in written)
-        agreed = passage.blocks[index].objects if index in passage.blocks else changes
-        if not passage.searching and not alike([*map(vars, changes)], [*map(vars, agreed)]):
-            raise StepError(
-                f"{name} changes an object that it is given otherwise than for an earlier microbatch of the same"
-                " shapes: what it sets there, other than tensors, may depend on a batch's shapes, not on its values. Or"
-                " use pipeline_parallel_size=1."
-            )
-        return changes
-
-    def _note(self, index: int, output: Any, before: Before | None) -> None:
-        passage = self.passage
-        is_handed_on = index == self.owned[-1]
-        if passage.searching or is_handed_on:
-            check_sendable(self.blocks[index], output)
-        if passage.searching or passage.wanted or is_handed_on:
-            for place, leaf in enumerate(tree.leaves(output)):
-                key: Key = ("block", index, place)
-                if passage.searching:
-                    passage.known[key] = None
-                if isinstance(leaf, Tensor) and (is_handed_on or key in passage.wanted):
-                    passage.send(key, leaf)
-        name = self.blocks[index]
-        if before is not None:
-            changed, kept = before.changed(name, output), before.kept()
-            self._note_effects(index, changed, kept)
-            in_objects = self._note_objects(index, output, before)
-        if passage.searching:
-            assert before is not None
-            passage.blocks[index] = BlockCall(
-                tree.map_leaves(partial(before.slot, name), output),
-                tuple(self._seen_inside),
-                tuple((path, key, _slots(value)) for path, key, value in kept),
-                tuple(place for place, _ in changed),
-                before.returned_containers(output),
-                in_objects,
-            )
-            return
-        if index not in passage.blocks:
-            raise StepError(called_now(name))
-        agreed = passage.blocks[index].output
-        slots = _slots_like(agreed, output) if is_handed_on or tree.is_node(output) else None
-        if slots not in (None, agreed):
-            raise StepError(
-                f"{self.blocks[index]} returns {described(slots)}, and returned {described(agreed)} for an earlier"
-                " microbatch of the same shapes: what a block returns may depend on a batch's shapes, not on its values"
-                " (pad it), and what needs gradients may change where an epoch begins (on_train_epoch_start). Or use"
-                " pipeline_parallel_size=1."
-            )
-
-
-def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """A module's forward hooks by number, without those of this library and of sharding.
-
-    A part around the blocks may be inside of blocks too, such as a shared rotary embedding.
-    """
-    defined = {
-        number: str(getattr(getattr(hook, "func", hook), "__module__", ""))
-        for number, hook in module._forward_hooks.items()
-    }
-    return {
-        number: hook
-        for number, hook in module._forward_hooks.items()
-        if not f"{defined[number]}.".startswith(("torch.distributed.", "lightning_shard."))
-    }
-
-
-def _unknown_in(arguments: Any) -> dict[Unknown, int]:
-    """The unknown tensors in objects among arguments, with their versions."""
-    held = (entry for _, each in objects(arguments, deepest=DEEPEST) for entry in entries(each).values())
-    return {entry: entry._version for entry in held if isinstance(entry, Unknown)}
 
 
 def _around_all(blocks: Sequence[str]) -> list[str]:
@@ -574,19 +434,3 @@ def _around_any(blocks: Sequence[str]) -> list[str]:
 def _attribute(root: nn.Module, name: str) -> Any:
     parent, _, key = name.rpartition(".")
     return getattr(root.get_submodule(parent), key)
-
-
-def _slots_like(agreed: Any, output: Any) -> Any:
-    """A block's output with slots for tensors; its arguments, and other objects, as agreed if their types are."""
-    told = iter(tree.leaves(agreed))
-
-    def slot(leaf: Any) -> Any:
-        known = next(told, None)
-        return known if isinstance(known, Held) and known.kind == type(leaf).__name__ else Slot.of(leaf)
-
-    return tree.map_leaves(slot, output)
-
-
-def _slots(value: Any) -> Any:
-    """A nested value with slots for tensors. ``None`` if it holds none: a number would be the first microbatch's."""
-    return tree.map_leaves(Slot.of, value) if tree.tensors(value) else None

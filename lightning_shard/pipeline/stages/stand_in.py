@@ -23,7 +23,8 @@ from lightning_shard.pipeline.dataflow.messages import BlockCall, End, Held, Key
 from lightning_shard.pipeline.dataflow.objects import at, entries, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
 from lightning_shard.pipeline.dataflow.uncalled import called_now, out_of_order
-from lightning_shard.pipeline.stages.stage import Stage, forward_hooks
+from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.pipeline.stages.user_hooks import forward_hooks
 
 
 @dataclass(eq=False)

@@ -29,8 +29,9 @@ from lightning_shard.parallel.fsdp.dtensor_writes import behave_as_tensors
 from lightning_shard.parallel.fsdp.lockstep import Lockstep
 from lightning_shard.parallel.fsdp.mutable_arguments import write_back_arguments
 from lightning_shard.parallel.fsdp.shard import Sharding, apply_fully_sharded, parallelizes_itself, to_device
-from lightning_shard.parallel.fsdp.units import gather_for_views, sharded_units, watch_parameters
+from lightning_shard.parallel.fsdp.units import gather_for_views, sharded_units
 from lightning_shard.parallel.fsdp.unsharded import unsharded_of
+from lightning_shard.parallel.fsdp.watched_parameters import watch_parameters
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.tensor.check_around_blocks import AroundBlocksCheck
 from lightning_shard.parallel.tensor.check_blocks import SplitBlocksCheck, beside_blocks, holds_others

@@ -46,7 +46,7 @@ from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.pipeline.stages.tied import Tie, TiedGradients
 from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.batches import Batches
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows, what_follows
 from lightning_shard.plugin.steps.checks.changed_batches import ChangedBatches
 from lightning_shard.plugin.steps.checks.compared_samples import ComparedSamples
@@ -60,9 +60,9 @@ from lightning_shard.plugin.steps.look_ahead import Arguments
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted, weighted_for_backward
 from lightning_shard.plugin.steps.redirect import call_through
 from lightning_shard.plugin.steps.schedule_choice import log_whole_backwards
+from lightning_shard.plugin.steps.seeds import Seeds
 from lightning_shard.plugin.steps.state.after_network import KeptStates
 from lightning_shard.plugin.steps.state.per_stage import StatesApart
-from lightning_shard.plugin.steps.state.python_state import own_generators
 from lightning_shard.plugin.steps.state.snapshot import Memory
 from lightning_shard.plugin.steps.used_hooks import is_used
 
@@ -135,11 +135,8 @@ class PipelinedSteps:
         self._runs_alike = runs_alike
         # with several stages on a rank, states are versioned per batch
         self._looks_ahead = len(stages) == 1 and not runs_alike
-        self._whole_batch: int | None = None
-        self._draw_from_torch: set[int] = set()
-        self._draw_from_others: set[int] = set()
-        self._generators = randomness.AllGenerators(device)
-        self._may_have_new_generators = True
+        self._batches = Batches(module, schedule.microbatches)
+        self._seeds = Seeds(module, device, layout.data_rank)
         self._has_trained = False
         self._unused_results: set[str] = set()
         self._under_way: deque[_Begun] = deque()
@@ -179,7 +176,7 @@ class PipelinedSteps:
         trainer = module.trainer
         accumulating = trainer_private.is_accumulating(trainer)
         trainer_private.zero_gradients(trainer, trainer.fit_loop.epoch_loop.batch_idx, optimizer)
-        parts = self._split(batch)
+        parts = self._batches.split(batch)
         scale = 1.0 / (len(parts) * trainer.accumulate_grad_batches)
         weights = self._weights.of(parts)
         scaler = getattr(precision, "scaler", None)  # fp16's
@@ -199,7 +196,7 @@ class PipelinedSteps:
                 return self._run(stage, "training_step", draw, i, part, args, kwargs)
 
         def before_backward(stage: Stage, i: int, is_last: bool) -> None:
-            self._seed(stage, draw, i)
+            self._seeds.of_part(stage, draw, i)
             if self._splits:  # FSDP2 takes the end of a backward's first part for the end of the whole backward
                 expect_backward_of(units, reduces=False, reshards=False, is_last=is_last)
                 return
@@ -272,11 +269,13 @@ class PipelinedSteps:
             if results is None:
                 parts, seed = [batch], draw(arguments)
                 for stage in self._stages:
-                    self._seed(stage, seed, 0)
+                    self._seeds.of_part(stage, seed, 0)
                 run = partial(self._run_inside, self._stages[-1], method, seed, 0, batch, args, kwargs)
-                after_call, note = partial(self._seed_after_call, seed), self._generators.remember
+                after_call = partial(self._seeds.after_call, self._stages[-1], seed)
                 of_any = self._groups.of_any_peer if self._layout.expert_parallel_size > 1 else bool
-                of_calls = partial(self._step.call_by_call, run, self._apart.call, note, after_call, of_any)
+                of_calls = partial(
+                    self._step.call_by_call, run, self._apart.call, self._seeds.remember, after_call, of_any
+                )
                 with kept_gathered(self._module), self._around_steps(1):  # data ranks may make more or fewer calls
                     results = [call_through(self._module, of_calls)]
                 self._apart.begin()  # the step ran once, not once per stage
@@ -327,7 +326,7 @@ class PipelinedSteps:
             kind = self._kind(method, args)
             if kind not in self._of_known_ends:
                 return
-            if not self._step.knows(tree.split(batch, self._most_parts(batch)), kind):
+            if not self._step.knows(self._batches.split_evaluated(batch), kind):
                 return
             self._under_way.append(self._begin(method, draw, arguments, {}, waits=False))
 
@@ -340,8 +339,7 @@ class PipelinedSteps:
     ) -> _Begun:
         """Run this rank's part of a batch."""
         batch, *args = arguments
-        self._refuse_list_of_samples(batch, may_be_last=True)
-        parts, seed = tree.split(batch, self._most_parts(batch)), draw(arguments)
+        parts, seed = self._batches.split_evaluated(batch), draw(arguments)
 
         def run(stage: Stage, i: int, part: Any) -> Any:
             return self._run_inside(stage, method, seed, i, part, tuple(args), kwargs)
@@ -358,34 +356,6 @@ class PipelinedSteps:
     def _order(self, microbatches: int) -> Row:
         """This rank's actions for this number of microbatches."""
         return self._schedule.first(microbatches).rows[self._layout.pipeline_rank]
-
-    def _seed_after_call(self, draw: int, calls: int) -> None:
-        """Seed the generators equally on all ranks, whatever each has drawn in its parts of the call."""
-        self._generators.seed(randomness.derive(self._seed(self._stages[-1], draw, 0), "call", calls))
-
-    def _split(self, batch: Any) -> list[Any]:
-        """Split a training batch into microbatches; one smaller than the first batch (an epoch's last) may have fewer.
-
-        Raises:
-            BatchError: The batch doesn't divide into the microbatches.
-        """
-        if self._microbatches == 1:
-            return [batch]
-        size = tree.batch_size(batch)
-        self._whole_batch = self._whole_batch or size
-        self._refuse_list_of_samples(batch, may_be_last=size < self._whole_batch)
-        return tree.split(batch, self._microbatches if size >= self._whole_batch else self._most_parts(batch))
-
-    def _refuse_list_of_samples(self, batch: Any, *, may_be_last: bool) -> None:
-        trainer = self._module.trainer
-        if self._microbatches > 1 and not trainer_private.stacks_samples(trainer):
-            tree.refuse_list_of_samples(batch, trainer_private.samples_drawn(trainer), may_be_last=may_be_last)
-
-    def _most_parts(self, batch: Any) -> int:
-        if self._microbatches == 1:
-            return 1
-        size = tree.batch_size(batch)
-        return max(n for n in range(1, self._microbatches + 1) if size % n == 0)
 
     def _run(
         self, stage: Stage, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -407,7 +377,7 @@ class PipelinedSteps:
         self, stage: Stage, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call the user's step on a microbatch, inside a call of the root; returns its result on the last stage."""
-        self._generators.seed(self._seed(stage, draw, i))  # equal on every stage, for the code around the blocks
+        self._seeds.seed(self._seeds.of_part(stage, draw, i))  # equal on every stage, for the code around the blocks
         stage.method = method
         searching, several = stage.passage.searching, len(self._stages) > 1
         if searching or several or self._changed_batches.changes(method):  # the part may run again; hooks are given it
@@ -438,45 +408,12 @@ class PipelinedSteps:
             if forget_logs is not None:
                 forget_logs()
 
-    def _seed(self, stage: Stage, draw: int, i: int) -> int:
-        """Return a microbatch's seed, and make the stage's blocks draw from seeds derived from it."""
-        seed = randomness.derive(draw, i, self._layout.data_rank)
-        stage.draws = partial(self._seed_block, stage, seed)
-        return seed
-
-    def _seed_block(self, stage: Stage, seed: int, index: int) -> Callable[[], None]:
-        """Seed the generators for a block; returns a function that restores them for the code around it.
-
-        Numpy's and Python's generators take most of the time. In evaluations they are skipped for a block that didn't
-        draw from them in the first microbatch of its kind, unless modules have generators of their own.
-        """
-        calls = stage.calls.count if stage.calls is not None else 0
-        own = randomness.derive(seed, "block", index, *([calls] if calls else []))
-        skips = not torch.is_grad_enabled() and not self._generators.own
-        if skips and index in self._draw_from_torch and not stage.passage.searching:
-            put_torch_back = randomness.remember_torch(self._device)
-            randomness.seed_torch(own)
-            return put_torch_back
-        put_back = self._generators.remember()
-        self._generators.seed(own)
-        if not skips or index in self._draw_from_others:
-            return put_back
-        before = randomness.where_others_stand()
-
-        def note_and_put_back() -> None:
-            drew = randomness.where_others_stand() != before
-            self._draw_from_torch.discard(index)
-            (self._draw_from_others if drew else self._draw_from_torch).add(index)
-            put_back()
-
-        return note_and_put_back
-
     @contextmanager
     def _around_steps(self, microbatches: int) -> Iterator[None]:
         """Context in which a batch's steps run."""
         with (
             self._logs.holding(microbatches),
-            self._drawing(),
+            self._seeds.preserved(),
             WholeNorms.aside(),
             self._output.watched(microbatches),
             warning_of_appends(),
@@ -490,17 +427,8 @@ class PipelinedSteps:
         stage = self._stages.current
         return stage is not None and stage.in_step and not stage.is_last
 
-    @contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Restore all generators after the steps that run inside."""
-        if self._may_have_new_generators:
-            self._generators.own = own_generators(self._module)
-            self._may_have_new_generators = False
-        with self._generators.preserved():
-            yield
-
     def _remember(self) -> MemoryBeside:
-        self._may_have_new_generators = True  # a first step may make some
+        self._seeds.look_for_generators()  # a first step may make some
         put_rest_back = [each.remember() for each in (self._apart, self._logs, self._kept, self._output)]
 
         def put_all_back() -> None:

@@ -1,0 +1,143 @@
+"""Checks that what users change of the parameters of FSDP2's units isn't lost.
+
+A unit holds each parameter as two tensors. The shard is in the module between steps, and is what the optimizer trains.
+The unsharded (all-gathered) parameter is in the module during a step; its memory is freed afterwards. What a user sets
+on one must act on the other, and is refused if it would be lost. These checks run in each step, so they never wait for
+a device.
+
+Private (torch 2.11 to 2.13): of the states of parameters, the modules that hold them, and the memory they gather to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.errors import StepError
+from lightning_shard.parallel.fsdp.units import gathered_of, groups_of, is_unit, remember_units, sharded_units
+
+
+class _WatchedList(list["_Watched"]):
+    """The parameters to check in calls of one module. Only the module's hook owns the list.
+
+    The list refers back to the module, so :data:`_WATCHED` has a weak reference to it.
+    """
+
+
+_WATCHED: WeakKeyDictionary[nn.Module, ref[_WatchedList]] = WeakKeyDictionary()
+
+
+class _Watched:
+    """One parameter of a unit, with the modules and names that hold it."""
+
+    def __init__(self, group: Any, parameter: Any) -> None:
+        info = parameter._module_info
+        self._group = group
+        self._parameter = parameter
+        self._slots = [
+            (info.module, info.param_name),
+            *zip(info.shared_modules, info.shared_param_names),
+        ]
+        self._local = parameter.sharded_param._local_tensor
+        self._version: int | None = None
+
+    def before_gather(self) -> None:
+        """Check before the all-gather for a step; take over a shard that was assigned by ``p.data = …``."""
+        held = self._parameter
+        self.check_in_place()
+        if self._group.is_sharded and held.sharded_param._local_tensor is not self._local:
+            held.reset_sharded_param()  # FSDP2 itself has still the old local tensor
+            self._local = held.sharded_param._local_tensor
+
+    def after_forward(self) -> None:
+        """Check after the unit's forward, before the parameter is freed; take over ``requires_grad``."""
+        if not self._group.is_unsharded:
+            return
+        self.check_in_place()
+        sharded, gathered = self._parameter.sharded_param, gathered_of(self._parameter)
+        version, self._version = self._version, gathered._version
+        if version not in (None, self._version) or not self._is_over_gathered_memory(gathered):
+            raise StepError(self._text("was changed in place while it was unsharded (all-gathered) for a step", _LOST))
+        if sharded.requires_grad != gathered.requires_grad:
+            sharded.requires_grad_(gathered.requires_grad)
+
+    def _is_over_gathered_memory(self, gathered: Any) -> bool:
+        """False after ``p.data = …`` in a step: the parameter would keep that memory, and not be all-gathered again."""
+        local = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
+        outputs = self._parameter.all_gather_outputs
+        return len(outputs) != 1 or bool(local.data_ptr() == outputs[0].data_ptr())
+
+    def check_in_place(self) -> None:
+        held = self._parameter
+        expected = held.sharded_param if self._group.is_sharded else gathered_of(held)
+        for module, name in self._slots:
+            if module._parameters.get(name) is not expected:
+                raise StepError(self._text("was replaced or removed after the module was sharded", _REPLACED))
+
+    def _text(self, what: str, remedy: str) -> str:
+        module, name = self._slots[0]
+        shape = tuple(self._parameter.sharded_param.shape)
+        return f"The parameter {name!r} of a {type(module).__name__}, of shape {shape}, {what}{remedy}"
+
+
+_REPLACED = (
+    ", but FSDP2 still gathers and trains the original: change its values in place, as by copy_, or replace it in"
+    " __init__, configure_model or setup. torch.func.functional_call replaces parameters too, for one call: use it"
+    " only for a module that isn't in a block, or use data_parallel_size=1."
+)
+_LOST = (
+    ", and the change is lost when it is resharded: make it in on_train_batch_start or on_train_batch_end, where it is"
+    " sharded, or keep it as a buffer."
+)
+
+
+def watch_parameters(root: nn.Module) -> None:
+    """Register hooks: what is set on parameters, unsharded or not, acts in the next step at the latest, or is refused.
+
+    Args:
+        root: The model, after FSDP2 was applied to all its units. If ``root`` is a unit, a step is a call of it;
+            otherwise a step calls the units.
+    """
+    remember_units(root)
+    held: dict[Any, _WatchedList] = {
+        unit: _WatchedList(_Watched(group, parameter) for group in groups_of(unit) for parameter in group.fsdp_params)
+        for unit in sharded_units(root)
+    }
+    for unit, own in held.items():
+        _WATCHED[unit] = ref(own)
+        # prepended: before FSDP2's hook that all-gathers, and before the one that frees
+        unit.register_forward_pre_hook(check_before_gather, prepend=True)
+        unit.register_forward_hook(partial(_after_forward, own), prepend=True)
+    if is_unit(root):
+        everything = _WatchedList(parameter for own in held.values() for parameter in own)
+        _WATCHED[root] = ref(everything)
+        root.register_forward_hook(partial(_all_in_place, everything), prepend=True)
+
+
+def check_before_gather(called: nn.Module, *_: Any) -> None:
+    """Before an all-gather: check that all parameters are in their places, and take over assigned data.
+
+    Raises:
+        StepError: A parameter was replaced or removed.
+    """
+    with torch._C.DisableTorchFunction():  # stages count operations, and must not count these
+        found = _WATCHED.get(called)
+        for parameter in (found and found()) or ():
+            parameter.before_gather()
+
+
+def _all_in_place(held: Iterable[_Watched], *_: Any) -> None:
+    for parameter in held:
+        parameter.check_in_place()
+
+
+def _after_forward(held: Iterable[_Watched], *_: Any) -> None:
+    with torch._C.DisableTorchFunction():
+        for parameter in held:
+            parameter.after_forward()

@@ -1,0 +1,209 @@
+"""A call of a block that its stage holds: what the block does is noted, and sent where later stages use it.
+
+Later stages have stand-ins for the block. So besides its output they may use what it wrote to, set on itself and in
+objects that it was given, and what hooks of its submodules saw.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_shard import tree
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.crossing import Passage, value_of
+from lightning_shard.pipeline.dataflow.messages import BlockCall, Change, Held, Key, Slot, described
+from lightning_shard.pipeline.dataflow.objects import alike, entries, objects
+from lightning_shard.pipeline.dataflow.side_effects import DEEPEST, Before, check_sendable
+from lightning_shard.pipeline.dataflow.taint import REMEDY, Unknown, refuse
+from lightning_shard.pipeline.dataflow.uncalled import called_now
+from lightning_shard.pipeline.stages.user_hooks import forward_hooks
+
+
+class OwnCall:
+    """One call, from the block's pre-hook to its hook.
+
+    Args:
+        name: The block's name.
+        index: Its place.
+        passage: That of the microbatch.
+        is_last: Whether no stage follows.
+        hands_on: Whether the next stage gets the block's output as its hidden state.
+        call_by_call: Whether the step runs call by call: changes of objects are exchanged after the call then
+            (``network_calls.py``).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        passage: Passage,
+        block: nn.Module,
+        arguments: Any,
+        *,
+        is_last: bool,
+        hands_on: bool,
+        call_by_call: bool,
+    ) -> None:
+        self._name = name
+        self._index = index
+        self._passage = passage
+        self._is_last = is_last
+        self._hands_on = hands_on
+        self._call_by_call = call_by_call
+        asks = passage.searching and not call_by_call
+        self._given_objects = (arguments, _unknown_in(arguments)) if asks else ((), {})
+        self._before: Before | None = None
+        self._seen_inside: list[tuple[str, Any]] = []
+        self._inside: list[RemovableHandle] = []
+        changes_objects = passage.follows(index)
+        if is_last or not (passage.searching or passage.wanted or changes_objects):
+            return  # no later stage, or none that asks
+        if passage.wants("inside", index):
+            self._watch_inside(block)
+        if passage.wants("kept", index) or passage.wants("changed", index) or changes_objects:
+            self._before = Before.of(block, arguments, compares_globals=passage.searching)
+
+    def end(self, output: Any) -> None:
+        """The block returned: note and send what it did.
+
+        Raises:
+            StepError: It did what can't be sent, or something else than for an earlier microbatch of the same shapes.
+        """
+        self.remove_hooks()
+        if self._passage.searching:
+            self._ask_for_objects(output)
+            refuse(output, f"What {self._name} returns")  # it may use a part that an earlier stage holds
+        if not self._is_last:
+            self._note(output)
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks of its submodules; also where the call, or the whole step, ends within the block."""
+        while self._inside:
+            self._inside.pop().remove()
+
+    def _watch_inside(self, block: nn.Module) -> None:
+        """Record what forward hooks of the block's submodules see, for the stages where a stand-in replaces it."""
+        for path, module in block.named_modules():
+            if path and forward_hooks(module):
+                note = partial(self._note_inside, path)
+                self._inside.append(module.register_forward_hook(note, with_kwargs=True, prepend=True))
+
+    def _note_inside(self, path: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        passage = self._passage
+        for place, (_, leaf) in enumerate(tree.walk((args, kwargs, output))):
+            key: Key = ("inside", self._index, len(self._seen_inside), place)
+            if passage.searching:
+                passage.known[key] = None
+            if key in passage.wanted:
+                if type(leaf) is not Tensor:
+                    raise StepError(
+                        f"A forward hook of {self._name}.{path} collects a {type(leaf).__name__}, which can't"
+                        " be sent to the pipeline stage that uses it: collect what the block returns."
+                    )
+                passage.send(key, leaf)
+        self._seen_inside.append((path, tree.map_leaves(Slot.of, (args, kwargs, output))))
+
+    def _ask_for_objects(self, output: Any) -> None:
+        """If the block has computed with what earlier stages' blocks set in objects, ask for all that these held."""
+        arguments, given = self._given_objects
+        if not given:
+            return
+        returned = [leaf for leaf in tree.leaves(output) if isinstance(leaf, Unknown)]
+        now = _unknown_in(arguments)
+        if returned or any(given.get(each) != version for each, version in now.items()):  # new, or written to
+            unknown = [each for each in given if value_of(each) is not None]
+            self._passage.on_missing(unknown, f"{self._name} computes with {unknown[0].origin.at_end}. {REMEDY}")
+
+    def _note(self, output: Any) -> None:
+        passage, index, before = self._passage, self._index, self._before
+        if passage.searching or self._hands_on:
+            check_sendable(self._name, output)
+        if passage.searching or passage.wanted or self._hands_on:
+            for place, leaf in enumerate(tree.leaves(output)):
+                key: Key = ("block", index, place)
+                if passage.searching:
+                    passage.known[key] = None
+                if isinstance(leaf, Tensor) and (self._hands_on or key in passage.wanted):
+                    passage.send(key, leaf)
+        if before is not None:
+            changed, kept = before.changed(self._name, output), before.kept()
+            self._note_effects(changed, kept)
+            in_objects = self._note_objects(output, before)
+        if not passage.searching:
+            self._check_as_agreed(output)
+            return
+        assert before is not None
+        passage.blocks[index] = BlockCall(
+            tree.map_leaves(partial(before.slot, self._name), output),
+            tuple(self._seen_inside),
+            tuple((path, key, _slots(value)) for path, key, value in kept),
+            tuple(place for place, _ in changed),
+            before.returned_containers(output),
+            in_objects,
+        )
+
+    def _note_effects(self, changed: list[tuple[int, Tensor]], kept: list[tuple[str, str, Any]]) -> None:
+        passage, index = self._passage, self._index
+        for place, tensor in changed:
+            passage.produced(("changed", index, place), tensor, written=True)
+        for number, (_, _, value) in enumerate(kept):
+            for place, leaf in enumerate(tree.leaves(value)):
+                if isinstance(leaf, Tensor):
+                    passage.produced(("kept", index, number, place), leaf)
+
+    def _note_objects(self, output: Any, before: Before) -> tuple[Change, ...]:
+        passage, index = self._passage, self._index
+        if self._call_by_call:
+            return ()
+        changes, tensors = before.changed_objects(self._name, output)
+        written = set(map(id, before.written_in(changes)))
+        for number, tensor in enumerate(tensors):
+            passage.produced(("object", index, number), tensor, written=id(tensor) in written)
+        agreed = passage.blocks[index].objects if index in passage.blocks else changes
+        if not passage.searching and not alike([*map(vars, changes)], [*map(vars, agreed)]):
+            raise StepError(
+                f"{self._name} changes an object that it is given otherwise than for an earlier microbatch of the same"
+                " shapes: what it sets there, other than tensors, may depend on a batch's shapes, not on its values. Or"
+                " use pipeline_parallel_size=1."
+            )
+        return changes
+
+    def _check_as_agreed(self, output: Any) -> None:
+        blocks = self._passage.blocks
+        if self._index not in blocks:
+            raise StepError(called_now(self._name))
+        agreed = blocks[self._index].output
+        slots = _slots_like(agreed, output) if self._hands_on or tree.is_node(output) else None
+        if slots not in (None, agreed):
+            raise StepError(
+                f"{self._name} returns {described(slots)}, and returned {described(agreed)} for an earlier"
+                " microbatch of the same shapes: what a block returns may depend on a batch's shapes, not on its values"
+                " (pad it), and what needs gradients may change where an epoch begins (on_train_epoch_start). Or use"
+                " pipeline_parallel_size=1."
+            )
+
+
+def _unknown_in(arguments: Any) -> dict[Unknown, int]:
+    """The unknown tensors in objects among arguments, with their versions."""
+    held = (entry for _, each in objects(arguments, deepest=DEEPEST) for entry in entries(each).values())
+    return {entry: entry._version for entry in held if isinstance(entry, Unknown)}
+
+
+def _slots_like(agreed: Any, output: Any) -> Any:
+    """A block's output with slots for tensors; its arguments, and other objects, as agreed if their types are."""
+    told = iter(tree.leaves(agreed))
+
+    def slot(leaf: Any) -> Any:
+        known = next(told, None)
+        return known if isinstance(known, Held) and known.kind == type(leaf).__name__ else Slot.of(leaf)
+
+    return tree.map_leaves(slot, output)
+
+
+def _slots(value: Any) -> Any:
+    """A nested value with slots for tensors. ``None`` if it holds none: a number would be the first microbatch's."""
+    return tree.map_leaves(Slot.of, value) if tree.tensors(value) else None
