@@ -116,7 +116,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self.model = module
         self._connect_checkpoint_io(trainer)
         self._make_steps(module, known)
-        share_metrics(module, self.groups, self.root_device, known.stages)
+        share_metrics(module, self.groups, self.root_device, known.stages, known.means)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             average_shards(callbacks, module)
@@ -193,6 +193,7 @@ class PreparedStrategy(CheckpointedStrategy):
             known.ties,
             weights,
             means,
+            known.means,
             BypassedUnits(module, None, device) if reshards and layout.data_parallel_size > 1 else None,
             reduces_each=self._reduces_each,
             reshards_each=reshards,

@@ -9,20 +9,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.steps.means_over_steps import MeansOverSteps
 
 
-def share_metrics(module: nn.Module, groups: Groups, device: torch.device, stages: Stages | None) -> None:
+def share_metrics(
+    module: nn.Module, groups: Groups, device: torch.device, stages: Stages | None, means: MeansOverSteps
+) -> None:
     """Reduce a module's metrics over data-parallel ranks, and broadcast the last stage's values to other stages.
 
     Tensor-parallel ranks see the same data, so a reduction over the world would count it several times. Only the last
     stage of a pipeline updates metrics. ``compute``, which already is a collective call over the data ranks, becomes
     one over the pipeline too. Copies of metrics are shared likewise.
+
+    Args:
+        means: Weighs what means of steps are given in a pipeline.
     """
-    sharing = _Sharing(groups, device, stages)
+    sharing = _Sharing(groups, device, stages, means)
     for metric in module.modules():
         if isinstance(metric, Metric):
             sharing.share(metric)
@@ -31,10 +37,11 @@ def share_metrics(module: nn.Module, groups: Groups, device: torch.device, stage
 class _Sharing:
     """Wraps ``compute``. A metric may compute other metrics; only the outermost call is broadcast."""
 
-    def __init__(self, groups: Groups, device: torch.device, stages: Stages | None) -> None:
+    def __init__(self, groups: Groups, device: torch.device, stages: Stages | None, means: MeansOverSteps) -> None:
         self._groups = groups
         self._device = device
         self._stages = stages
+        self._means = means
         self._inside = False
 
     def share(self, metric: Metric) -> None:
@@ -43,6 +50,8 @@ class _Sharing:
             metric.__dict__["__deepcopy__"] = partial(self._copied, metric)
             if self._stages is not None:
                 metric.__dict__["compute"] = self._of(metric.compute)
+                if isinstance(metric, MeanMetric):
+                    metric.__dict__["update"] = self._means.weighing(metric.update)
 
     def _copied(self, metric: Metric, memo: dict[int, Any]) -> Metric:
         """A copy, which torchmetrics makes to track a metric over epochs; a process group can't be copied."""

@@ -58,6 +58,7 @@ from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_logged_by_last_stage
 from lightning_shard.plugin.steps.look_ahead import Arguments
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted, weighted_for_backward
+from lightning_shard.plugin.steps.means_over_steps import MeansOverSteps, UnevenLists
 from lightning_shard.plugin.steps.redirect import call_through
 from lightning_shard.plugin.steps.schedule_choice import log_whole_backwards
 from lightning_shard.plugin.steps.seeds import Seeds
@@ -112,6 +113,7 @@ class PipelinedSteps:
         ties: Iterable[Tie],
         weights: LossWeights,
         means: UnequalMeans,
+        over_steps: MeansOverSteps,
         bypassed: BypassedUnits | None,
         *,
         reduces_each: bool = False,
@@ -151,6 +153,8 @@ class PipelinedSteps:
         self._output = DirectOutput(module, self._is_silent)
         self._weights = weights
         self._means = means
+        self._over_steps = over_steps
+        self._uneven_lists = UnevenLists()
         self._bypassed = bypassed
         self._sums = SummedLosses(schedule.microbatches)
         tells = layout.data_rank == layout.tensor_rank == 0
@@ -389,6 +393,7 @@ class PipelinedSteps:
         if stage.is_last:
             self._compared.part = part
         self._logs.begin_microbatch()
+        self._over_steps.begin_microbatch()
         # otherwise each stage's run on this rank would add to the logs
         forget_logs = self._logs.remember() if several and not stage.is_last else None
         try:
@@ -413,6 +418,7 @@ class PipelinedSteps:
         """Context in which a batch's steps run."""
         with (
             self._logs.holding(microbatches),
+            self._over_steps.batch(microbatches, self._microbatches),
             self._seeds.preserved(),
             WholeNorms.aside(),
             self._output.watched(microbatches),
@@ -457,7 +463,9 @@ class PipelinedSteps:
             size = tree.batch_size(parts[0]) if len(parts) > 1 else 0
             merged = tree.map_leaves(_detached, merge(results, size))
             in_blocks = sorted(self._logs.in_blocks(of_last=True))  # the broadcaster takes no set for an equal value
-            shared = (merged, self._logs.combined(), self._kept.changes(), len(results), in_blocks, follows)
+            changes = self._kept.changes()
+            self._uneven_lists.look(changes, len(results))
+            shared = (merged, self._logs.combined(), changes, len(results), in_blocks, follows)
         shared = self._groups.broadcast_from_last_stage(shared, self._device)
         result, logs, changes, microbatches, logged_last, followed = shared
         check_what_follows(follows, followed)
