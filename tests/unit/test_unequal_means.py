@@ -54,3 +54,16 @@ def test_unequal_numbers_are_told_of_once(
                 means.note(loss_of(torch.ones(4, requires_grad=True), part))
             means.warn()
     assert len([each for each in said if "mean over a different number" in str(each.message)]) == told
+
+
+def test_padding_that_begins_later_is_found_in_the_next_step_that_is_looked_at(group: dist.ProcessGroup) -> None:
+    means = UnequalMeans(2, group, torch.device("cpu"), is_weighted=False)
+    told = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(1, 70):
+            for part in range(2):
+                means.note(torch.ones(4, requires_grad=True).sum() / (3 + part * (step > 20)))
+            if means.warn():
+                told.append(step)
+    assert told == [32]

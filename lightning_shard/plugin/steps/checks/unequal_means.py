@@ -1,10 +1,10 @@
 """Warns of losses that are means over different numbers of targets in the parts of a batch.
 
 The mean of such means isn't the mean over the batch, which one process takes. ``loss_weight`` corrects that. Without it
-nothing fails, so in the first steps the divisors of losses are compared. A part in which nothing counts often has a
-guarded loss of 0: with a divisor of 1 (``clamp(min=1)``), or with none. There the divisor is taken for 0.
+nothing fails, so in some steps the divisors of losses are compared. A part in which nothing counts often has a guarded
+loss of 0: with a divisor of 1 (``clamp(min=1)``), or with none. There the divisor is taken for 0.
 
-Limits: padding that begins after these steps, and means in evaluation steps, which have no graph, aren't detected.
+Limits: padding in other steps only, and means in evaluation steps, which have no graph, aren't detected.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from torch import Tensor
 
 from lightning_shard.plugin.steps.checks.loss_divisors import divisions
 
-_STEPS = 2
-"""Number of steps that are checked: reading divisors waits for the device."""
 _DIVISORS = 4
 """Largest number of divisors of one loss that are compared, in the order of the graph."""
 
@@ -39,31 +37,38 @@ class UnequalMeans:
         self._device = device
         self._ranks = dist.get_world_size(group)
         self._parts = parts
-        self._left = 0 if is_weighted or parts * self._ranks == 1 else _STEPS
+        self._is_done = is_weighted or parts * self._ranks == 1
+        self._step = 1
         self._seen: list[tuple[Tensor, list[Tensor | float]]] = []  # losses and their divisors
 
     def note(self, loss: Any) -> None:
         """Read the divisors of a part's loss, before its backward frees the graph."""
-        if self._left and isinstance(loss, Tensor):
+        if self._looks() and isinstance(loss, Tensor):
             self._seen.append((loss.detach(), [number for _, number in divisions(loss)]))
 
     def warn(self) -> bool:
-        """Warn once, after a batch's parts; a collective call over the data ranks in the first steps.
+        """Warn once, after a batch's parts; a collective call over the data ranks in the steps that are looked at.
 
         Returns:
             Whether it has warned now.
         """
-        if not self._left:
+        looks = self._looks()
+        self._step += 1
+        if not looks:
             return False
-        self._left -= 1
         least, most = self._extremes()
         self._seen = []
         for low, high in zip(least, most):
             if high - low > 1e-6 * abs(low):
-                self._left = 0
+                self._is_done = True
                 rank_zero_warn(self._text(low, high))
                 return True
         return False
+
+    def _looks(self) -> bool:
+        """Whether this step is looked at: the first two, and ever fewer later, since reading waits for the device."""
+        is_power_of_two = self._step & (self._step - 1) == 0
+        return not self._is_done and (self._step <= 2 or (self._step >= 16 and is_power_of_two))
 
     def _extremes(self) -> tuple[list[float], list[float]]:
         """Minimum and maximum of each divisor over all parts that have it."""
