@@ -27,6 +27,7 @@ from lightning_shard.parallel.experts.module_lists import is_list
 from lightning_shard.parallel.fsdp.shard import with_forward
 from lightning_shard.pipeline.dataflow.packed_sequences import nothing_packed
 from lightning_shard.plugin.assembly.example import part_of
+from lightning_shard.scripted import after_calls, before_calls
 
 Way = Literal["plain", "recomputed", "selective"]
 _RING: Mapping[str, Callable[[int], float]] = {
@@ -170,13 +171,13 @@ class Watched:
             for name, _ in self.model.blocks.parts if self.model.blocks else ():
                 part = part_of(module, name)
                 if isinstance(part, nn.Module):
-                    stack.callback(part.register_forward_pre_hook(partial(self._begin_part, name)).remove)
-                    stack.callback(part.register_forward_hook(partial(self._end, name), always_call=True).remove)
+                    stack.callback(before_calls(part, partial(self._begin_part, name)).remove)
+                    stack.callback(after_calls(part, partial(self._end, name), always_call=True).remove)
             for name in self.experts:
                 experts = module.get_submodule(name)
                 if is_list(experts):  # these are gathered by themselves
                     continue
-                stack.callback(experts.register_forward_pre_hook(self._begin_experts, with_kwargs=True).remove)
+                stack.callback(before_calls(experts, self._begin_experts, with_kwargs=True).remove)
             if nodes:
                 names = {id(parameter): name for name, parameter in module.named_parameters()}
                 self._parted = InTwoParts(ledger, names)
@@ -240,8 +241,8 @@ class Watched:
             leave_out_caches(called)
         if self._likes is not None:
             vars(called)["forward"] = self._likes.of(called, called.forward, lambda: self._running[-1])
-        stack.callback(called.register_forward_pre_hook(partial(self._begin_block, name), prepend=True).remove)
-        stack.callback(called.register_forward_hook(partial(self._end_block), always_call=True).remove)
+        stack.callback(before_calls(called, partial(self._begin_block, name), prepend=True).remove)
+        stack.callback(after_calls(called, partial(self._end_block), always_call=True).remove)
 
     def _begin_block(self, name: str, *_: Any) -> None:
         number = self._calls.get(name, 0)

@@ -31,6 +31,7 @@ from lightning_shard.parallel.containers import with_forward
 from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.assembly.example import part_of
 from lightning_shard.plugin.settings import Settings
+from lightning_shard.scripted import after_calls, before_calls
 
 _MATRIX = {"cpu": 512, "cuda": 4096}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -152,8 +153,8 @@ class _Stopwatch:
             for name in dict.fromkeys([*names, *parts]):
                 part = part_of(self._module, name)
                 for called in with_forward(part) if isinstance(part, nn.Module) else ():
-                    stack.callback(called.register_forward_pre_hook(partial(self._begin, name)).remove)
-                    stack.callback(called.register_forward_hook(partial(self._end, name in names)).remove)
+                    stack.callback(before_calls(called, partial(self._begin, name)).remove)
+                    stack.callback(after_calls(called, partial(self._end, name in names)).remove)
             for _ in range(times + 1):
                 turns.append(self._turn(batch, len(names)))
         keys = {name for turn in turns for name, _ in turn}
