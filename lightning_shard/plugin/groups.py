@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -116,6 +117,13 @@ class Groups:
         value = torch.tensor(int(flag))
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self.peers)
         return bool(value)
+
+    def of_all_peers(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether it is true on all ranks that hold the same part of the model; a collective call."""
+        values = torch.tensor(flags, dtype=torch.int32)
+        if dist.get_world_size(self.peers) > 1:
+            dist.all_reduce(values, dist.ReduceOp.MIN, group=self.peers)
+        return [bool(value) for value in values.tolist()]
 
     def from_first_rank(self, value: Any) -> Any:
         """Broadcast rank 0's value to all ranks; a collective call."""

@@ -5,7 +5,8 @@ nn.Linear``, or a module for its name, would do something else then. So units ha
 while FSDP2's methods run.
 
 Private (torch 2.11 to 2.13): the units' parameter groups, the states of their parameters, the handles of the hooks
-around their forward, and the hook that begins their backward (``_pre_backward``). torch's own pipeline stages
+around their forward, the hook that begins their backward (``_pre_backward``), and the order of forwards by which they
+prefetch. torch's own pipeline stages
 (``torch/distributed/pipelining/stage.py``) use the groups too. Before 2.13 a unit had at most one group.
 """
 
@@ -146,6 +147,18 @@ def within_its_call(module: nn.Module) -> Iterator[None]:
 
 def _nothing(*_: Any) -> None:
     """In place of a hook, whose place among others it keeps."""
+
+
+def leave_out_prefetching(units: Iterable[nn.Module]) -> None:
+    """Make the next backward all-gather no unit before its turn, in a step whose units stay gathered to its end.
+
+    FSDP2 prefetches the unit whose forward came before. A pipeline's stage has run other forwards since, and more of
+    them on a data rank that has searched for what crosses. So the last backward would gather units again that are done,
+    other ones on each rank, and wait for ever.
+    """
+    for unit in units:
+        for group in groups_of(unit):
+            group._post_forward_indices.clear()
 
 
 def gather_for_views(units: Iterable[nn.Module]) -> None:

@@ -1,7 +1,14 @@
-"""Splits batches into microbatches: how many, and what can't be split."""
+"""Splits batches into microbatches: how many, and what can't be split.
+
+Data ranks' batches may differ in size: the last ones of a stream, those of a sampler that counts tokens, or of an
+evaluation without padding. All are split into equally many microbatches, since there may be a collective call for each:
+of parts that are gathered or reduced for it, of experts, or the step's own. A number that doesn't divide all of them
+isn't taken, so they have to agree.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,15 +22,28 @@ class Batches:
 
     Args:
         microbatches: Of a whole batch.
+        of_all: For each flag, whether it is true on all data ranks; a collective call of these.
+        evaluates_alike: Whether in evaluations too there are collective calls for each microbatch.
     """
 
-    def __init__(self, module: pl.LightningModule, microbatches: int) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        microbatches: int,
+        of_all: Callable[[Sequence[bool]], list[bool]],
+        *,
+        evaluates_alike: bool,
+    ) -> None:
         self._module = module
         self._microbatches = microbatches
+        self._of_all = of_all
+        self._evaluates_alike = evaluates_alike
         self._whole: int | None = None
 
     def split(self, batch: Any) -> list[Any]:
         """Split a training batch; one smaller than the first batch (an epoch's last) may have fewer microbatches.
+
+        A collective call over the data ranks.
 
         Raises:
             BatchError: The batch doesn't divide into the microbatches.
@@ -33,20 +53,26 @@ class Batches:
         size = tree.batch_size(batch)
         self._whole = self._whole or size
         self._refuse_list_of_samples(batch, may_be_last=size < self._whole)
-        return tree.split(batch, self._microbatches if size >= self._whole else self._most_parts(batch))
+        if size >= self._whole and size % self._microbatches:
+            return tree.split(batch, self._microbatches)  # raises
+        return tree.split(batch, self._most_parts(batch, self._of_all))
 
     def split_evaluated(self, batch: Any) -> list[Any]:
-        """Split an evaluation's batch, into fewer microbatches if it doesn't divide."""
+        """Split an evaluation's batch, into fewer microbatches if it doesn't divide.
+
+        A collective call over the data ranks, if all have to run alike.
+        """
         self._refuse_list_of_samples(batch, may_be_last=True)
-        return tree.split(batch, self._most_parts(batch))
+        return tree.split(batch, self._most_parts(batch, self._of_all if self._evaluates_alike else list))
 
     def _refuse_list_of_samples(self, batch: Any, *, may_be_last: bool) -> None:
         trainer = self._module.trainer
         if self._microbatches > 1 and not trainer_private.stacks_samples(trainer):
             tree.refuse_list_of_samples(batch, trainer_private.samples_drawn(trainer), may_be_last=may_be_last)
 
-    def _most_parts(self, batch: Any) -> int:
+    def _most_parts(self, batch: Any, of_all: Callable[[Sequence[bool]], list[bool]]) -> int:
         if self._microbatches == 1:
             return 1
         size = tree.batch_size(batch)
-        return max(n for n in range(1, self._microbatches + 1) if size % n == 0)
+        divide = of_all([size % number == 0 for number in range(1, self._microbatches + 1)])
+        return max(number for number, divides in enumerate(divide, start=1) if divides)

@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import ShardError, StepError
@@ -32,7 +32,7 @@ from lightning_shard.parallel.fsdp.shard import (
     reduce_gradients,
     reshard,
 )
-from lightning_shard.parallel.fsdp.units import sharded_units
+from lightning_shard.parallel.fsdp.units import leave_out_prefetching, sharded_units
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
 from lightning_shard.pipeline.dataflow.search import MemoryBeside
 from lightning_shard.pipeline.dataflow.taint import refuse
@@ -137,7 +137,7 @@ class PipelinedSteps:
         self._runs_alike = runs_alike
         # with several stages on a rank, states are versioned per batch
         self._looks_ahead = len(stages) == 1 and not runs_alike
-        self._batches = Batches(module, schedule.microbatches)
+        self._batches = Batches(module, schedule.microbatches, groups.of_all_peers, evaluates_alike=runs_alike)
         self._seeds = Seeds(module, device, layout.data_rank)
         self._has_trained = False
         self._unused_results: set[str] = set()
@@ -201,11 +201,7 @@ class PipelinedSteps:
 
         def before_backward(stage: Stage, i: int, is_last: bool) -> None:
             self._seeds.of_part(stage, draw, i)
-            if self._splits:  # FSDP2 takes the end of a backward's first part for the end of the whole backward
-                expect_backward_of(units, reduces=False, reshards=False, is_last=is_last)
-                return
-            reduces = self._reduces_each or (is_last and not accumulating)
-            expect_backward_of(units, reduces=reduces, reshards=is_last or self._reshards_each)
+            self._expect_backward(units, is_last=is_last, accumulating=accumulating)
 
         def after_backward() -> None:
             if self._splits and self._reduces_each:
@@ -247,6 +243,15 @@ class PipelinedSteps:
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
         return result
+
+    def _expect_backward(self, units: Sequence[nn.Module], *, is_last: bool, accumulating: bool) -> None:
+        if not self._reshards_each:
+            leave_out_prefetching(units)
+        if self._splits:  # FSDP2 takes the end of a backward's first part for the end of the whole backward
+            expect_backward_of(units, reduces=False, reshards=False, is_last=is_last)
+            return
+        reduces = self._reduces_each or (is_last and not accumulating)
+        expect_backward_of(units, reduces=reduces, reshards=is_last or self._reshards_each)
 
     def _end_backwards(self, accumulating: bool) -> None:
         """Do what the end of a last backward would have done, where there was none."""
