@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.parallel.fsdp.units import class_name
+from lightning_shard.parallel.kept_results import KeptResults
 
 Recomputing = bool | int | Literal["selective"] | None
 """``None`` or ``False``: recompute nothing; ``True``: every block; ``n``: every n-th block; ``"selective"``: in every
@@ -102,22 +103,26 @@ def recompute(
         is_compiled: The forward will be compiled; the compiler itself restores generators for the second run.
     """
     forward = block.forward
-    keeping = functools.partial(create_selective_checkpoint_contexts, _policy)
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, second = keeping() if selective else (nullcontext(), nullcontext())
+    def contexts(kept: KeptResults | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, second = (nullcontext(), nullcontext()) if kept is None else (kept.first_run(), kept.second_run())
         return first, _SecondRun(block, snapshot(), snapshot, second)
 
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        call = functools.partial(forward, **kwargs)
-        return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        call, kept = functools.partial(forward, **kwargs), KeptResults(_keeps) if selective else None
+        context_fn = functools.partial(contexts, kept)
+        output = checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
+        if kept is not None:
+            kept.copy_those_in(output)  # which the code around the block may change
+        return output
 
     @functools.wraps(forward)
     def compilable(*args: Any, **kwargs: Any) -> Any:
         if selective:
+            keeping = functools.partial(create_selective_checkpoint_contexts, _policy)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=keeping, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
@@ -209,9 +214,11 @@ def _kept() -> frozenset[Any]:
 
 
 def _policy(_context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operation not in _kept() or _draws(operation, args, kwargs):
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.MUST_SAVE if _keeps(operation, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keeps(operation: Any, args: Any, kwargs: Any) -> bool:
+    return operation in _kept() and not _draws(operation, args, kwargs)
 
 
 def _draws(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

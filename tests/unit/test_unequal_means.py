@@ -37,10 +37,12 @@ def group() -> Iterator[dist.ProcessGroup]:
         (lambda x, part: torch.nan_to_num(x.sum() * (1 - part) / (1 - part)), 1),
         (lambda x, part: (x * 0).sum() / torch.tensor(1.0), 0),
         (lambda x, part: (x * part)[:1].mean(), 0),
+        (lambda x, part: (x[:1] / torch.tensor([3.0 + part])).mean(), 0),
     ],
     ids=[
         *("unequal", "unequal and negative", "equal and negative", "one over nothing", "all over nothing", "none"),
         *("guarded divisor", "guarded loss", "guarded result", "all are 0", "one element that is 0"),
+        "what one sample is divided by",
     ],
 )
 def test_unequal_numbers_are_told_of_once(

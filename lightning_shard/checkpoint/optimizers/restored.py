@@ -225,6 +225,7 @@ def plan_optimizers(
             # torch keeps step counts on the CPU, unless the step itself runs on the device
             hyperparameters = {**group, **saved}
             step_on_device = bool(hyperparameters.get("capturable") or hyperparameters.get("fused"))
+            casts = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 values = rest_of["values"].get(name, {})
@@ -233,7 +234,8 @@ def plan_optimizers(
                 for key, value in {**by_parameter.get((str(index), name), {}), **values}.items():
                     if key in values or value.name not in referred:
                         device = torch.device("cpu") if key == "step" and not step_on_device else parameter.device
-                        state[key] = _placed(value, parameter, device, key in values, plan.pairs)
+                        dtype = parameter.dtype if casts and key != "step" and parameter.is_floating_point() else None
+                        state[key] = _placed(value, parameter, device, dtype, key in values, plan.pairs)
                 if state or name in known:
                     plan.states[parameter] = state
         plans.append(plan)
@@ -315,7 +317,12 @@ def _stored_in(value: Any) -> set[str]:
 
 
 def _placed(
-    value: Any, parameter: Tensor, device: torch.device, referred: bool, pairs: list[tuple[StoredTensor, Tensor]]
+    value: Any,
+    parameter: Tensor,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    referred: bool,
+    pairs: list[tuple[StoredTensor, Tensor]],
 ) -> Any:
     """A parameter's state with new tensors in place of stored ones; adds each (stored, new) to ``pairs``.
 
@@ -323,28 +330,33 @@ def _placed(
         value: The stored state.
         parameter: The parameter.
         device: The device of new tensors that aren't laid out like the parameter.
+        dtype: What floating-point tensors are converted to, as by ``torch.optim.Optimizer.load_state_dict``; ``None``:
+            they are as stored.
         referred: The stored tensors were referred to from the state, so they were DTensors when saved.
         pairs: Extended.
     """
 
+    def dtype_of(leaf: StoredTensor | Tensor) -> torch.dtype:
+        return dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
+
     def place(leaf: Any) -> Any:
         if isinstance(leaf, StoredTensor):
-            target = _target(leaf, parameter, device, referred)
+            target = _target(leaf, parameter, device, dtype_of(leaf), referred)
             pairs.append((leaf, target))
             return target
         if isinstance(leaf, Tensor):
             if is_dtensor(parameter) and leaf.ndim and leaf.shape == parameter.shape:
-                return _part_of(leaf, parameter)
-            return leaf.to(device)
+                return _part_of(leaf, parameter, dtype_of(leaf))
+            return leaf.to(device, dtype_of(leaf))
         return rebuilt(leaf, lambda _, item: place(item))
 
     return place(value)
 
 
-def _target(leaf: StoredTensor, parameter: Tensor, device: torch.device, referred: bool) -> Tensor:
+def _target(leaf: StoredTensor, parameter: Tensor, device: torch.device, dtype: torch.dtype, referred: bool) -> Tensor:
     if leaf.shape and leaf.shape == parameter.shape:
-        return torch.empty_like(parameter.detach(), dtype=leaf.dtype)
-    target = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    target = torch.empty(leaf.shape, dtype=dtype, device=device)
     if referred and is_dtensor(parameter):
         from torch.distributed.tensor import DTensor, Replicate
 
@@ -353,10 +365,10 @@ def _target(leaf: StoredTensor, parameter: Tensor, device: torch.device, referre
     return target
 
 
-def _part_of(full: Tensor, parameter: Tensor) -> Tensor:
+def _part_of(full: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Shard a whole tensor like the parameter."""
     from lightning_shard.sharding import local_part
 
-    target = torch.empty_like(parameter.detach(), dtype=full.dtype)
+    target = torch.empty_like(parameter.detach(), dtype=dtype)
     locate("", target).local.copy_(local_part(full, target))  # type: ignore[arg-type]
     return target

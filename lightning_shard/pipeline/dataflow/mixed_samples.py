@@ -7,7 +7,8 @@ is as it was. The last stage also runs on both joined to one: its loss and its l
 aren't the same when a microbatch runs twice, as where random numbers are drawn. Where that isn't so, samples are
 compared.
 
-Each stage checks its own part, on the values that it received. All runs draw the same random numbers.
+Each stage checks its own part, on the values that it received. All runs draw the same random numbers. Where the step
+calls other data ranks, these agree before they run it again.
 
 Limits: microbatches of one sample; what only later steps compare; differences below rounding; gradients that compare
 samples where losses don't (``a + b * (a.detach() / b.detach())``).
@@ -16,7 +17,6 @@ samples where losses don't (``a + b * (a.detach() / b.detach())``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard import tree
-from lightning_shard.errors import BatchError
+from lightning_shard.errors import BatchError, StepError
 from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.search import Memory, Ran, rerun
 from lightning_shard.pipeline.stages.stage import Stage
@@ -37,19 +37,21 @@ _TOLERANCE = 1e-4
 _TOLERANCE_IN_HALF = 3e-2
 _TOLERANCE_ON_DEVICES = 1e-3
 _ROUNDING = 1e-6
-"""Of numbers that are zero but for it."""
+"""Absolute tolerance, for numbers that are zero but for rounding."""
 _OF_REPEATED = 0.01
-"""A share of both, where the same is computed twice."""
+"""Factor on both tolerances where the same microbatch runs twice."""
+_MARGIN = 4.0
+"""Times the tolerance: a difference that can't be missed."""
 
 
-LOSS = "loss"
+LOSS, LOG = "loss", "log"
 _SENT = "sent"
 """Numbers that an earlier stage sends, such as a codebook's use."""
 _OF_STAGE = (LOSS, _SENT)
 
 
-class Told(NamedTuple):
-    """A number that a step tells of a microbatch: the loss, or what it logs.
+class Number(NamedTuple):
+    """What a step gives for a microbatch: the loss, or what it logs.
 
     Attributes:
         value: Of no dimension.
@@ -62,22 +64,38 @@ class Told(NamedTuple):
     adds_up: bool = False
 
 
-#: What a step told, by kind (:data:`LOSS` or another) and name; from its result, just after it has run.
-NumbersOf = Callable[[Any], dict[tuple[str, str], Told]]
+_Numbers = Mapping[tuple[str, str], Number]
+#: What a step gave, by kind (:data:`LOSS` or :data:`LOG`) and name; from its result, just after it has run, and its
+#: microbatch as it was given.
+NumbersOf = Callable[[Any, Any], _Numbers]
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The data ranks, which a step may call.
+
+    Attributes:
+        any_cannot: Whether a condition holds on any of those that have to run alike in a kind of step; a collective
+            call of these.
+        are_called: Whether the step has called them.
+    """
+
+    any_cannot: Callable[[str, bool], bool] = lambda _, condition: condition
+    are_called: Callable[[], bool] = bool
 
 
 @dataclass
-class Mixed:
+class Findings:
     """What was found.
 
     Attributes:
         stages: Whose loss, or output, compares samples.
-        numbers: Names of other numbers that aren't the mean of their microbatches', or their sum.
-        means: Names of numbers that are, though the microbatches' differ: no function of a mean would be.
+        logs: Names of logs that aren't the mean of their microbatches', or their sum.
+        means: Names of logs that are, though the microbatches' differ: no function of a mean would be.
     """
 
     stages: list[Stage] = field(default_factory=list)
-    numbers: list[str] = field(default_factory=list)
+    logs: list[str] = field(default_factory=list)
     means: list[str] = field(default_factory=list)
 
 
@@ -88,15 +106,61 @@ class _Run:
     i: int
     received: dict[Key, Tensor]
     sent: dict[Key, Tensor]
-    numbers: dict[tuple[str, str], Told]
+    numbers: _Numbers
 
     @classmethod
-    def of(cls, i: int, ran: Ran, numbers_of: NumbersOf) -> _Run:
+    def of(cls, i: int, ran: Ran, microbatch: Any, numbers_of: NumbersOf) -> _Run:
         sent = {key: tensor.detach() for key, tensor in ran.passage.sent.items()}
         received = {key: tensor.detach().clone() for key, tensor in ran.passage.received.items()}
         if ran.stage.is_last:
-            return cls(i, received, sent, numbers_of(ran.result))
-        return cls(i, received, sent, {(_SENT, str(key)): Told(t) for key, t in sent.items() if _is_number(t)})
+            return cls(i, received, sent, numbers_of(ran.result, microbatch))
+        return cls(i, received, sent, {(_SENT, str(key)): Number(t) for key, t in sent.items() if _is_number(t)})
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The runs that are compared.
+
+    Attributes:
+        one: Of the first microbatch, in its turn.
+        other: Of the second one, in its turn.
+        alone: Of the second one, with the random numbers of the first, as the following.
+        together: Of the first one with half of the second one's samples.
+        rest: Of the second one with half of the first one's; ``None`` if there are no numbers to add up.
+        joined: Of both as one, likewise; ``None`` too if the code can't run on as many samples.
+    """
+
+    one: _Run
+    other: _Run
+    alone: _Run
+    together: _Run
+    rest: _Run | None
+    joined: _Run | None
+
+    def compares(self, size: int) -> bool:
+        """Whether the stage compares the samples of a microbatch, of this size."""
+        before, alone = self.one.sent, self.alone.sent
+        rows = (_has_rows(sent, before[key], alone[key], size) for key, sent in self.together.sent.items())
+        if not all(rows):
+            return True
+        if self.rest is None:
+            return False
+        numbers = (self.one.numbers, self.alone.numbers, self.together.numbers, self.rest.numbers)
+        return not _add_up(*numbers) or any(kind in _OF_STAGE for kind, _ in self._unlike())
+
+    def logs(self) -> tuple[list[str], list[str]]:
+        """The names of logs that aren't means, and of those that are and couldn't be if they were functions of one."""
+        unlike, joined = self._unlike(), self.joined.numbers if self.joined is not None else {}
+        means = [name for kind, name in self._repeated() if kind == LOG and (kind, name) in joined]
+        one, alone = self.one.numbers, self.alone.numbers
+        telling = [name for name in means if _differ_much(one[LOG, name], alone[LOG, name])]
+        return [name for _, name in unlike], [name for name in telling if (LOG, name) not in unlike]
+
+    def _repeated(self) -> _Numbers:
+        return _repeated(self.one.numbers, self.alone.numbers, self.other.numbers)
+
+    def _unlike(self) -> list[tuple[str, str]]:
+        return _unlike(self.joined.numbers, self._repeated(), self.alone.numbers) if self.joined is not None else []
 
 
 class MixedSamples:
@@ -104,63 +168,77 @@ class MixedSamples:
 
     Args:
         remember: Takes a snapshot of what a step may change beside gradients.
+        peers: All have to run a step equally often that calls them.
     """
 
-    def __init__(self, remember: Callable[[], Memory]) -> None:
+    def __init__(self, remember: Callable[[], Memory], peers: Peers = Peers()) -> None:
         self._remember = remember
+        self._peers = peers
         self._first: dict[int, _Run] = {}
         self._checked: set[tuple[str, int]] = set()
-        self._found = Mixed()
+        self._found = Findings()
 
     def ran(self, kind: str, i: int, ran: Ran, microbatches: Sequence[Any], run: RunOn, numbers_of: NumbersOf) -> None:
-        """Microbatch ``i`` has run on one of this rank's stages, forward; check it with the one before."""
+        """Microbatch ``i`` has run on one of this rank's stages, forward; check it with the one before.
+
+        Raises:
+            StepError: The step calls other data ranks, and failed on this one when it ran again.
+        """
         stage = ran.stage
         if (kind, stage.index) in self._checked:
             return
-        one, other = self._first.get(stage.index), _Run.of(i, ran, numbers_of)
+        one, other = self._first.get(stage.index), _Run.of(i, ran, microbatches[i], numbers_of)
         self._first[stage.index] = other
         if one is None or one.i + 1 != i:
             return
         self._checked.add((kind, stage.index))
         del self._first[stage.index]
-        size = tree.batch_size(microbatches[i])
-        mixed = _mixed(microbatches[one.i], microbatches[i], one.received, other.received, size)
-        if mixed is None or (stage.is_last and not one.numbers):
+        pair = _Pair(microbatches[one.i], microbatches[i], one.received, other.received)
+        has_numbers = bool(one.numbers)
+        exchanged = None if stage.is_last and not has_numbers else _exchanged_halves(pair)
+        if self._peers.any_cannot(kind, exchanged is None) or exchanged is None:
             return
+        joined = _joined(pair) if has_numbers else None
+        joins = has_numbers and not self._peers.any_cannot(kind, joined is None)
         memory = self._remember()
 
-        def again(microbatch: Any, received: Mapping[Key, Tensor]) -> _Run:
+        def again(given: _Given) -> _Run:
             """With the random numbers of the first of the two."""
+            microbatch, received = given
             try:
                 result = rerun(ran, lambda stage, number: run(stage, number, microbatch), one.i, received)
-                return _Run.of(one.i, result, numbers_of)
+                return _Run.of(one.i, result, microbatch, numbers_of)
             finally:
                 memory.put_back()
 
-        with suppress(Exception):  # code may need what a batch's samples have in common, such as an order by length
-            alone = again(microbatches[i], other.received)
-            together = again(*mixed.given[0])
-            rows = [_has_rows(sent, one.sent[key], alone.sent[key], size) for key, sent in together.sent.items()]
-            compares = not all(rows)
-            if one.numbers:
-                rest = again(*mixed.given[1])
-                compares |= not _add_up(one.numbers, alone.numbers, together.numbers, rest.numbers)
-                same = _repeated(one.numbers, alone.numbers, other.numbers)
-                with suppress(Exception):  # code may know the number of samples from an earlier stage
-                    joined = again(*_joined(microbatches[one.i], microbatches[i], one.received, other.received, size))
-                    unlike = _unlike(joined.numbers, same, alone.numbers)
-                    compares |= any(kind in _OF_STAGE for kind, _ in unlike)
-                    if mixed.can_be_judged and not compares:
-                        self._found.numbers += [name for _, name in unlike]
-                        means = [key for key in same if key in joined.numbers and key not in unlike]
-                        self._found.means += [k[1] for k in means if _differ_much(one.numbers[k], alone.numbers[k])]
-            if compares and mixed.can_be_judged:
-                self._found.stages.append(stage)
-        memory.forget()
+        def tried(given: _Given) -> _Run | None:
+            """``None`` if code needs what a batch's samples have in common, such as an order by length."""
+            try:
+                return again(given)
+            except Exception as error:
+                if self._peers.are_called():
+                    raise StepError(_FAILED) from error
+                return None
 
-    def take(self) -> Mixed:
+        try:
+            alone, together = tried((microbatches[i], other.received)), tried(exchanged.given[0])
+            rest = tried(exchanged.given[1]) if has_numbers else None
+            whole = tried(joined) if joins and joined is not None else None
+        finally:
+            memory.forget()
+        if alone is None or together is None or (has_numbers and rest is None) or not exchanged.can_be_judged:
+            return
+        runs = _Runs(one, other, alone, together, rest, whole)
+        if runs.compares(pair.size):
+            self._found.stages.append(stage)
+        elif whole is not None:
+            logs, means = runs.logs()
+            self._found.logs += logs
+            self._found.means += means
+
+    def take(self) -> Findings:
         """What was found since the last call."""
-        found, self._found = self._found, Mixed()
+        found, self._found = self._found, Findings()
         return found
 
     def ends(self) -> None:
@@ -168,7 +246,29 @@ class MixedSamples:
         self._first.clear()
 
 
+_FAILED = (
+    "The step calls other data ranks, and failed when it ran on other samples of the same batch, as it does in the"
+    " first batch to find out whether it compares samples. The others would wait for this rank: make it independent"
+    " of what a batch's samples have in common, such as an order by length, or use microbatches=1 or"
+    " data_parallel_size=1."
+)
+
+
 _Given = tuple[Any, dict[Key, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two microbatches, and what a stage received for them."""
+
+    one: Any
+    other: Any
+    received: Mapping[Key, Tensor]
+    other_received: Mapping[Key, Tensor]
+
+    @property
+    def size(self) -> int:
+        return tree.batch_size(self.other)
 
 
 @dataclass(frozen=True)
@@ -183,21 +283,19 @@ class _Exchanged:
     can_be_judged: bool
 
 
-def _mixed(
-    one: Any, other: Any, received: Mapping[Key, Tensor], other_received: Mapping[Key, Tensor], size: int
-) -> _Exchanged | None:
+def _exchanged_halves(pair: _Pair) -> _Exchanged | None:
     """Exchange half of the samples.
 
     ``None`` if the structures differ, if the microbatches hold one sample each, or if it isn't clear which dimension of
-    a received value counts the samples. It depends on shapes only: a step may call its data ranks, so all have to run
-    equally often.
+    a received value counts the samples.
     """
-    if size < 2 or received.keys() != other_received.keys():
+    size = pair.size
+    if size < 2 or pair.received.keys() != pair.other_received.keys():
         return None
     given: tuple[dict[Key, Tensor], dict[Key, Tensor]] = ({}, {})
     can_be_judged = True
-    for key, value in received.items():
-        twin = other_received[key]
+    for key, value in pair.received.items():
+        twin = pair.other_received[key]
         if value.shape != twin.shape:
             return None
         if _is_number(value):
@@ -212,29 +310,26 @@ def _mixed(
         for each, tensor in zip(given, exchanged):
             each[key] = tensor
     try:
-        parts = tree.with_half_of(one, other, size), tree.with_half_of(other, one, size)
+        parts = tree.with_half_of(pair.one, pair.other, size), tree.with_half_of(pair.other, pair.one, size)
     except BatchError:
         return None
     return _Exchanged(((parts[0], given[0]), (parts[1], given[1])), can_be_judged)
 
 
-def _joined(
-    one: Any, other: Any, received: Mapping[Key, Tensor], other_received: Mapping[Key, Tensor], size: int
-) -> _Given:
-    """One microbatch of the samples of two that can be exchanged.
-
-    Raises:
-        BatchError: They can't be joined.
-    """
+def _joined(pair: _Pair) -> _Given | None:
+    """One microbatch of the samples of two that can be exchanged; ``None`` if they can't be joined."""
     given = {}
-    for key, value in received.items():
+    for key, value in pair.received.items():
         if _is_number(value):
-            given[key] = (value + other_received[key]) / 2
-        elif _counts_samples(key, value, size):
-            given[key] = torch.cat([value, other_received[key]])
+            given[key] = (value + pair.other_received[key]) / 2
+        elif _counts_samples(key, value, pair.size):
+            given[key] = torch.cat([value, pair.other_received[key]])
         else:
             given[key] = value
-    return tree.joined(one, other, size), given
+    try:
+        return tree.joined(pair.one, pair.other, pair.size), given
+    except BatchError:
+        return None
 
 
 def _is_number(value: Tensor) -> bool:
@@ -255,9 +350,6 @@ def _tolerance(tensor: Tensor) -> float:
     return tolerance if tensor.device.type == "cpu" else max(tolerance, _TOLERANCE_ON_DEVICES)
 
 
-_Numbers = Mapping[tuple[str, str], Told]
-
-
 def _add_up(one: _Numbers, alone: _Numbers, together: _Numbers, rest: _Numbers) -> bool:
     """Whether losses, and numbers sent, add up to the same before and after the exchange."""
     for key in one:
@@ -269,7 +361,7 @@ def _add_up(one: _Numbers, alone: _Numbers, together: _Numbers, rest: _Numbers) 
     return True
 
 
-def _repeated(one: _Numbers, alone: _Numbers, other: _Numbers) -> dict[tuple[str, str], Told]:
+def _repeated(one: _Numbers, alone: _Numbers, other: _Numbers) -> _Numbers:
     """The first microbatch's numbers, without those that differ between two runs of the second one, as a time does.
 
     None where the loss does, or without a loss any: then random numbers are drawn, and others are the same by chance.
@@ -280,10 +372,14 @@ def _repeated(one: _Numbers, alone: _Numbers, other: _Numbers) -> dict[tuple[str
     return {key: one[key] for key in same} if deciding <= same else {}
 
 
-def _differ_much(one: Told, other: Told) -> bool:
-    """By a tenth, so that the mean of a function's values would be seen to differ from its value at the mean."""
+def _differ_much(one: Number, other: Number) -> bool:
+    """So much that the mean of a function's values would be seen to differ from its value at the mean.
+
+    Of an exponential or a root it differs by about an eighth of the square of the values' relative difference.
+    """
     first, second = float(one.value), float(other.value)
-    return abs(first - second) > 0.1 * max(abs(first), abs(second))
+    share = max(0.1, (8 * _MARGIN * _tolerance(one.value)) ** 0.5)
+    return abs(first - second) > share * max(abs(first), abs(second))
 
 
 def _unlike(joined: _Numbers, one: _Numbers, other: _Numbers) -> list[tuple[str, str]]:

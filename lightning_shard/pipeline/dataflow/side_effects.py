@@ -157,7 +157,7 @@ class Before:
             if value is not (self.globals_before or {}).get(key) and _has_gradients([value]):
                 raise StepError(f"{name} sets {key}, which the other pipeline stages don't see: {_RETURN_IT}")
         places = enumerate(self.arguments)
-        return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and leaf._version != version]
+        return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and _version(leaf) != version]
 
     def changed_objects(self, name: str, output: Any) -> tuple[tuple[Change, ...], list[Tensor]]:
         """The changes of objects among the arguments, and the tensors that their slots stand for, in order.

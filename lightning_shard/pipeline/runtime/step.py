@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from lightning_shard import tree
 from lightning_shard.pipeline.dataflow.crossing import Crossing
 from lightning_shard.pipeline.dataflow.messages import Key, Slot
-from lightning_shard.pipeline.dataflow.mixed_samples import MixedSamples, NumbersOf, RunOn
+from lightning_shard.pipeline.dataflow.mixed_samples import MixedSamples, NumbersOf, Peers, RunOn
 from lightning_shard.pipeline.dataflow.search import (
     CallsAgain,
     Memory,
@@ -87,6 +87,7 @@ class PipelinedStep:
         remember: Takes a snapshot of what a step may change beside gradients.
         of_any: Whether a condition holds on any data rank, where forwards make collective calls over data ranks: then
             all ranks run a microbatch as often as the one that runs it most often.
+        peers: The data ranks, as far as the step itself calls them.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class PipelinedStep:
         channels: Iterable[Channel],
         remember: Callable[[], Memory],
         of_any: OfAny = bool,
+        peers: Peers = Peers(),  # noqa: B008 (immutable)
     ) -> None:
         self._ends = {stage.index: _Ends(stage, channel) for stage, channel in zip(stages, channels, strict=True)}
         self._remember = remember
@@ -107,7 +109,7 @@ class PipelinedStep:
         self._call_by_call: set[Signature] = set()
         self._of_any = of_any
         self._left = LeftState(remember, of_any)
-        self.mixed = MixedSamples(remember)
+        self.mixed = MixedSamples(remember, peers)
         self.call_by_call = CallByCall([(end.stage, end.channel) for end in self._ends.values()], remember)
 
     def train(
@@ -127,8 +129,7 @@ class PipelinedStep:
             run_on: Calls the step for a stage on a microbatch, with the random numbers of that of a number.
             microbatches: The microbatches, the same on every stage.
             actions: This rank's row of the schedule.
-            plain_loss_of: Gives the loss from the step's return value, to check that it doesn't compare samples;
-                ``None`` to skip this check.
+            numbers_of: What to look at for :attr:`mixed`, if anything.
             loss_of: Gives a microbatch's loss from its number and the step's return value, scaled so that microbatches'
                 losses add up. Called on the last stage only.
             before_backward: Called before each backward, or its first part, with the stage, the microbatch's number,
@@ -152,33 +153,37 @@ class PipelinedStep:
             started = in_flight.get((action.stage, action.microbatch))
             return started.crossing if started is not None else None
 
-        for action, ran in self._in_order(run, microbatches, actions, "train", self.watch, arriving, crossing_of):
-            end = self._ends[action.stage]
-            i = action.microbatch
-            if ran is not None:
-                if numbers_of is not None:
-                    self.mixed.ran("train", i, ran, microbatches, run_on, numbers_of)
-                loss = None
-                if end.stage.is_last:
-                    loss = loss_of(i, ran.result)
-                    results[i] = tree.map_leaves(_detached, ran.result)  # keep no graph alive
-                in_flight[action.stage, i] = _InFlight(ran.crossing, ran.passage.received, ran.passage.sent, loss)
-                continue
-            with _named(f"{action.kind}{i}"):
-                if action.kind == "W":
-                    self._backward_of_weights(end.stage, owed.pop((action.stage, i)))
-                else:
-                    before_backward(end.stage, i, action == last_backward)
-                    microbatch = in_flight.pop((action.stage, i))
-                    products = self._backward(end, microbatch, arriving.pop(action, None), splits=action.kind == "I")
-                    if action.kind == "I":
-                        parameters = {key: t for key, t in microbatch.received.items() if key[0] == "parameter"}
-                        owed[action.stage, i] = _Owed(parameters, products)
-                    del microbatch, products  # frees the graph; products must be freed by their second part
-                if action.kind != "I":
-                    after_backward()
+        try:
+            for action, ran in self._in_order(run, microbatches, actions, "train", self.watch, arriving, crossing_of):
+                end = self._ends[action.stage]
+                i = action.microbatch
+                if ran is not None:
+                    if numbers_of is not None:
+                        self.mixed.ran("train", i, ran, microbatches, run_on, numbers_of)
+                    loss = None
+                    if end.stage.is_last:
+                        loss = loss_of(i, ran.result)
+                        results[i] = tree.map_leaves(_detached, ran.result)  # keep no graph alive
+                    in_flight[action.stage, i] = _InFlight(ran.crossing, ran.passage.received, ran.passage.sent, loss)
+                    continue
+                with _named(f"{action.kind}{i}"):
+                    if action.kind == "W":
+                        self._backward_of_weights(end.stage, owed.pop((action.stage, i)))
+                    else:
+                        before_backward(end.stage, i, action == last_backward)
+                        microbatch = in_flight.pop((action.stage, i))
+                        products = self._backward(
+                            end, microbatch, arriving.pop(action, None), splits=action.kind == "I"
+                        )
+                        if action.kind == "I":
+                            parameters = {key: t for key, t in microbatch.received.items() if key[0] == "parameter"}
+                            owed[action.stage, i] = _Owed(parameters, products)
+                        del microbatch, products  # frees the graph; products must be freed by their second part
+                    if action.kind != "I":
+                        after_backward()
+        finally:
+            self.mixed.ends()
         self.watch.ends()
-        self.mixed.ends()
         self.flush()
         return [results[i] for i in sorted(results)]
 

@@ -116,7 +116,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self.model = module
         self._connect_checkpoint_io(trainer)
         self._make_steps(module, known)
-        share_metrics(module, self.groups, self.root_device, known.stages, known.means)
+        share_metrics(module, callbacks, self.groups, self.root_device, known.stages, known.means)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             average_shards(callbacks, module)
@@ -167,7 +167,9 @@ class PreparedStrategy(CheckpointedStrategy):
         self._gradients = gradients
         copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None
         context = groups.context if layout.context_parallel_size > 1 else None
-        self._first_checks = FirstStepChecks(module, layout, self.device_mesh, parts, self._check_ties, copies, context)
+        self._first_checks = FirstStepChecks(
+            module, layout, self.device_mesh, groups.data, parts, self._check_ties, copies, context
+        )
         if known.stages is None:
             self._states = PartialStates(_sharded(module) if layout.world_size > 1 else {}, OF_RANK, {})
             self._states.release()  # removes an earlier Trainer's
@@ -194,6 +196,7 @@ class PreparedStrategy(CheckpointedStrategy):
             weights,
             means,
             known.means,
+            self._first_checks.own_calls,
             BypassedUnits(module, None, device) if reshards and layout.data_parallel_size > 1 else None,
             reduces_each=self._reduces_each,
             reshards_each=reshards,

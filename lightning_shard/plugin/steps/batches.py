@@ -23,21 +23,14 @@ class Batches:
     Args:
         microbatches: Of a whole batch.
         of_all: For each flag, whether it is true on all data ranks; a collective call of these.
-        evaluates_alike: Whether in evaluations too there are collective calls for each microbatch.
     """
 
     def __init__(
-        self,
-        module: pl.LightningModule,
-        microbatches: int,
-        of_all: Callable[[Sequence[bool]], list[bool]],
-        *,
-        evaluates_alike: bool,
+        self, module: pl.LightningModule, microbatches: int, of_all: Callable[[Sequence[bool]], list[bool]]
     ) -> None:
         self._module = module
         self._microbatches = microbatches
         self._of_all = of_all
-        self._evaluates_alike = evaluates_alike
         self._whole: int | None = None
 
     def split(self, batch: Any) -> list[Any]:
@@ -57,13 +50,14 @@ class Batches:
             return tree.split(batch, self._microbatches)  # raises
         return tree.split(batch, self._most_parts(batch, self._of_all))
 
-    def split_evaluated(self, batch: Any) -> list[Any]:
+    def split_evaluated(self, batch: Any, *, alike: bool) -> list[Any]:
         """Split an evaluation's batch, into fewer microbatches if it doesn't divide.
 
-        A collective call over the data ranks, if all have to run alike.
+        Args:
+            alike: Whether into as many as on other data ranks; then it is a collective call of these.
         """
         self._refuse_list_of_samples(batch, may_be_last=True)
-        return tree.split(batch, self._most_parts(batch, self._of_all if self._evaluates_alike else list))
+        return tree.split(batch, self._most_parts(batch, self._of_all if alike else list))
 
     def _refuse_list_of_samples(self, batch: Any, *, may_be_last: bool) -> None:
         trainer = self._module.trainer

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import tree
 from lightning_shard.errors import BatchError
-from lightning_shard.layout import DATA_AXIS, TENSOR_AXIS, Layout
+from lightning_shard.layout import TENSOR_AXIS, Layout
 from lightning_shard.parallel.fsdp.calls_of_parts import finding_calls_of_parts
 from lightning_shard.parallel.tensor.check_handed_on import OutputGradients
 from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
@@ -23,7 +23,7 @@ from lightning_shard.plugin.steps.checks.hooks_on_features import warning_of_spl
 from lightning_shard.plugin.steps.checks.lost_changes import refusing_lost_changes
 from lightning_shard.plugin.steps.checks.nonlinear_logs import noting_functions_of_means
 from lightning_shard.plugin.steps.checks.split_outputs import Shown, comparing_what_is_shown
-from lightning_shard.plugin.steps.checks.world_collectives import refusing_world_calls
+from lightning_shard.plugin.steps.checks.world_collectives import OwnCalls
 from lightning_shard.plugin.steps.state.counters import warning_of_numbers_kept, warning_of_tensors_changed
 
 _STEPS = 3
@@ -37,10 +37,14 @@ class FirstStepChecks:
     """The checks of one LightningModule's steps in one run of a Trainer.
 
     Args:
+        data: The data ranks.
         microbatches: How many microbatches a batch is split into.
         check_ties: Refuses tied parameters that differ; a collective call over the pipeline.
         copies: Compares frozen parameters that every stage holds; ``None`` with one stage.
         context: The ranks that share sequences; ``None`` if each has sequences of its own.
+
+    Attributes:
+        own_calls: The collective calls of steps on stages.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class FirstStepChecks:
         module: pl.LightningModule,
         layout: Layout,
         mesh: DeviceMesh,
+        data: dist.ProcessGroup,
         microbatches: int,
         check_ties: Callable[[], None],
         copies: FrozenCopies | None,
@@ -56,10 +61,12 @@ class FirstStepChecks:
         self._module = module
         self._layout = layout
         self._mesh = mesh
+        self._data = data
         self._microbatches = microbatches
         self._check_ties = check_ties
         self._copies = copies
         self._context = context
+        self.own_calls = OwnCalls()
         self._steps = 0
         self._kinds: set[str] = set()
         self._updates = 0
@@ -73,6 +80,8 @@ class FirstStepChecks:
         module, layout = self._module, self._layout
         if method == "training_step":
             self._steps += 1
+            if self._buffers is not None:
+                self._buffers.begin()
             if self._steps <= _STEPS:
                 self.check_copies()
         shown = Shown()
@@ -85,7 +94,7 @@ class FirstStepChecks:
                 self._kinds.add(method)
                 check_same_batch(batch, layout)
                 if layout.pipeline_parallel_size > 1:
-                    looks.enter_context(refusing_world_calls())
+                    looks.enter_context(self.own_calls.watched())
                 if self._microbatches > 1:
                     looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
                     looks.enter_context(noting_functions_of_means(self._samples_in(batch)))
@@ -134,7 +143,7 @@ class FirstStepChecks:
         layout, buffers = self._layout, self._buffers
         if self._updates < _UPDATES and buffers is not None and layout.data_parallel_size > 1:
             warns = layout.data_rank == layout.tensor_rank == 0
-            buffers.warn_of_data_ranks(self._mesh[DATA_AXIS], warns=warns)
+            buffers.warn_of_data_ranks(self._data, self._mesh.device_type, warns=warns)
         if self._updates + 1 in tensor_ranks.STEPS and layout.tensor_parallel_size > 1:
             axis = self._mesh[TENSOR_AXIS]
             tensor_ranks.check_whole_gradients(self._module.named_parameters(), axis)

@@ -31,7 +31,7 @@ from torch import Tensor
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.mixed_samples import Told
+from lightning_shard.pipeline.dataflow.mixed_samples import Number as Given
 from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.plugin.steps.checks import nonlinear_logs
 from lightning_shard.plugin.steps.checks.split_outputs import NotesLogs
@@ -80,14 +80,17 @@ class HeldLogs:
         self._in_blocks: dict[bool, set[InBlock]] = {False: set(), True: set()}
         self._records: dict[tuple[str, int], Record] = {}
         self._times: Counter[str] = Counter()
-        self._suspected: dict[str, tuple[str, int]] = {}
+        self._now: dict[str, Given] = {}
+        self._step = ""
+        self._suspected: dict[tuple[str, str], tuple[str, int]] = {}
         self._microbatches = 1
         self._warned_of_sums: set[str] = set()
+        self._warned_of_logs: set[str] = set()
         self._notes: Any = None
 
     @contextmanager
-    def holding(self, microbatches: int) -> Iterator[None]:
-        """Hold every ``log`` and ``log_dict`` inside, which come from ``microbatches`` calls of the step.
+    def holding(self, microbatches: int, step: str = "") -> Iterator[None]:
+        """Hold every ``log`` and ``log_dict`` inside, which come from ``microbatches`` calls of the step of this name.
 
         Raises:
             StepError: Code inside logs in another way.
@@ -96,6 +99,7 @@ class HeldLogs:
         self._times.clear()
         self._in_blocks = {False: set(), True: set()}
         self._microbatches = microbatches
+        self._step = step
         self._notes = self._module.__dict__.get("log")
         self._module.__dict__["log"] = self._hold
         try:
@@ -107,39 +111,36 @@ class HeldLogs:
                 self._module.__dict__["log"] = self._notes
 
     def begin_microbatch(self) -> None:
-        """A step begins: what it logs several times by one name is several logs, which are combined by their order."""
+        """A forward or backward begins: what is logged in it several times by one name is several logs.
+
+        These are combined by their order.
+        """
         self._times.clear()
+        self._now.clear()
 
     def remember(self) -> Callable[[], None]:
         """Snapshot the records held so far; returns a function that restores them."""
-        held = _copied(self._records)
+        held, now = _copied(self._records), dict(self._now)
 
         def put_back() -> None:
-            self._records = _copied(held)
+            self._records, self._now = _copied(held), dict(now)
 
         return put_back
 
-    def latest(self) -> dict[str, Told]:
-        """By name, what was logged last; metrics, which combine their own states, are left out."""
-        found = {}
-        for record in self._records.values():
-            value = record.values[-1]
-            if not isinstance(value, LoggedMetric):
-                number = torch.as_tensor(value).reshape(())
-                sizes = record.batch_sizes if len(record.batch_sizes) == len(record.values) else [1]
-                found[record.name] = Told(number, sizes[-1], _reduction(record.options) == "sum")
-        return found
+    def latest(self) -> dict[str, Given]:
+        """What the microbatch has logged, by name; metrics, which combine their own states, are left out."""
+        return dict(self._now)
 
     def trust(self, names: Iterable[str]) -> None:
-        """Don't warn of logs that are known to be the mean of their parts'."""
-        self._suspected |= dict.fromkeys(names, ("", 0))
+        """Don't warn of logs of this step that are known to be the mean of their parts'."""
+        self._suspected |= dict.fromkeys(((self._step, name) for name in names), ("", 0))
 
     def warn_of_compared(self, names: Iterable[str]) -> None:
-        """Warn of logs that aren't the mean of their parts, of which no other warning tells."""
+        """Warn of logs of this step that aren't the mean of their parts, of which no other warning tells."""
         for name in names:
-            if self._suspected.get(name, ("", 1))[1]:
-                self._suspected[name] = "", 0
-                rank_zero_warn(nonlinear_logs.text(name, "something other than a mean over samples"))
+            if self._suspected.get((self._step, name), ("", 1))[1]:
+                self._suspected[self._step, name] = "", 0
+                self._warn_of_log(name, "something other than a mean over samples")
 
     def combined(self) -> list[tuple[str, Any, dict[str, Any]]]:
         """Return ``(name, value, options)`` of each log, in the order of first calls."""
@@ -175,14 +176,20 @@ class HeldLogs:
     def _warn_of_function(self, record: Record) -> None:
         """Noted in the first batch, in which microbatches may have had equal values by chance."""
         if record.function_of_mean:
-            self._suspected.setdefault(record.name, (record.function_of_mean, _LOOKS))
-        if (suspected := self._suspected.get(record.name)) is None or not suspected[1]:
+            self._suspected.setdefault((self._step, record.name), (record.function_of_mean, _LOOKS))
+        if (suspected := self._suspected.get((self._step, record.name))) is None or not suspected[1]:
             return
         function, left = suspected
         is_another = nonlinear_logs.is_another(function, record.values)
-        self._suspected[record.name] = function, 0 if is_another else left - 1
+        self._suspected[self._step, record.name] = function, 0 if is_another else left - 1
         if is_another:
-            rank_zero_warn(nonlinear_logs.text(record.name, function))
+            self._warn_of_log(record.name, function)
+
+    def _warn_of_log(self, name: str, what: str) -> None:
+        """Once, in whatever steps it is logged."""
+        if name not in self._warned_of_logs:
+            self._warned_of_logs.add(name)
+            rank_zero_warn(nonlinear_logs.text(name, what))
 
     def _warn_of_sum(self, name: str) -> None:
         if name not in self._warned_of_sums:
@@ -220,6 +227,9 @@ class HeldLogs:
         record.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
         if size is not None:
             record.batch_sizes.append(int(size))
+        if not isinstance(value, LoggedMetric):
+            number = torch.as_tensor(record.values[-1]).reshape(())
+            self._now[name] = Given(number, 1 if size is None else int(size), _reduction(options) == "sum")
 
     def _combine(self, record: Record) -> Any:
         last = record.values[-1]

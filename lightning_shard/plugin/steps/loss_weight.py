@@ -44,11 +44,6 @@ class LossWeights:
         self._group = group
         self._device = device
 
-    @property
-    def are_set(self) -> bool:
-        """Whether parts count unequally."""
-        return self._weigh is not None
-
     def number(self, part: Any) -> float:
         """What one part counts; waits for the device."""
         return 1.0 if self._weigh is None else float(_number(self._weigh(part), self._device))

@@ -34,6 +34,7 @@ from lightning_shard.parallel.fsdp.shard import (
 )
 from lightning_shard.parallel.fsdp.units import leave_out_prefetching, sharded_units
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
+from lightning_shard.pipeline.dataflow.mixed_samples import Peers
 from lightning_shard.pipeline.dataflow.search import MemoryBeside
 from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.pipeline.runtime.channel import Channel
@@ -52,9 +53,11 @@ from lightning_shard.plugin.steps.checks.changed_batches import ChangedBatches
 from lightning_shard.plugin.steps.checks.compared_samples import ComparedSamples
 from lightning_shard.plugin.steps.checks.summed_losses import SummedLosses
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
-from lightning_shard.plugin.steps.checks.written_files import warning_of_appends
+from lightning_shard.plugin.steps.checks.world_collectives import OwnCalls
+from lightning_shard.plugin.steps.checks.written_files import WrittenFiles
 from lightning_shard.plugin.steps.direct_output import DirectOutput
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
+from lightning_shard.plugin.steps.inference_mode import inference_mode_as_no_grad
 from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_logged_by_last_stage
 from lightning_shard.plugin.steps.look_ahead import Arguments
 from lightning_shard.plugin.steps.loss_weight import LossWeights, weighted, weighted_for_backward
@@ -76,6 +79,8 @@ _RESULT_HOOKS = {
 """The hooks that receive what a step returned."""
 
 
+_TRAIN = "train"
+"""The kind of training steps."""
 _CUT = (
     "With several pipeline stages a step gets a part of the batch at a time (here one of {parts}): a network or step"
     " that works across samples, or for one batch size only, needs pipeline_parallel_size=1."
@@ -114,6 +119,7 @@ class PipelinedSteps:
         weights: LossWeights,
         means: UnequalMeans,
         over_steps: MeansOverSteps,
+        own_calls: OwnCalls,
         bypassed: BypassedUnits | None,
         *,
         reduces_each: bool = False,
@@ -122,7 +128,9 @@ class PipelinedSteps:
     ) -> None:
         """
         Args:
+            own_calls: The collective calls of the steps themselves, as far as seen.
             runs_alike: Whether forwards make collective calls over data ranks, so that all have to run equally many.
+                If steps make some themselves, which is found in the first batch of each kind, they have to as well.
         """
         self._module = module
         self._stages = stages
@@ -135,21 +143,21 @@ class PipelinedSteps:
         self._reduces_each = reduces_each
         self._reshards_each = reshards_each
         self._runs_alike = runs_alike
-        # with several stages on a rank, states are versioned per batch
-        self._looks_ahead = len(stages) == 1 and not runs_alike
-        self._batches = Batches(module, schedule.microbatches, groups.of_all_peers, evaluates_alike=runs_alike)
+        self._own_calls = own_calls
+        self._batches = Batches(module, schedule.microbatches, groups.of_all_peers)
         self._seeds = Seeds(module, device, layout.data_rank)
         self._has_trained = False
         self._unused_results: set[str] = set()
         self._under_way: deque[_Begun] = deque()
         self._late_changes = False  # whether any step changes, after the network, what the next batch reads
-        self._of_known_ends: set[str] = set()  # kinds of steps that ran once, so that the former is known for them
+        self._begun: set[str] = set()  # kinds of steps that ran once, so that the former is known for them
         self._apart = StatesApart(module, stages)
         self._kept = KeptStates(module, stages, self._apart)
         self._changed_batches = ChangedBatches(module)
         self.reset_crossings()
         self._ties = TiedGradients(module, ties, layout.pipeline_rank, groups.backward.earlier, groups.control, device)
         self._logs = HeldLogs(module, self._block)
+        self._files = WrittenFiles()
         self._output = DirectOutput(module, self._is_silent)
         self._weights = weights
         self._means = means
@@ -157,8 +165,8 @@ class PipelinedSteps:
         self._uneven_lists = UnevenLists()
         self._bypassed = bypassed
         self._sums = SummedLosses(schedule.microbatches)
-        tells = layout.data_rank == layout.tensor_rank == 0
-        self._compared = ComparedSamples(module, self._logs, weights, _loss, tells=tells)
+        warns = layout.data_rank == layout.tensor_rank == 0
+        self._compared = ComparedSamples(module, self._logs, weights, _loss, runs_again=not runs_alike, warns=warns)
 
     def reset_crossings(self) -> None:
         """Forget what crosses between stages, to find it again: when other parameters train. On all stages together."""
@@ -166,8 +174,29 @@ class PipelinedSteps:
         ranks = [rank_of[stage] for stage in range(len(rank_of))]
         first = Channel(groups.forward, groups.backward, groups.control, 0, ranks, self._device)
         channels = [replace(first, stage=stage.index) for stage in self._stages]
-        of_any = groups.of_any_peer if self._runs_alike else bool
-        self._step = PipelinedStep(self._stages, channels, self._remember, of_any)
+        peers = Peers(self._any_cannot, lambda: self._own_calls.made and self._has_peers)
+        self._step = PipelinedStep(self._stages, channels, self._remember, self._of_any, peers)
+
+    @property
+    def _has_peers(self) -> bool:
+        return self._layout.data_parallel_size > 1
+
+    def _of_any(self, condition: bool) -> bool:
+        return self._groups.of_any_peer(condition) if self._runs_alike else condition
+
+    def _any_cannot(self, kind: str, condition: bool) -> bool:
+        """Evaluations on data ranks may have different numbers of microbatches: they can't agree."""
+        if not self._has_peers:
+            return condition
+        return self._groups.of_any_peer(condition) if kind == _TRAIN else condition or self._own_calls.made
+
+    def _begin_kind(self, kind: str) -> None:
+        """After the first batch of a kind of step: agree whether all have to run alike from now on."""
+        if kind not in self._begun:
+            self._begun.add(kind)
+            if self._has_peers:
+                made = self._groups.of_any_peer(self._own_calls.made)
+                self._runs_alike |= any(self._groups.gather_over_stages(made))
 
     def watch(self, watch: Watch) -> str:
         """Call ``watch`` for each action of training steps from now on; returns the schedule's name."""
@@ -201,6 +230,7 @@ class PipelinedSteps:
 
         def before_backward(stage: Stage, i: int, is_last: bool) -> None:
             self._seeds.of_part(stage, draw, i)
+            self._logs.begin_microbatch()  # hooks of gradients may log
             self._expect_backward(units, is_last=is_last, accumulating=accumulating)
 
         def after_backward() -> None:
@@ -211,7 +241,7 @@ class PipelinedSteps:
 
         with self._apart.batch():
             with (
-                self._around_steps(len(parts)),
+                self._around_steps("training_step", len(parts)),
                 self._ties.adding(first=trainer_private.begins_accumulation(trainer), last=not accumulating),
                 # overlaps with the transfer of the stage's input
                 prefetching(module, all_units=not self._reshards_each) if self._has_trained else nullcontext(),
@@ -221,7 +251,7 @@ class PipelinedSteps:
                     parts,
                     self._order(len(parts)),
                     loss_of=scaled,
-                    numbers_of=None if self._runs_alike else self._compared.looks("training_step", args),
+                    numbers_of=self._compared.looks("training_step", args, len(parts)),
                     before_backward=before_backward,
                     after_backward=after_backward,
                 )
@@ -234,11 +264,12 @@ class PipelinedSteps:
             if self._stages.is_last:
                 self._sums.end_step()
             told = told or self._sums.has_warned
-            self._compared.tell(self._step.mixed.take(), len(parts), told=told)
+            self._compared.tell(self._step.mixed.take(), len(parts), is_known=told)
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
             # where no hook receives the other results, only the losses are shared
             results = losses if "training_step" in self._unused_results else with_losses(results, losses)
             result = self._share(results, parts, self._logs.in_blocks(of_last=False))
+        self._begin_kind(_TRAIN)
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
@@ -285,16 +316,20 @@ class PipelinedSteps:
                 of_calls = partial(
                     self._step.call_by_call, run, self._apart.call, self._seeds.remember, after_call, of_any
                 )
-                with kept_gathered(self._module), self._around_steps(1):  # data ranks may make more or fewer calls
+                with (
+                    kept_gathered(self._module),
+                    self._around_steps(method, 1),
+                ):  # data ranks may make more or fewer calls
                     results = [call_through(self._module, of_calls)]
                 self._apart.begin()  # the step ran once, not once per stage
                 logged = self._logs.in_blocks(of_last=False)
-            elif self._looks_ahead and not self._late_changes:
+            elif len(self._stages) == 1 and not self._runs_alike and not self._late_changes:
+                # with several stages on a rank, states are versioned per batch
                 self._look_ahead(method, draw, upcoming)
             if method in self._unused_results:
                 results = [None] * len(results)
             result = self._share(results, parts, logged)
-        self._of_known_ends.add(self._kind(method, args))
+        self._begin_kind(self._kind(method, args))
         self._step.flush(begun.sent if self._under_way else None)  # the last stage has received all of this batch
         return result
 
@@ -333,9 +368,9 @@ class PipelinedSteps:
         for arguments in islice(upcoming, len(self._under_way), most):
             batch, *args = arguments
             kind = self._kind(method, args)
-            if kind not in self._of_known_ends:
+            if kind not in self._begun:
                 return
-            if not self._step.knows(self._batches.split_evaluated(batch), kind):
+            if not self._step.knows(self._batches.split_evaluated(batch, alike=False), kind):
                 return
             self._under_way.append(self._begin(method, draw, arguments, {}, waits=False))
 
@@ -348,16 +383,15 @@ class PipelinedSteps:
     ) -> _Begun:
         """Run this rank's part of a batch."""
         batch, *args = arguments
-        parts, seed = self._batches.split_evaluated(batch), draw(arguments)
+        parts, seed = self._batches.split_evaluated(batch, alike=self._runs_alike), draw(arguments)
 
         def run(stage: Stage, i: int, part: Any) -> Any:
             return self._run_inside(stage, method, seed, i, part, tuple(args), kwargs)
 
-        order, numbers_of = self._order(len(parts)), None if self._runs_alike else self._compared.looks(method, args)
-        step = partial(
-            self._step.evaluate, run, parts, order, self._kind(method, args), numbers_of=numbers_of, waits=waits
-        )
-        with self._around_steps(len(parts)):
+        order, kind = self._order(len(parts)), self._kind(method, args)
+        numbers_of = self._compared.looks(method, args, len(parts))
+        step = partial(self._step.evaluate, run, parts, order, kind, numbers_of=numbers_of, waits=waits)
+        with self._around_steps(method, len(parts)):
             results = call_through(self._module, step)
         self._compared.tell(self._step.mixed.take(), len(parts))
         return _Begun(parts, results, self._step.sent, self._logs.in_blocks(of_last=False))
@@ -391,16 +425,14 @@ class PipelinedSteps:
         searching, several = stage.passage.searching, len(self._stages) > 1
         if searching or several or self._changed_batches.changes(method):  # the part may run again; hooks are given it
             part = tree.copied(part)
-        looks = searching and stage.is_last and stage.calls is None
-        looking = self._changed_batches.looking_at(method, part) if looks else nullcontext()
+        looks = searching and stage.calls is None
+        looking = self._changed_batches.looking_at(method, part, warns=stage.is_last) if looks else nullcontext()
         # call by call, a step runs whole on each rank
         kept = self._kept.step(stage, searching=searching) if stage.calls is None else nullcontext()
-        if stage.is_last:
-            self._compared.part = part
-        self._logs.begin_microbatch()
-        self._over_steps.begin_microbatch()
         # otherwise each stage's run on this rank would add to the logs
         forget_logs = self._logs.remember() if several and not stage.is_last else None
+        self._logs.begin_microbatch()
+        self._over_steps.begin_microbatch()
         try:
             with kept, stage.running(self._module), looking:
                 result = getattr(self._module, method)(part, *args, **kwargs)
@@ -419,18 +451,18 @@ class PipelinedSteps:
                 forget_logs()
 
     @contextmanager
-    def _around_steps(self, microbatches: int) -> Iterator[None]:
+    def _around_steps(self, method: str, microbatches: int) -> Iterator[None]:
         """Context in which a batch's steps run."""
         with (
-            self._logs.holding(microbatches),
+            self._logs.holding(microbatches, method),
             self._over_steps.batch(microbatches, self._microbatches),
             self._seeds.preserved(),
             WholeNorms.aside(),
             self._output.watched(microbatches),
-            warning_of_appends(),
+            self._files.watched(),
+            inference_mode_as_no_grad(),
         ):
             yield
-        self._compared.part = None
         self._forget_others()
 
     def _is_silent(self) -> bool:

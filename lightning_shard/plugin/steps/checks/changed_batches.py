@@ -30,20 +30,30 @@ class ChangedBatches:
         return method in self._changing
 
     @contextmanager
-    def looking_at(self, method: str, batch: Any) -> Iterator[None]:
-        """Context of a step on a copy of its batch."""
+    def looking_at(self, method: str, batch: Any, *, warns: bool) -> Iterator[None]:
+        """Context of a step on a copy of its batch, as far as a stage runs it.
+
+        Args:
+            warns: Whether to warn, as the last stage does.
+        """
         before = _noted(batch)
-        yield
-        if method not in self._changing and _is_other(before, _noted(batch)):
-            self._changing.add(method)
-            hook = f"on_{method.removesuffix('_step').replace('training', 'train')}_batch_end"
-            if is_used(self._module.trainer, self._module, hook):
-                warnings.warn(
-                    f"{method} changes its batch, and {hook} is given it as it was loaded: with several pipeline stages"
-                    " a step runs on parts of a batch, and to its end on the last stage only. Return from the step what"
-                    " the hook needs.",
-                    stacklevel=2,
-                )
+        try:
+            yield
+        finally:  # a stage may end within the step
+            if method not in self._changing and _is_other(before, _noted(batch)):
+                self._changing.add(method)
+                if warns:
+                    self._warn(method)
+
+    def _warn(self, method: str) -> None:
+        hook = f"on_{method.removesuffix('_step').replace('training', 'train')}_batch_end"
+        if is_used(self._module.trainer, self._module, hook):
+            warnings.warn(
+                f"{method} changes its batch, and {hook} is given it as it was loaded: with several pipeline stages"
+                " a step runs on parts of a batch, and to its end on the last stage only. Return from the step what"
+                " the hook needs.",
+                stacklevel=2,
+            )
 
 
 def _noted(batch: Any) -> list[tuple[tree.Path, Any, Any]]:

@@ -3,28 +3,57 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shard.errors import PlanError
+from lightning_shard.parallel.tensor.check_handed_on import norm_and_sum
 from lightning_shard.plugin.steps.checks.tensor_ranks import ROUNDING, differ, everyones, first_of, is_split
 from lightning_shard.sharding import local_tensor
 
-_Mark = tuple[tuple[int, int], Tensor]
-"""A buffer's identity and version; its norm and sum."""
+
+class _Mark(NamedTuple):
+    """What a buffer is known again by. Versions alone don't show changes made through ``.data``."""
+
+    identity: int
+    version: int
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, buffer: Tensor) -> _Mark:
+        local = local_tensor(buffer)
+        has_norm = local.is_floating_point() or local.is_complex()
+        return cls(id(buffer), buffer._version, norm_and_sum(local if has_norm else local.double()))
+
+    def is_same(self, other: _Mark) -> bool:
+        return self[:2] == other[:2] and torch.equal(self.numbers, other.numbers)
 
 
 class ChangedBuffers:
-    """Buffers that steps change, of a module as it is now."""
+    """Buffers that steps change, of a module as it is now.
+
+    Only those that it has now are compared: which masks and tables a step creates may depend on a rank's batches.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = self._marks()
-        self._told = False
+        self._names = [
+            name for name, buffer in module.named_buffers() if type(buffer) in (Tensor, DTensor) and not buffer.is_meta
+        ]
+        self._before: dict[str, _Mark] | None = None
+        self._has_warned = False
+
+    def begin(self) -> None:
+        """A training step begins."""
+        if self._before is None:
+            self._before = {name: _Mark.of(buffer) for name, buffer in self._now().items()}
 
     def check_tensor_ranks(self, axis: DeviceMesh) -> None:
         """Compare them over tensor ranks, which have to change them equally; a collective call over the axis.
@@ -32,22 +61,24 @@ class ChangedBuffers:
         Raises:
             PlanError: On every rank of the axis, if one of them differs.
         """
-        if wrong := self._apart(axis):
+        split = {name for name, buffer in self._now().items() if is_split(buffer, axis)}
+        if wrong := self._apart(axis.get_group(), axis.device_type, split):
             raise PlanError(
                 f"{first_of(wrong)}: the tensor ranks have changed this buffer to different values, so it is computed"
                 " from features that tensor_parallel_plan splits. Leave the layers around it out of the plan, or give"
                 ' the one before it the style "colwise_gather_output" and the layer after it "rowwise_split_input".'
             )
 
-    def warn_of_data_ranks(self, axis: DeviceMesh, *, warns: bool) -> None:
-        """Compare them over data ranks; a collective call over the axis, until some are told of.
+    def warn_of_data_ranks(self, ranks: dist.ProcessGroup, device_type: str, *, warns: bool) -> None:
+        """Compare them over data ranks; a collective call over these, until some are told of.
 
         Args:
+            device_type: Of the tensors of that group's calls.
             warns: Whether this rank does.
         """
-        if self._told or not (apart := self._apart(axis)):
+        if self._has_warned or not (apart := self._apart(ranks, device_type)):
             return
-        self._told = True
+        self._has_warned = True
         if not warns:
             return
         normalized = [name for name in apart if isinstance(self._owner(name), _BatchNorm)]
@@ -66,32 +97,19 @@ class ChangedBuffers:
     def _owner(self, name: str) -> nn.Module:
         return self._module.get_submodule(name.rpartition(".")[0])
 
-    def _apart(self, axis: DeviceMesh) -> list[str]:
-        """Names of changed buffers that differ."""
-        before, now = self._before, self._marks()
-        buffers = [name for name, buffer in self._module.named_buffers() if name in now and not is_split(buffer, axis)]
-        if not buffers:
+    def _now(self) -> dict[str, Tensor]:
+        held = dict(self._module.named_buffers())
+        return {name: held[name] for name in self._names if type(held.get(name)) in (Tensor, DTensor)}
+
+    def _apart(self, ranks: dist.ProcessGroup, device_type: str, split: Collection[str] = ()) -> list[str]:
+        """Names of changed buffers that differ; those that are split over the ranks are left out."""
+        if self._before is None or not self._names:
             return []
-        nothing = torch.zeros(2, dtype=torch.float64)
-        rows = [nothing if name in before and _same(before[name], now[name]) else now[name][1] for name in buffers]
-        everyone = everyones(torch.stack(rows), axis)
-        return [name for name, is_apart in zip(buffers, differ(everyone, ROUNDING)) if is_apart]
-
-    def _marks(self) -> dict[str, _Mark]:
-        """Marks of this stage's buffers. Versions alone don't show changes made through ``.data``."""
-        return {
-            name: ((id(buffer), buffer._version), _changed(buffer))
-            for name, buffer in self._module.named_buffers()
-            if type(buffer) in (Tensor, DTensor) and not buffer.is_meta
-        }
-
-
-def _same(one: _Mark, other: _Mark) -> bool:
-    return one[0] == other[0] and torch.equal(one[1], other[1])
-
-
-def _changed(buffer: Tensor) -> Tensor:
-    """A buffer's norm and sum."""
-    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    values = local_tensor(values).detach().double().cpu()
-    return torch.stack([torch.linalg.vector_norm(values), values.sum()])
+        nothing = torch.zeros(2, dtype=torch.float64, device=device_type)
+        rows, now = dict.fromkeys(self._names, nothing), self._now()
+        for name, buffer in now.items():
+            mark = _Mark.of(buffer)
+            if name not in split and not (name in self._before and mark.is_same(self._before[name])):
+                rows[name] = mark.numbers.to(device_type)
+        everyone = everyones(torch.stack([*rows.values()]), ranks, device_type)
+        return [name for name, is_apart in zip(rows, differ(everyone, ROUNDING)) if is_apart]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shard.errors import WHOLE_BATCHES
-from lightning_shard.pipeline.dataflow.mixed_samples import LOSS, Mixed, NumbersOf, Told
+from lightning_shard.pipeline.dataflow.mixed_samples import LOG, LOSS, Findings, Number, NumbersOf
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.plugin.steps.logs import HeldLogs
 from lightning_shard.plugin.steps.loss_weight import LossWeights
@@ -26,7 +26,8 @@ class ComparedSamples:
 
     Args:
         loss_of: The loss of what a training step returned.
-        tells: Whether this rank does.
+        runs_again: Whether steps may run once more for this.
+        warns: Whether this rank does.
     """
 
     def __init__(
@@ -36,45 +37,45 @@ class ComparedSamples:
         weights: LossWeights,
         loss_of: Callable[[Any], Tensor],
         *,
-        tells: bool,
+        runs_again: bool,
+        warns: bool,
     ) -> None:
         self._module = module
         self._logs = logs
         self._weights = weights
         self._loss_of = loss_of
-        self._tells = tells
+        self._runs_again = runs_again
+        self._warns = warns
         self._begun: set[tuple[Any, ...]] = set()
-        self.part: Any = None
-        """The microbatch that the last stage has run."""
 
-    def looks(self, method: str, args: Sequence[Any]) -> NumbersOf | None:
+    def looks(self, method: str, args: Sequence[Any], microbatches: int) -> NumbersOf | None:
         """What takes the numbers of a step with these arguments; ``None`` if nothing is to be looked at."""
         kind = (method, *args[1:])
-        if kind in self._begun:
+        if not self._runs_again or microbatches == 1 or kind in self._begun:
             return None
         self._begun.add(kind)
         return None if normalizes_over_samples(self._module) else self._numbers_of
 
-    def _numbers_of(self, result: Any) -> dict[tuple[str, str], Told]:
+    def _numbers_of(self, result: Any, microbatch: Any) -> dict[tuple[str, str], Number]:
         """The loss in training, and what has just been logged."""
-        logged = {("log", name): number for name, number in self._logs.latest().items()}
+        logged = {(LOG, name): number for name, number in self._logs.latest().items()}
         if not self._module.trainer.training:
             return logged
         loss = self._loss_of(result).detach().clone()
-        return {(LOSS, ""): Told(loss, self._weights.number(self.part))} | logged
+        return {(LOSS, ""): Number(loss, self._weights.number(microbatch))} | logged
 
-    def tell(self, mixed: Mixed, microbatches: int, *, told: bool = False) -> None:
+    def tell(self, found: Findings, microbatches: int, *, is_known: bool = False) -> None:
         """Warn of what a batch compares.
 
         Args:
-            told: Whether it is known already why the loss isn't a mean; logs are then none for the same reason.
+            is_known: Whether it was told already why the loss isn't a mean; logs are then none for the same reason.
         """
-        self._logs.trust(mixed.means)
-        if told or not self._tells:
+        self._logs.trust(found.means)
+        if is_known or not self._warns:
             return
-        warn(mixed.stages, microbatches)
-        if not mixed.stages:
-            self._logs.warn_of_compared(mixed.numbers)
+        warn(found.stages, microbatches)
+        if not found.stages:
+            self._logs.warn_of_compared(found.logs)
 
 
 def normalizes_over_samples(root: nn.Module) -> bool:

@@ -10,7 +10,6 @@ hooks, such as those of a checkpoint, that may run only once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -76,11 +75,14 @@ def divisions(loss: Tensor) -> Iterator[tuple[Any, Tensor | float]]:
 
 
 def _joined(node: Any) -> list[Any]:
-    """The node below a sum or mean of losses (one or several). Below one over samples is the network: none."""
+    """The node below a sum or mean of losses (one or several). Below one over samples is the network: none.
+
+    One over a single sample isn't told from one over several: what each sample's loss is divided by is its own.
+    """
     [[before, _]] = node.next_functions
     several = before is not None and before.name().startswith(("Stack", "Cat"))
     sizes = getattr(node, "_saved_self_sym_sizes", None)  # not of nested tensors
-    return [before] if several or (sizes is not None and math.prod(sizes) == 1) else []
+    return [before] if several or (sizes is not None and len(sizes) == 0) else []
 
 
 def without_those_by_zero(loss: Tensor, weight: Tensor) -> None:

@@ -94,7 +94,7 @@ def check_summands(seen: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> None:
     """
     if not seen:
         return
-    everyone = everyones(torch.stack(list(seen.values())), tensor_axis)
+    everyone = _over(tensor_axis, torch.stack(list(seen.values())))
     norms = everyone[..., 0].amax(0)
     are_same = (everyone.amax(0) - everyone.amin(0)).amax(-1) <= _SAME * norms
     is_wrong = are_same.all(-1) & (norms[..., 1] > 0)
@@ -111,7 +111,7 @@ def check_summands(seen: Mapping[str, Tensor], tensor_axis: DeviceMesh) -> None:
 
 def _apart(values: Mapping[str, Tensor], axis: DeviceMesh) -> list[str]:
     """The names whose norms and sums differ; a collective call over the axis."""
-    is_wrong = differ(everyones(torch.stack(list(values.values())), axis), ROUNDING, _NOISE)
+    is_wrong = differ(_over(axis, torch.stack(list(values.values()))), ROUNDING, _NOISE)
     return [name for name, is_apart in zip(values, is_wrong.tolist()) if is_apart]
 
 
@@ -144,7 +144,7 @@ def check_losses(output: Any, tensor_axis: DeviceMesh, *, in_32_bits: bool) -> N
     Raises:
         PlanError: On every rank of the axis, if the losses differ.
     """
-    losses = everyones(torch.tensor([_value(output)], dtype=torch.float64), tensor_axis).flatten()
+    losses = _over(tensor_axis, torch.tensor([_value(output)], dtype=torch.float64)).flatten()
     if losses_differ(losses, in_32_bits=in_32_bits):
         raise PlanError(
             f"The tensor ranks have different losses ({', '.join(f'{each:.7g}' for each in losses.tolist())}), so the"
@@ -214,12 +214,16 @@ def refusing_parts() -> Iterator[None]:
         ) from error
 
 
-def everyones(own: Tensor, axis: DeviceMesh) -> Tensor:
-    """All-gather a tensor over the axis: ``[ranks, *own.shape]``."""
-    own = own.to(axis.device_type)
-    joined = own.new_empty(axis.size() * len(own), *own.shape[1:])
-    dist.all_gather_into_tensor(joined, own, group=axis.get_group())
-    return joined.view(axis.size(), *own.shape)
+def everyones(own: Tensor, ranks: dist.ProcessGroup, device_type: str) -> Tensor:
+    """All-gather a tensor over ranks: ``[ranks, *own.shape]``."""
+    own, size = own.to(device_type), dist.get_world_size(ranks)
+    joined = own.new_empty(size * len(own), *own.shape[1:])
+    dist.all_gather_into_tensor(joined, own, group=ranks)
+    return joined.view(size, *own.shape)
+
+
+def _over(axis: DeviceMesh, own: Tensor) -> Tensor:
+    return everyones(own, axis.get_group(), axis.device_type)
 
 
 def is_split(parameter: Tensor, axis: DeviceMesh) -> bool:

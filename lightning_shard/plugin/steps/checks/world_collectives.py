@@ -1,7 +1,8 @@
-"""Refuses collective calls over all ranks in a pipelined step, such as ``torch.distributed.all_reduce(count)``.
+"""Looks at the collective calls that a pipelined step makes itself.
 
-With several pipeline stages a step's code after the network runs on the last stage only, once for each microbatch. The
-other stages would never make the call, and the last stage would wait for them.
+With several pipeline stages a step's code after the network runs on the last stage only, once for each microbatch. So
+calls over all ranks (``torch.distributed.all_reduce(count)``) are refused: the other stages would never make them, and
+the last stage would wait. Calls over the data ranks are noted: these have to run a microbatch equally often then.
 """
 
 from __future__ import annotations
@@ -23,37 +24,51 @@ _CALLS = (
 )
 _KNOWN = ("lightning", "lightning_shard", "torch", "torchmetrics")
 """Packages whose own calls pass their group."""
+_OF_LAYOUTS = ("lightning_shard.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
+"""Whose calls aren't the step's."""
 
 
-@contextmanager
-def refusing_world_calls() -> Iterator[None]:
-    """Check the collective calls of the pipelined step that runs inside.
+class OwnCalls:
+    """The collective calls of one module's steps, other than those of FSDP2, of plans and of this package.
 
-    Raises:
-        StepError: The user's code makes one over the world.
+    Attributes:
+        made: Whether a step has made one, as by ``self.all_gather``.
     """
-    own = {name: getattr(dist, name) for name in _CALLS}
-    for name, call in own.items():
-        setattr(dist, name, _refusing(name, call))
-    try:
-        yield
-    finally:
+
+    def __init__(self) -> None:
+        self.made = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look at the pipelined step that runs inside.
+
+        Raises:
+            StepError: The user's code makes a call over the world.
+        """
+        own = {name: getattr(dist, name) for name in _CALLS}
         for name, call in own.items():
-            setattr(dist, name, call)
+            setattr(dist, name, self._checking(name, call))
+        try:
+            yield
+        finally:
+            for name, call in own.items():
+                setattr(dist, name, call)
 
+    def _checking(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.startswith(_OF_LAYOUTS):
+                return call(*args, **kwargs)
+            self.made = True
+            group = kwargs.get("group", next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None))
+            if caller.partition(".")[0] not in _KNOWN and group in (None, dist.group.WORLD):
+                raise StepError(
+                    f"The step calls torch.distributed.{name} over all ranks, and with several pipeline stages only the"
+                    " last one comes to the code after the network, once for each microbatch: use self.all_gather,"
+                    " self.log(…, sync_dist=True) or a torchmetrics metric, which act on the data ranks, or"
+                    " pipeline_parallel_size=1."
+                )
+            return call(*args, **kwargs)
 
-def _refusing(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(call)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        group = kwargs.get("group", next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None))
-        if caller not in _KNOWN and group in (None, dist.group.WORLD):
-            raise StepError(
-                f"The step calls torch.distributed.{name} over all ranks, and with several pipeline stages only the"
-                " last one comes to the code after the network, once for each microbatch: use self.all_gather,"
-                " self.log(…, sync_dist=True) or a torchmetrics metric, which act on the data ranks, or"
-                " pipeline_parallel_size=1."
-            )
-        return call(*args, **kwargs)
-
-    return checked
+        return checked

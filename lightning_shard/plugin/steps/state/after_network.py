@@ -170,9 +170,9 @@ class KeptState:
             self._begun = self._outlines()
         self._before = None if self._is_last else self._look()
         watched = self._watched or []
-        for each in watched:
-            each.begin()
         try:
+            for each in watched:
+                each.begin()
             yield
         finally:
             for each in watched:

@@ -26,18 +26,27 @@ class Watched:
         self, module: nn.Module, names: Collection[str], read: Callable[[str], None], written: Callable[[str], None]
     ) -> None:
         self._module = module
-        self._plain: Any = type(module)
-        make = _alike(cast(Any, type(self._plain)))
-        self._kind: Any = make(self._plain.__name__, (self._plain,), {"__module__": self._plain.__module__})
-        self._kind.__qualname__ = self._plain.__qualname__
-        for name in names:
-            setattr(self._kind, name, _noticed(self._kind, name, read, written))
+        self._properties = {name: (name, read, written) for name in names}
+        self._plain: Any = None
+        self._kind: Any = None
 
     def begin(self) -> None:
+        if type(self._module) is not self._plain:  # at first, and where a parametrization has set another class since
+            self._plain = type(self._module)
+            self._kind = self._kind_of(self._plain)
         self._module.__class__ = self._kind
 
     def end(self) -> None:
-        self._module.__class__ = self._plain
+        if type(self._module) is self._kind:
+            self._module.__class__ = self._plain
+
+    def _kind_of(self, plain: Any) -> Any:
+        make = _alike(cast(Any, type(plain)))
+        kind = make(plain.__name__, (plain,), {"__module__": plain.__module__})
+        kind.__qualname__ = plain.__qualname__
+        for name, arguments in self._properties.items():
+            setattr(kind, name, _noticed(kind, *arguments))
+        return kind
 
 
 @cache

@@ -11,6 +11,7 @@ import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,10 @@ from lightning_shard.sharding import local_tensor
 
 LARGEST_COPY_BYTES = 2**28
 """Largest tensor or array that is copied. A larger one may not be changed by a step that has to run again."""
+
+
+_OF_CALLBACK = 1024
+"""So many objects that a callback keeps are noted: a list of its own counts once, one of dicts as many times."""
 
 
 class Note(NamedTuple):
@@ -57,13 +62,14 @@ class Memory:
 
     Args:
         stages: How many stages of this rank run the step. With several, the step may not draw from an iterator.
-        callbacks: The Trainer's, whose state a step may change too.
+        callbacks: The Trainer's, whose state a step may change too; of each the first objects below it.
     """
 
     def __init__(self, root: nn.Module, stages: int = 1, callbacks: Sequence[Any] = ()) -> None:
         self._root = root
         self._stages = stages
-        found = [*reachable(root), *below("callbacks", tuple(callbacks))]
+        of_callbacks = (islice(below(f"callbacks.{i}", each), _OF_CALLBACK) for i, each in enumerate(callbacks))
+        found = [*reachable(root), *chain.from_iterable(of_callbacks)]
         self._iterators = ReplayedIterators(value for _, value in found)
         self._notes = [note for path, value in found if (note := note_of(path, value)) is not None]
         self._parameters: Sums = {}

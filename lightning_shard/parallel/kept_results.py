@@ -1,0 +1,162 @@
+"""Keeps results of operations between a forward and its second run: selective activation checkpointing, uncompiled.
+
+torch's own contexts keep the tensors that the code goes on with. Where it changes one in place (attention scores that
+are scaled and masked, ``nn.ReLU(inplace=True)``, torch's recurrent layers), the second run gets it changed already and
+changes it again: torch raises an error, or where the change is made through a view with a version of its own, gradients
+are wrong. Here a kept result is copied before it is changed.
+
+Private (torch 2.11 to 2.13): ``_SetExcludeDispatchKeyGuard``, for an alias that has the tensor's version, as torch's
+own contexts make it; schemas of operators.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from lightning_shard.errors import StepError
+from lightning_shard.sharding import local_tensor
+
+Keeps = Callable[[Any, Any, Any], bool]
+"""Whether to keep the result of an operation with these arguments, positional and by name."""
+
+
+@dataclass
+class _Result:
+    """A result's tensors, each as an alias, with its version; a copy has none to compare."""
+
+    value: Any
+    versions: list[int | None]
+
+    @classmethod
+    def of(cls, value: Any) -> _Result:
+        kept = tree_map_only(Tensor, _alias, value)
+        return cls(kept, [each._version for each in _tensors(kept)])
+
+    def copy(self) -> None:
+        self.value = tree_map_only(Tensor, Tensor.clone, self.value)
+        self.versions = [None for _ in self.versions]
+
+    def is_as_kept(self) -> bool:
+        return all(v in (None, each._version) for each, v in zip(_tensors(self.value), self.versions))
+
+
+@dataclass
+class KeptResults:
+    """The results of one forward.
+
+    Args:
+        keeps: Which are kept.
+    """
+
+    keeps: Keeps
+    _results: dict[Any, list[_Result]] = field(default_factory=lambda: defaultdict(list))
+    _by_memory: dict[int, list[_Result]] = field(default_factory=lambda: defaultdict(list))
+
+    def first_run(self) -> TorchDispatchMode:
+        """Context of the forward."""
+        return _FirstRun(self)
+
+    def second_run(self) -> TorchDispatchMode:
+        """Context of the second run, in which kept results are given instead of computed."""
+        return _SecondRun(self)
+
+    def copy_those_in(self, value: Any) -> None:
+        """Copy the results whose memory a value's tensors have, before it is changed in place, or may be."""
+        for tensor in _tensors(value):
+            for result in self._by_memory.pop(_memory(tensor), ()):
+                result.copy()
+
+    def add(self, operation: Any, value: Any) -> None:
+        result = _Result.of(value)
+        self._results[operation].append(result)
+        for tensor in _tensors(result.value):
+            self._by_memory[_memory(tensor)].append(result)
+
+    def take(self, operation: Any) -> Any:
+        """The next result of an operation, which is forgotten.
+
+        Raises:
+            StepError: There is none, or it was changed after the forward.
+        """
+        self._by_memory.clear()
+        if not self._results[operation]:
+            raise StepError(f"A second backward, or another forward than before, needs {operation}. {_REMEDY}")
+        result = self._results[operation].pop(0)
+        if not result.is_as_kept():
+            raise StepError(f"A result of {operation} was changed in place after the block had returned. {_REMEDY}")
+        return result.value
+
+
+_REMEDY = 'activation_checkpointing="selective" keeps it for the backward: use activation_checkpointing=True.'
+
+
+class _FirstRun(TorchDispatchMode):
+    def __init__(self, kept: KeptResults) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if operation in SAC_IGNORED_OPS:
+            return operation(*args, **kwargs)
+        self._kept.copy_those_in([*_written(operation, args, kwargs)])
+        value = operation(*args, **kwargs)
+        if self._kept.keeps(operation, args, kwargs):
+            self._kept.add(operation, value)
+        return value
+
+
+class _SecondRun(TorchDispatchMode):
+    def __init__(self, kept: KeptResults) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if operation not in SAC_IGNORED_OPS and self._kept.keeps(operation, args, kwargs):
+            return self._kept.take(operation)
+        return operation(*args, **kwargs)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(local_tensor(tensor).untyped_storage()._cdata)
+
+
+def _written(operation: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The arguments that an operation writes to."""
+    for place, name in _places_written(operation):
+        if place < len(args):
+            yield args[place]
+        elif name in kwargs:
+            yield kwargs[name]
+
+
+@functools.cache
+def _places_written(operation: Any) -> tuple[tuple[int, str], ...]:
+    schema = getattr(operation, "_schema", None)  # not of higher-order operators
+    if schema is None or not schema.is_mutable:
+        return ()
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
