@@ -44,6 +44,7 @@ from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
 from lightning_shard.plugin.steps.checks.parameter_walks import OF_RANK, PartialStates, Walks
 from lightning_shard.plugin.steps.checks.summed_losses import warn_of_balancing
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
+from lightning_shard.plugin.steps.checks.world_collectives import OwnCalls
 from lightning_shard.plugin.steps.first_step import FirstStepChecks
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.gradients import Gradients
@@ -167,8 +168,9 @@ class PreparedStrategy(CheckpointedStrategy):
         self._gradients = gradients
         copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None
         context = groups.context if layout.context_parallel_size > 1 else None
+        own_calls = OwnCalls(known.stages)
         self._first_checks = FirstStepChecks(
-            module, layout, self.device_mesh, groups.data, parts, self._check_ties, copies, context
+            module, layout, self.device_mesh, groups.data, parts, self._check_ties, copies, own_calls, context
         )
         if known.stages is None:
             self._states = PartialStates(_sharded(module) if layout.world_size > 1 else {}, OF_RANK, {})
@@ -196,7 +198,7 @@ class PreparedStrategy(CheckpointedStrategy):
             weights,
             means,
             known.means,
-            self._first_checks.own_calls,
+            own_calls,
             BypassedUnits(module, None, device) if reshards and layout.data_parallel_size > 1 else None,
             reduces_each=self._reduces_each,
             reshards_each=reshards,

@@ -41,10 +41,8 @@ class FirstStepChecks:
         microbatches: How many microbatches a batch is split into.
         check_ties: Refuses tied parameters that differ; a collective call over the pipeline.
         copies: Compares frozen parameters that every stage holds; ``None`` with one stage.
+        own_calls: The collective calls that steps on stages make.
         context: The ranks that share sequences; ``None`` if each has sequences of its own.
-
-    Attributes:
-        own_calls: The collective calls of steps on stages.
     """
 
     def __init__(
@@ -56,6 +54,7 @@ class FirstStepChecks:
         microbatches: int,
         check_ties: Callable[[], None],
         copies: FrozenCopies | None,
+        own_calls: OwnCalls,
         context: dist.ProcessGroup | None = None,
     ) -> None:
         self._module = module
@@ -66,7 +65,7 @@ class FirstStepChecks:
         self._check_ties = check_ties
         self._copies = copies
         self._context = context
-        self.own_calls = OwnCalls()
+        self._own_calls = own_calls
         self._steps = 0
         self._kinds: set[str] = set()
         self._updates = 0
@@ -93,8 +92,7 @@ class FirstStepChecks:
             if method not in self._kinds:
                 self._kinds.add(method)
                 check_same_batch(batch, layout)
-                if layout.pipeline_parallel_size > 1:
-                    looks.enter_context(self.own_calls.watched())
+                looks.enter_context(self._own_calls.watched())
                 if self._microbatches > 1:
                     looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
                     looks.enter_context(noting_functions_of_means(self._samples_in(batch)))

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.stages.rank_stages import Stages
 
 _CALLS = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
@@ -31,11 +32,15 @@ _OF_LAYOUTS = ("lightning_shard.", "torch.distributed.fsdp.", "torch.distributed
 class OwnCalls:
     """The collective calls of one module's steps, other than those of FSDP2, of plans and of this package.
 
+    Args:
+        stages: This rank's; nothing is looked at without.
+
     Attributes:
         made: Whether a step has made one, as by ``self.all_gather``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stages: Stages | None) -> None:
+        self._stages = stages
         self.made = False
 
     @contextmanager
@@ -45,7 +50,7 @@ class OwnCalls:
         Raises:
             StepError: The user's code makes a call over the world.
         """
-        own = {name: getattr(dist, name) for name in _CALLS}
+        own = {name: getattr(dist, name) for name in _CALLS} if self._stages is not None else {}
         for name, call in own.items():
             setattr(dist, name, self._checking(name, call))
         try:
@@ -60,7 +65,7 @@ class OwnCalls:
             caller = sys._getframe(1).f_globals.get("__name__", "")
             if caller.startswith(_OF_LAYOUTS):
                 return call(*args, **kwargs)
-            self.made = True
+            self.made |= self._stages is not None and self._stages.in_step  # what was logged is reduced after it
             group = kwargs.get("group", next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None))
             if caller.partition(".")[0] not in _KNOWN and group in (None, dist.group.WORLD):
                 raise StepError(
