@@ -73,7 +73,8 @@ def commits(
         which: Called with each name; False leaves it out.
     """
     root = as_path(folder)
-    names = [name for name in names_in(root, storage_options) if which(name)]
+    # a manifest stands for its own checkpoint, which isn't in the folder
+    names = [name for name in names_in(root, storage_options) if name != MANIFEST_NAME and which(name)]
 
     def look(name: str) -> datetime | None:
         return committed_at(open_store(posixpath.join(root, name), storage_options))

@@ -150,6 +150,7 @@ def test_the_command_line_lists(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("step=2", 2, None),
     ]
     assert datetime.fromisoformat(listed[0]["committed"]).tzinfo is not None
+    assert checkpoint.list(tmp_path / "step=1") == []  # itself isn't in its folder
     (tmp_path / "step=1" / "manifest.json").write_text("{")
     assert main(["list", str(tmp_path)]) == 1
     assert "damaged" in capsys.readouterr().out

@@ -45,7 +45,8 @@ def check_same_batch(batch: Any, layout: Layout) -> None:
                 f"Ranks {other} and {rank} hold parts of one model and read data rank {data_rank}'s batches, but their"
                 " batches differ: a dataset or sampler that deals by global rank must deal by data rank instead"
                 " (trainer.strategy.layout.data_rank of data_parallel_size). Data that each process makes at random"
-                " must be made from one seed: call L.seed_everything before."
+                " must be made from one seed: call L.seed_everything before. Nor may it depend on the process or the"
+                " time, as the order of a set of texts does (sort it)."
             )
     batches = {digests[rank] for rank in first.values()}
     if len(batches) < len(first) and tree.tensors(batch):
