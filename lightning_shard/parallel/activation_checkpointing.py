@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from lightning_shard import tree
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.parallel.fsdp.units import class_name
 from lightning_shard.parallel.kept_results import KeptResults
@@ -96,6 +97,9 @@ def recompute(
     buffers (counters, running statistics) are restored. Not undone: what the block appends to lists, and what hooks
     inside of the block do.
 
+    Raises, when the block is called:
+        StepError: It changed an argument in place.
+
     Args:
         block: The module.
         snapshot: Takes a snapshot of the random generators; returns a function that restores it.
@@ -114,7 +118,13 @@ def recompute(
             return forward(*args, **kwargs)
         call, kept = functools.partial(forward, **kwargs), KeptResults(_keeps) if selective else None
         context_fn = functools.partial(contexts, kept)
+        given = [(tensor, tensor._version) for tensor in tree.tensors((args, kwargs)) if not tensor.is_inference()]
         output = checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
+        if any(tensor._version != before for tensor, before in given) and _needs_gradients(output):
+            raise StepError(
+                f"{class_name(block)} changes an argument in place, and activation_checkpointing runs it a second time"
+                " on what it was given: write x = x + y in place of x += y, or leave activation_checkpointing out."
+            )
         if kept is not None:
             kept.copy_those_in(output)  # which the code around the block may change
         return output
@@ -127,6 +137,10 @@ def recompute(
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     block.__dict__["forward"] = compilable if is_compiled else checkpointed
+
+
+def _needs_gradients(output: Any) -> bool:
+    return any(tensor.requires_grad for tensor in tree.tensors(output))
 
 
 def leave_out_caches(block: nn.Module) -> None:

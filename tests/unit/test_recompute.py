@@ -172,3 +172,29 @@ def test_blocks_are_trained_without_transformers_cache_unless_it_holds_something
     assert block.given == [(None, False), (cache, True)]
     with pytest.raises(StepError, match=r"Cached is called with past_key_values that aren't empty"):
         block(x, past_key_values=Cache((4, 4)))
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            mask.logical_not_()
+            return x * self.bias
+        x += self.bias
+        return x.tanh()
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_block_that_changes_an_argument_is_refused(selective: bool) -> None:
+    block, x = Writes(), torch.ones(2, 4)
+    recompute(block, lambda: lambda: None, selective=selective)
+    for arguments in ((x * 1.0,), (x, torch.ones(2, dtype=torch.bool))):
+        with pytest.raises(StepError, match="Writes changes an argument in place, and activation_checkpointing runs"):
+            block(*arguments)
+    with torch.no_grad():
+        assert block(x * 1.0).sum() < 8
+    block.requires_grad_(False)
+    assert not block(x * 1.0).requires_grad
