@@ -316,10 +316,8 @@ class PipelinedSteps:
                 of_calls = partial(
                     self._step.call_by_call, run, self._apart.call, self._seeds.remember, after_call, of_any
                 )
-                with (
-                    kept_gathered(self._module),
-                    self._around_steps(method, 1),
-                ):  # data ranks may make more or fewer calls
+                # data ranks may make more or fewer calls
+                with kept_gathered(self._module), self._around_steps(method, 1):
                     results = [call_through(self._module, of_calls)]
                 self._apart.begin()  # the step ran once, not once per stage
                 logged = self._logs.in_blocks(of_last=False)
