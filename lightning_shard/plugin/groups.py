@@ -1,4 +1,7 @@
-"""Creates the process groups that a run needs beside those of the device mesh."""
+"""Creates the process groups that a run needs beside those of the device mesh.
+
+Private: ``_set_pg_timeout`` (torch 2.11 to 2.13), since groups of a mesh are made with torch's default time-outs.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import PIPELINE_AXIS, Layout
@@ -134,6 +138,12 @@ class Groups:
     def broadcast_from_last_stage(self, value: Any, device: torch.device) -> Any:
         """Broadcast the last stage's value, its tensors on each rank's device; a collective call over the pipeline."""
         return self.broadcaster.broadcast(value, device)
+
+
+def set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
+    """Have the collectives of a mesh's groups fail after this time."""
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)
 
 
 def _of_axis(groups: list[list[int]], timeout: timedelta | None) -> Any:

@@ -21,7 +21,7 @@ from lightning_shard.errors import ShardError
 from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.parallel.experts.exchange import gather
 from lightning_shard.plugin import trainer_private
-from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.groups import Groups, set_timeout
 from lightning_shard.plugin.reporting.number_of_ranks import warn_users_code
 from lightning_shard.plugin.running.failure import FailureWatch, lost_the_others
 from lightning_shard.plugin.running.preemption import AgreedSIGTERM, Preemption
@@ -90,6 +90,8 @@ class ConnectedStrategy(ModelParallelStrategy):
             self._device_mesh = self.layout.mesh(self.root_device.type)
             if self.layout.expert_parallel_size > 1:
                 self._expert_mesh = self.layout.expert_mesh(self.root_device.type)
+            for mesh in filter(None, (self._device_mesh, self._expert_mesh)):
+                set_timeout(mesh, self._rendezvous().timeout)
             self._groups = Groups.make(self.layout, self._device_mesh, self._timeout, both_ways=self._sends_both_ways)
             self._seed = randomness.agree(self.broadcast)
         if self.world_size > 1 and self._watch is None:
