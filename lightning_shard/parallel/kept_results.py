@@ -59,6 +59,7 @@ class KeptResults:
     """
 
     keeps: Keeps
+    _is_read: bool = False
     _results: dict[Any, list[_Result]] = field(default_factory=lambda: defaultdict(list))
     _by_memory: dict[int, list[_Result]] = field(default_factory=lambda: defaultdict(list))
 
@@ -69,6 +70,19 @@ class KeptResults:
     def second_run(self) -> TorchDispatchMode:
         """Context of the second run, in which kept results are given instead of computed."""
         return _SecondRun(self)
+
+    def begin_second_run(self) -> None:
+        """
+        Raises:
+            StepError: There was one, which has forgotten what it read, and ended where no more was needed.
+        """
+        if self._is_read:
+            raise StepError(
+                "A second backward, or gradients taken twice, go through a block whose results"
+                ' activation_checkpointing="selective" keeps for one: use activation_checkpointing=True.'
+            )
+        self._is_read = True
+        self._by_memory.clear()
 
     def copy_those_in(self, value: Any) -> None:
         """Copy the results whose memory a value's tensors have, before it is changed in place, or may be."""
@@ -88,16 +102,15 @@ class KeptResults:
         Raises:
             StepError: There is none, or it was changed after the forward.
         """
-        self._by_memory.clear()
         if not self._results[operation]:
-            raise StepError(f"A second backward, or another forward than before, needs {operation}. {_REMEDY}")
+            raise StepError(f"A block runs {operation} for the backward more often than before. {_REMEDY}")
         result = self._results[operation].pop(0)
         if not result.is_as_kept():
             raise StepError(f"A result of {operation} was changed in place after the block had returned. {_REMEDY}")
         return result.value
 
 
-_REMEDY = 'activation_checkpointing="selective" keeps it for the backward: use activation_checkpointing=True.'
+_REMEDY = 'activation_checkpointing="selective" keeps its results: use activation_checkpointing=True.'
 
 
 class _FirstRun(TorchDispatchMode):
@@ -120,6 +133,10 @@ class _SecondRun(TorchDispatchMode):
     def __init__(self, kept: KeptResults) -> None:
         super().__init__()
         self._kept = kept
+
+    def __enter__(self) -> Any:
+        self._kept.begin_second_run()
+        return super().__enter__()
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -132,3 +132,14 @@ def test_a_result_that_is_changed_after_the_block_and_a_second_backward_are_refu
     loss.backward(retain_graph=True)
     with pytest.raises(StepError, match="second backward"):
         loss.backward()
+
+
+def test_gradients_that_are_taken_twice_are_refused() -> None:
+    """Also of a block that has several products: torch ends the second run before the last of them."""
+    block, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), torch.randn(2, WIDTH)
+    recompute(block, lambda: lambda: None, selective=True)
+    x.requires_grad_()
+    out = block(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(StepError, match="gradients taken twice"):
+        (out.square().mean() + gradient.square().mean()).backward()

@@ -30,7 +30,7 @@ def run(means: MeansOverSteps, metric: MeanMetric, batches: list[list[float]]) -
     for losses in batches:
         with means.batch(len(losses), 4):
             for loss in losses:
-                means.begin_microbatch()
+                means.begin_microbatch(2)
                 metric(torch.tensor(loss))
     return float(metric.compute())
 
@@ -43,14 +43,14 @@ def test_a_batch_of_fewer_microbatches_counts_as_much(means: MeansOverSteps) -> 
 def test_what_is_given_a_weight_or_is_a_vector_counts_as_it_is(means: MeansOverSteps) -> None:
     metric = weighed(means)
     with means.batch(1, 4):
-        means.begin_microbatch()
+        means.begin_microbatch(2)
         metric.update(2.0, weight=3)
-        means.begin_microbatch()
+        means.begin_microbatch(2)
         metric.update(torch.tensor([6.0]), weight=torch.tensor([1.0]))
     assert float(metric.compute()) == 3.0
     metric = weighed(means)
     with means.batch(1, 4):
-        means.begin_microbatch()
+        means.begin_microbatch(2)
         metric.update(torch.tensor([1.0, 2.0]))
     assert (float(metric.mean_value), float(metric.weight)) == (3.0, 2.0)
 
@@ -60,10 +60,21 @@ def test_a_metric_that_is_updated_for_each_sample_counts_samples(means: MeansOve
     for parts in ([[1.0, 2.0], [3.0, 4.0]], [[8.0]]):
         with means.batch(len(parts), 2):
             for losses in parts:
-                means.begin_microbatch()
+                means.begin_microbatch(len(losses))
                 for loss in losses:
                     metric.update(loss)
     assert float(metric.compute()) == pytest.approx(3.6)
+
+
+def test_several_numbers_of_a_step_count_as_batches_too(means: MeansOverSteps) -> None:
+    metric = weighed(means)
+    for losses, samples in ([1.0, 2.0, 3.0, 4.0], 3), ([9.0], 1):
+        with means.batch(len(losses), 4):
+            for loss in losses:
+                means.begin_microbatch(samples)
+                metric.update(loss)
+                metric.update(2 * loss)
+    assert float(metric.compute()) == pytest.approx((2.5 + 5 + 9 + 18) / 4)
 
 
 def test_outside_of_steps_nothing_is_weighed(means: MeansOverSteps) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -23,6 +24,7 @@ class MeansOverSteps:
     def __init__(self) -> None:
         self._weight = 1.0
         self._microbatch = 0
+        self._samples = 1
 
     @contextmanager
     def batch(self, parts: int, whole: int) -> Iterator[None]:
@@ -38,27 +40,44 @@ class MeansOverSteps:
         finally:
             self._weight = 1.0
 
-    def begin_microbatch(self) -> None:
+    def begin_microbatch(self, samples: int) -> None:
+        """A step begins, on so many samples."""
         self._microbatch += 1
+        self._samples = samples
 
     def weighing(self, update: Callable[..., None]) -> Callable[..., None]:
         """A ``MeanMetric``'s update, for which a number without a weight has its batch's.
 
-        A metric that a microbatch updates several times doesn't count steps, and is left as it is.
+        A metric that was given as many numbers as a microbatch had samples counts these, and is left as it is.
         """
-        last, counts_steps = -1, True
+        given = _Given()
 
         @wraps(update)
         def weighed(value: Any, weight: Any = None) -> None:
-            nonlocal last, counts_steps
-            counts_steps &= last != self._microbatch
-            last = self._microbatch
-            is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-            if weight is None and self._weight != 1.0 and is_number and counts_steps:
+            given.note(self._microbatch, self._samples)
+            is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
+            if weight is None and self._weight != 1.0 and is_number and not given.of_samples:
                 weight = self._weight
             update(value, weight)
 
         return weighed
+
+
+@dataclass
+class _Given:
+    """What a metric is given in a microbatch: so many numbers, for so many samples; and whether one for each."""
+
+    microbatch: int = -1
+    samples: int = 1
+    numbers: int = 0
+    of_samples: bool = False
+
+    def note(self, microbatch: int, samples: int) -> None:
+        if microbatch != self.microbatch:
+            if self.samples > 1:  # one number for one sample may be either
+                self.of_samples = self.numbers == self.samples
+            self.microbatch, self.samples, self.numbers = microbatch, samples, 0
+        self.numbers += 1
 
 
 class UnevenLists:

@@ -430,7 +430,7 @@ class PipelinedSteps:
         # otherwise each stage's run on this rank would add to the logs
         forget_logs = self._logs.remember() if several and not stage.is_last else None
         self._logs.begin_microbatch()
-        self._over_steps.begin_microbatch()
+        self._over_steps.begin_microbatch(tree.batch_size(part) if self._microbatches > 1 else 1)
         try:
             with kept, stage.running(self._module), looking:
                 result = getattr(self._module, method)(part, *args, **kwargs)
