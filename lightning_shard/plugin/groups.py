@@ -124,9 +124,10 @@ class Groups:
 
     def of_all_peers(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is true on all ranks that hold the same part of the model; a collective call."""
+        if dist.get_world_size(self.peers) == 1:
+            return list(flags)
         values = torch.tensor(flags, dtype=torch.int32)
-        if dist.get_world_size(self.peers) > 1:
-            dist.all_reduce(values, dist.ReduceOp.MIN, group=self.peers)
+        dist.all_reduce(values, dist.ReduceOp.MIN, group=self.peers)
         return [bool(value) for value in values.tolist()]
 
     def from_first_rank(self, value: Any) -> Any:

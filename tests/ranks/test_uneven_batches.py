@@ -38,7 +38,8 @@ class Module(L.LightningModule):
         self.log("val_loss", self.net(batch).square().mean(), sync_dist=True)
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch)
+        out = self.net(batch)
+        return out + 0 * self.all_gather(out.sum()).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -85,6 +86,7 @@ def run(settings: dict[str, Any], data: str) -> tuple[dict[str, Tensor], float, 
     trainer.validate(module, loader, verbose=False)
     loss = float(trainer.callback_metrics["val_loss"])
     predicted: Any = trainer.predict(module, DataLoader(samples(29), batch_size=BATCH))  # 7 and 6 in the last batches
+    predicted += trainer.predict(Module(), DataLoader(samples(15), batch_size=BATCH))  # 8 and 7 in the first
     return module.trained, loss, torch.cat(predicted)
 
 

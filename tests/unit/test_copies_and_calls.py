@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
-from lightning_shard.plugin.steps.checks.world_collectives import refusing_world_calls
+from lightning_shard.plugin.steps.checks.world_collectives import OwnCalls
 
 
 def stage(index: int) -> nn.Module:
@@ -66,10 +67,24 @@ def test_copies_of_a_teacher_that_part_are_refused_on_all_stages() -> None:
         assert "teacher.0.weight is frozen" in str(error) or "teacher.1.weight is frozen" in str(error)
 
 
-def test_a_steps_own_collective_calls_over_the_world_are_refused() -> None:
-    own = dist.all_reduce
-    with refusing_world_calls():
+@dataclass
+class Stages:
+    in_step: bool
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_steps_own_collective_calls_over_the_world_are_refused(in_step: bool) -> None:
+    own, calls = dist.all_reduce, OwnCalls(cast(Any, Stages(in_step)))
+    with calls.watched():
+        assert not calls.made
         for call in (lambda: dist.all_reduce(torch.ones(1)), dist.barrier):
             with pytest.raises(StepError, match=r"calls torch\.distributed\.(all_reduce|barrier) over all ranks"):
                 call()
     assert dist.all_reduce is own
+    assert calls.made == in_step  # what was logged is reduced when the step has ended
+
+
+def test_nothing_is_watched_without_stages() -> None:
+    own = dist.all_reduce
+    with OwnCalls(None).watched():
+        assert dist.all_reduce is own

@@ -185,7 +185,7 @@ class PipelinedSteps:
         return self._groups.of_any_peer(condition) if self._runs_alike else condition
 
     def _any_cannot(self, kind: str, condition: bool) -> bool:
-        """Evaluations on data ranks may have different numbers of microbatches: they can't agree."""
+        """On data ranks evaluations agree in the first batch of their kind only, and may be looked at later."""
         if not self._has_peers:
             return condition
         return self._groups.of_any_peer(condition) if kind == _TRAIN else condition or self._own_calls.made
@@ -381,13 +381,15 @@ class PipelinedSteps:
     ) -> _Begun:
         """Run this rank's part of a batch."""
         batch, *args = arguments
-        parts, seed = self._batches.split_evaluated(batch, alike=self._runs_alike), draw(arguments)
+        kind = self._kind(method, args)
+        # in the first batch of a kind it isn't known yet whether it calls data ranks
+        alike = self._runs_alike or kind not in self._begun
+        parts, seed = self._batches.split_evaluated(batch, alike=alike), draw(arguments)
 
         def run(stage: Stage, i: int, part: Any) -> Any:
             return self._run_inside(stage, method, seed, i, part, tuple(args), kwargs)
 
-        order, kind = self._order(len(parts)), self._kind(method, args)
-        numbers_of = self._compared.looks(method, args, len(parts))
+        order, numbers_of = self._order(len(parts)), self._compared.looks(method, args, len(parts))
         step = partial(self._step.evaluate, run, parts, order, kind, numbers_of=numbers_of, waits=waits)
         with self._around_steps(method, len(parts)):
             results = call_through(self._module, step)

@@ -29,7 +29,7 @@ class _Mark(NamedTuple):
     @classmethod
     def of(cls, buffer: Tensor) -> _Mark:
         local = local_tensor(buffer)
-        has_norm = local.is_floating_point() or local.is_complex()
+        has_norm = local.is_complex() or (local.is_floating_point() and local.dtype.itemsize > 1)
         return cls(id(buffer), buffer._version, norm_and_sum(local if has_norm else local.double()))
 
     def is_same(self, other: _Mark) -> bool:

@@ -77,12 +77,13 @@ def divisions(loss: Tensor) -> Iterator[tuple[Any, Tensor | float]]:
 def _joined(node: Any) -> list[Any]:
     """The node below a sum or mean of losses (one or several). Below one over samples is the network: none.
 
-    One over a single sample isn't told from one over several: what each sample's loss is divided by is its own.
+    A vector of one element may be of a single sample, and what its loss is divided by is its own then.
     """
     [[before, _]] = node.next_functions
-    several = before is not None and before.name().startswith(("Stack", "Cat"))
-    sizes = getattr(node, "_saved_self_sym_sizes", None)  # not of nested tensors
-    return [before] if several or (sizes is not None and len(sizes) == 0) else []
+    made_by = "" if before is None else before.name()
+    sizes = getattr(node, "_saved_self_sym_sizes", (0,))  # not of nested tensors
+    is_one = all(size == 1 for size in sizes) and (len(sizes) == 0 or made_by.startswith("Unsqueeze"))
+    return [before] if is_one or made_by.startswith(("Stack", "Cat")) else []
 
 
 def without_those_by_zero(loss: Tensor, weight: Tensor) -> None:
