@@ -122,7 +122,8 @@ class _FirstRun(TorchDispatchMode):
         kwargs = kwargs or {}
         if operation in SAC_IGNORED_OPS:
             return operation(*args, **kwargs)
-        self._kept.copy_those_in([*_written(operation, args, kwargs)])
+        for place, name in _written_by(operation):
+            self._kept.copy_those_in(args[place] if place < len(args) else kwargs.get(name))
         value = operation(*args, **kwargs)
         if self._kept.keeps(operation, args, kwargs):
             self._kept.add(operation, value)
@@ -158,17 +159,9 @@ def _memory(tensor: Tensor) -> int:
     return int(local_tensor(tensor).untyped_storage()._cdata)
 
 
-def _written(operation: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    """The arguments that an operation writes to."""
-    for place, name in _places_written(operation):
-        if place < len(args):
-            yield args[place]
-        elif name in kwargs:
-            yield kwargs[name]
-
-
 @functools.cache
-def _places_written(operation: Any) -> tuple[tuple[int, str], ...]:
+def _written_by(operation: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names of the arguments that an operation writes to."""
     schema = getattr(operation, "_schema", None)  # not of higher-order operators
     if schema is None or not schema.is_mutable:
         return ()
