@@ -31,7 +31,7 @@ from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.pipeline.stages.tied import find_ties
 from lightning_shard.plugin.assembly.cutting import Holders, cut_to
 from lightning_shard.plugin.steps.randomness import derive, seed_own
-from lightning_shard.plugin.steps.state.after_network import KeptStates
+from lightning_shard.plugin.steps.state.kept_states import KeptStates
 from lightning_shard.plugin.steps.state.per_stage import StatesApart
 from lightning_shard.plugin.steps.state.python_state import own_generators
 from lightning_shard.plugin.steps.state.snapshot import Memory

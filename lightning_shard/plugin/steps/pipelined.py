@@ -65,7 +65,7 @@ from lightning_shard.plugin.steps.means_over_steps import MeansOverSteps, Uneven
 from lightning_shard.plugin.steps.redirect import call_through
 from lightning_shard.plugin.steps.schedule_choice import log_whole_backwards
 from lightning_shard.plugin.steps.seeds import Seeds
-from lightning_shard.plugin.steps.state.after_network import KeptStates
+from lightning_shard.plugin.steps.state.kept_states import KeptStates
 from lightning_shard.plugin.steps.state.per_stage import StatesApart
 from lightning_shard.plugin.steps.state.snapshot import Memory
 from lightning_shard.plugin.steps.used_hooks import is_used
