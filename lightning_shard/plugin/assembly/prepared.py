@@ -40,6 +40,7 @@ from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
 from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.alike import Alike
 from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
 from lightning_shard.plugin.steps.checks.parameter_walks import OF_RANK, PartialStates, Walks
 from lightning_shard.plugin.steps.checks.summed_losses import warn_of_balancing
@@ -198,13 +199,15 @@ class PreparedStrategy(CheckpointedStrategy):
             weights,
             means,
             known.means,
-            own_calls,
+            Alike(groups, own_calls, layout.data_parallel_size, forwards_call=self._forwards_call_data_ranks(reshards)),
             BypassedUnits(module, None, device) if reshards and layout.data_parallel_size > 1 else None,
             reduces_each=self._reduces_each,
             reshards_each=reshards,
-            runs_alike=layout.data_parallel_size > 1
-            and (reshards or layout.expert_parallel_size > 1 or self._syncs_over_data_ranks()),
         )
+
+    def _forwards_call_data_ranks(self, reshards: bool) -> bool:
+        has_experts = self.layout.expert_parallel_size > 1
+        return self.layout.data_parallel_size > 1 and (reshards or has_experts or self._syncs_over_data_ranks())
 
     def _syncs_over_data_ranks(self) -> bool:
         return self._layer_sync is not None and self.layout.data_parallel_size > 1

@@ -34,7 +34,6 @@ from lightning_shard.parallel.fsdp.shard import (
 )
 from lightning_shard.parallel.fsdp.units import leave_out_prefetching, sharded_units
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
-from lightning_shard.pipeline.dataflow.mixed_samples import Peers
 from lightning_shard.pipeline.dataflow.search import MemoryBeside
 from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.pipeline.runtime.channel import Channel
@@ -47,13 +46,13 @@ from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.pipeline.stages.tied import Tie, TiedGradients
 from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.steps.alike import TRAIN, Alike
 from lightning_shard.plugin.steps.batches import Batches
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows, what_follows
 from lightning_shard.plugin.steps.checks.changed_batches import ChangedBatches
 from lightning_shard.plugin.steps.checks.compared_samples import ComparedSamples
 from lightning_shard.plugin.steps.checks.summed_losses import SummedLosses
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
-from lightning_shard.plugin.steps.checks.world_collectives import OwnCalls
 from lightning_shard.plugin.steps.checks.written_files import WrittenFiles
 from lightning_shard.plugin.steps.direct_output import DirectOutput
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
@@ -79,8 +78,6 @@ _RESULT_HOOKS = {
 """The hooks that receive what a step returned."""
 
 
-_TRAIN = "train"
-"""The kind of training steps."""
 _CUT = (
     "With several pipeline stages a step gets a part of the batch at a time (here one of {parts}): a network or step"
     " that works across samples, or for one batch size only, needs pipeline_parallel_size=1."
@@ -119,19 +116,12 @@ class PipelinedSteps:
         weights: LossWeights,
         means: UnequalMeans,
         over_steps: MeansOverSteps,
-        own_calls: OwnCalls,
+        alike: Alike,
         bypassed: BypassedUnits | None,
         *,
         reduces_each: bool = False,
         reshards_each: bool = False,
-        runs_alike: bool = False,
     ) -> None:
-        """
-        Args:
-            own_calls: The collective calls of the steps themselves, as far as seen.
-            runs_alike: Whether forwards make collective calls over data ranks, so that all have to run equally many.
-                If steps make some themselves, which is found in the first batch of each kind, they have to as well.
-        """
         self._module = module
         self._stages = stages
         self._groups = groups
@@ -142,15 +132,13 @@ class PipelinedSteps:
         self._splits = self._logs_whole_backwards = schedule.splits_backwards
         self._reduces_each = reduces_each
         self._reshards_each = reshards_each
-        self._runs_alike = runs_alike
-        self._own_calls = own_calls
+        self._alike = alike
         self._batches = Batches(module, schedule.microbatches, groups.of_all_peers)
         self._seeds = Seeds(module, device, layout.data_rank)
         self._has_trained = False
         self._unused_results: set[str] = set()
         self._under_way: deque[_Begun] = deque()
         self._late_changes = False  # whether any step changes, after the network, what the next batch reads
-        self._begun: set[str] = set()  # kinds of steps that ran once, so that the former is known for them
         self._apart = StatesApart(module, stages)
         self._kept = KeptStates(module, stages, self._apart)
         self._changed_batches = ChangedBatches(module)
@@ -165,8 +153,8 @@ class PipelinedSteps:
         self._uneven_lists = UnevenLists()
         self._bypassed = bypassed
         self._sums = SummedLosses(schedule.microbatches)
-        warns = layout.data_rank == layout.tensor_rank == 0
-        self._compared = ComparedSamples(module, self._logs, weights, _loss, runs_again=not runs_alike, warns=warns)
+        warns, runs_again = layout.data_rank == layout.tensor_rank == 0, not alike.is_needed
+        self._compared = ComparedSamples(module, self._logs, weights, _loss, runs_again=runs_again, warns=warns)
 
     def reset_crossings(self) -> None:
         """Forget what crosses between stages, to find it again: when other parameters train. On all stages together."""
@@ -174,29 +162,7 @@ class PipelinedSteps:
         ranks = [rank_of[stage] for stage in range(len(rank_of))]
         first = Channel(groups.forward, groups.backward, groups.control, 0, ranks, self._device)
         channels = [replace(first, stage=stage.index) for stage in self._stages]
-        peers = Peers(self._any_cannot, lambda: self._own_calls.made and self._has_peers)
-        self._step = PipelinedStep(self._stages, channels, self._remember, self._of_any, peers)
-
-    @property
-    def _has_peers(self) -> bool:
-        return self._layout.data_parallel_size > 1
-
-    def _of_any(self, condition: bool) -> bool:
-        return self._groups.of_any_peer(condition) if self._runs_alike else condition
-
-    def _any_cannot(self, kind: str, condition: bool) -> bool:
-        """On data ranks evaluations agree in the first batch of their kind only, and may be looked at later."""
-        if not self._has_peers:
-            return condition
-        return self._groups.of_any_peer(condition) if kind == _TRAIN else condition or self._own_calls.made
-
-    def _begin_kind(self, kind: str) -> None:
-        """After the first batch of a kind of step: agree whether all have to run alike from now on."""
-        if kind not in self._begun:
-            self._begun.add(kind)
-            if self._has_peers:
-                made = self._groups.of_any_peer(self._own_calls.made)
-                self._runs_alike |= any(self._groups.gather_over_stages(made))
+        self._step = PipelinedStep(self._stages, channels, self._remember, self._alike.of_any, self._alike.peers)
 
     def watch(self, watch: Watch) -> str:
         """Call ``watch`` for each action of training steps from now on; returns the schedule's name."""
@@ -269,7 +235,7 @@ class PipelinedSteps:
             # where no hook receives the other results, only the losses are shared
             results = losses if "training_step" in self._unused_results else with_losses(results, losses)
             result = self._share(results, parts, self._logs.in_blocks(of_last=False))
-        self._begin_kind(_TRAIN)
+        self._alike.begin(TRAIN)
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
@@ -321,13 +287,13 @@ class PipelinedSteps:
                     results = [call_through(self._module, of_calls)]
                 self._apart.begin()  # the step ran once, not once per stage
                 logged = self._logs.in_blocks(of_last=False)
-            elif len(self._stages) == 1 and not self._runs_alike and not self._late_changes:
+            elif len(self._stages) == 1 and not self._alike.is_needed and not self._late_changes:
                 # with several stages on a rank, states are versioned per batch
                 self._look_ahead(method, draw, upcoming)
             if method in self._unused_results:
                 results = [None] * len(results)
             result = self._share(results, parts, logged)
-        self._begin_kind(self._kind(method, args))
+        self._alike.begin(self._kind(method, args))
         self._step.flush(begun.sent if self._under_way else None)  # the last stage has received all of this batch
         return result
 
@@ -351,7 +317,7 @@ class PipelinedSteps:
 
     def look_again(self, method: str) -> None:
         """Look anew at what crosses in the next step of this kind: it may depend on the epoch."""
-        self._step.look_again("train" if method == "training_step" else method)
+        self._step.look_again(TRAIN if method == "training_step" else method)
 
     def _forget_others(self) -> None:
         """After such a step: if it found something else, forget what is known of batches of other shapes."""
@@ -366,7 +332,7 @@ class PipelinedSteps:
         for arguments in islice(upcoming, len(self._under_way), most):
             batch, *args = arguments
             kind = self._kind(method, args)
-            if kind not in self._begun:
+            if not self._alike.knows(kind):  # nor what it changes that the next batch reads
                 return
             if not self._step.knows(self._batches.split_evaluated(batch, alike=False), kind):
                 return
@@ -383,7 +349,7 @@ class PipelinedSteps:
         batch, *args = arguments
         kind = self._kind(method, args)
         # in the first batch of a kind it isn't known yet whether it calls data ranks
-        alike = self._runs_alike or kind not in self._begun
+        alike = self._alike.is_needed or not self._alike.knows(kind)
         parts, seed = self._batches.split_evaluated(batch, alike=alike), draw(arguments)
 
         def run(stage: Stage, i: int, part: Any) -> Any:

@@ -1,0 +1,63 @@
+"""Tells whether data ranks have to run a pipeline's steps equally often, and has them agree.
+
+They have to where collective calls are made for each microbatch: by forwards (of parts that are gathered for each, of
+experts, of statistics over data ranks), or by steps themselves, as by ``self.all_gather``. The latter is found in the
+first batch of each kind of step.
+"""
+
+from __future__ import annotations
+
+from lightning_shard.pipeline.dataflow.mixed_samples import Peers
+from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.steps.checks.world_collectives import OwnCalls
+
+TRAIN = "train"
+"""The kind of training steps."""
+
+
+class Alike:
+    """The data ranks that hold the same part of one model.
+
+    Args:
+        own_calls: The collective calls of the steps themselves, as far as seen.
+        data_ranks: How many there are.
+        forwards_call: Whether forwards make collective calls over them.
+    """
+
+    def __init__(self, groups: Groups, own_calls: OwnCalls, data_ranks: int, *, forwards_call: bool) -> None:
+        self._groups = groups
+        self._own_calls = own_calls
+        self._has_peers = data_ranks > 1
+        self._runs_alike = forwards_call
+        self._begun: set[str] = set()
+        self.peers = Peers(self._any_cannot, lambda: own_calls.made and self._has_peers)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether all have to run equally often, as far as known."""
+        return self._runs_alike
+
+    def knows(self, kind: str) -> bool:
+        """Whether a step of this kind has run."""
+        return kind in self._begun
+
+    def of_any(self, condition: bool) -> bool:
+        """Whether a condition holds on any that has to run alike; a collective call of these, if it is needed."""
+        return self._groups.of_any_peer(condition) if self._runs_alike else condition
+
+    def begin(self, kind: str) -> None:
+        """After the first batch of a kind of step: agree whether all have to run alike from now on.
+
+        A collective call over the data ranks and over the pipeline.
+        """
+        if kind not in self._begun:
+            self._begun.add(kind)
+            if self._has_peers:
+                made = self._groups.of_any_peer(self._own_calls.made)
+                self._runs_alike |= any(self._groups.gather_over_stages(made))
+
+    def _any_cannot(self, kind: str, condition: bool) -> bool:
+        """On data ranks evaluations agree in the first batch of their kind only, and may be looked at later."""
+        if not self._has_peers:
+            return condition
+        return self._groups.of_any_peer(condition) if kind == TRAIN else condition or self._own_calls.made
