@@ -307,6 +307,8 @@ class HybridShardStrategy(PreparedStrategy):
         if batch_idx == 0 or in_groups != self._in_groups:  # after the start hooks of the run, the epoch and the batch
             self._in_groups = in_groups
             self._assembly.check_parameters(self.lightning_module, self.groups)
+        if batch_idx == 0:
+            self._share_metrics()
         if not isinstance(self._steps, PipelinedSteps):
             return
         trainer_private.skip_backward(self.lightning_module.trainer)
@@ -366,6 +368,8 @@ class HybridShardStrategy(PreparedStrategy):
         def draw(arguments: tuple[Any, ...]) -> int:
             return randomness.derive(self._seed, method, *arguments[1:])
 
+        if args[1:2] == (0,):
+            self._share_metrics()
         with self._first_checks.at(method, args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
                 upcoming = self._ahead.upcoming() if self._ahead is not None else ()

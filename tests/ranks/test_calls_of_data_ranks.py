@@ -75,21 +75,32 @@ class Metrics(Ragged):
     def __init__(self) -> None:
         super().__init__()
         self.counts, self.means = {"train": SumMetric(), "val": SumMetric()}, [MeanMetric()]
+        self.logged = 0.0
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.counts["train"].update(len(batch[0]))
+        self.of_epoch.update(len(batch[0]))
         return self.loss(batch)
 
+    def on_train_epoch_start(self) -> None:
+        self.of_epoch = SumMetric()
+
     def on_train_epoch_end(self) -> None:
+        self.log("of_epoch", self.of_epoch.compute())
         self.log("trained", self.counts["train"].compute())  # never reset
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         loss = self.loss(batch)
         self.counts["val"].update(len(batch[0]))
+        own = SumMetric()
+        own.update(len(batch[0]))
+        self.logged += float(own.compute())
         self.means[0].update(loss)
         self.log("val_loss", loss)
 
     def on_validation_epoch_end(self) -> None:
+        self.log("own", self.logged)
+        self.logged = 0.0
         self.log("validated", self.counts["val"].compute())
         self.log("val_mean", self.means[0].compute())
 

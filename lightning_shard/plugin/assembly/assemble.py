@@ -50,7 +50,7 @@ from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.running.joint_failure import Attempts, Connect
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.means_over_steps import MeansOverSteps
+from lightning_shard.plugin.steps.metrics import SharedMetrics
 from lightning_shard.plugin.steps.schedule_choice import agree, choose
 from lightning_shard.scripted import refuse_trained, set_aside
 
@@ -76,7 +76,7 @@ class Assembly:
         parameters: The module's parameters when it was assembled; ``None`` if the module shards itself.
         attributes: What the user had set on parameters. Moving them to another device loses it.
         lockstep: Keeps data ranks in step during evaluation steps; created when it is first needed.
-        means: Weighs what the module's metrics are given. They keep it, as they are shared once.
+        metrics: Shares the module's metrics, which keep it; created when it is first needed.
     """
 
     layout: Layout
@@ -92,7 +92,7 @@ class Assembly:
     parameters: LaidOutParameters | None
     attributes: Attributes = field(default_factory=dict)
     lockstep: Lockstep | None = None
-    means: MeansOverSteps = field(default_factory=MeansOverSteps)
+    metrics: SharedMetrics | None = None
 
     def check_parameters(self, module: nn.Module, groups: Groups) -> None:
         """Check that the module has the parameters that were laid out; a collective call over the pipeline.

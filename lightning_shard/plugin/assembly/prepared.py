@@ -51,7 +51,7 @@ from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.gradients import Gradients
 from lightning_shard.plugin.steps.loss_scaling import agree_on_overflows
 from lightning_shard.plugin.steps.loss_weight import LossWeights
-from lightning_shard.plugin.steps.metrics import share_metrics
+from lightning_shard.plugin.steps.metrics import SharedMetrics
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.schedule_choice import effective_schedule, evaluation_schedules
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
@@ -118,7 +118,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self.model = module
         self._connect_checkpoint_io(trainer)
         self._make_steps(module, known)
-        share_metrics(module, callbacks, self.groups, self.root_device, known.stages, known.means)
+        self._share_metrics()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             average_shards(callbacks, module)
@@ -129,6 +129,8 @@ class PreparedStrategy(CheckpointedStrategy):
         assert self._norms is not None
         self._of_run.close()  # of a setup without a teardown
         self._of_run.enter_context(self._norms.of_functions())
+        assert known.metrics is not None
+        self._of_run.enter_context(known.metrics.reducing_new_ones())
         if self._walks is not None:
             self._walks.guard(shows_all=True)
 
@@ -158,8 +160,17 @@ class PreparedStrategy(CheckpointedStrategy):
             rank_zero_info(f"{self.layout}\n{assembly.placement}")
         return assembly
 
+    def _share_metrics(self) -> None:
+        """Share metrics that were made since: where a run, an epoch or an evaluation begins."""
+        module, known = self.lightning_module, self._assembly
+        assert module is not None
+        assert known is not None
+        assert known.metrics is not None
+        known.metrics.find(module, module.trainer.callbacks)  # type: ignore[attr-defined]
+
     def _make_steps(self, module: pl.LightningModule, known: Assembly) -> None:
         groups, layout, device = self.groups, self.layout, self.root_device
+        metrics = known.metrics = known.metrics or SharedMetrics(groups, device, known.stages)
         is_pipelined = known.stages is not None
         weights = LossWeights(self._loss_weight, groups.data, device)
         parts = self._microbatches if is_pipelined else 1
@@ -198,7 +209,7 @@ class PreparedStrategy(CheckpointedStrategy):
             known.ties,
             weights,
             means,
-            known.means,
+            metrics.means,
             Alike(groups, own_calls, layout.data_parallel_size, forwards_call=self._forwards_call_data_ranks(reshards)),
             BypassedUnits(module, None, device) if reshards and layout.data_parallel_size > 1 else None,
             reduces_each=self._reduces_each,

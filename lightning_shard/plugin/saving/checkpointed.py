@@ -238,7 +238,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             plans.extend(plan_optimizers(self.optimizers, self._names, tensors, states, asked))
             return [pair for plan in plans for pair in plan.pairs]
 
-        load_together(pairs)
+        load_together(pairs, cast=True)  # to what each plan's tensors are
         for plan in plans:
             plan.finish()
         drop_replaced_schedulers(self.lightning_module.trainer)

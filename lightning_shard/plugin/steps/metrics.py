@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -17,64 +18,86 @@ from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.means_over_steps import MeansOverSteps
 from lightning_shard.plugin.steps.state.python_state import reachable
 
+_BROADCAST = "_is_broadcast_over_stages"
+"""In the attributes of a metric whose ``compute`` gives the last stage's value."""
 
-def share_metrics(
-    module: nn.Module,
-    callbacks: Iterable[object],
-    groups: Groups,
-    device: torch.device,
-    stages: Stages | None,
-    means: MeansOverSteps,
-) -> None:
-    """Reduce metrics over data-parallel ranks, and broadcast the last stage's values to other stages.
+
+class SharedMetrics:
+    """Has metrics reduce over data-parallel ranks, and broadcasts the last stage's values to other stages.
 
     Tensor-parallel ranks see the same data, so a reduction over the world would count it several times. Only the last
     stage of a pipeline updates a module's metrics, in lists and objects too. ``compute``, which already is a collective
     call over the data ranks, becomes one over the pipeline too. Those of callbacks are updated on every stage, from
     what steps return. Copies of metrics are shared likewise.
 
-    Args:
+    A metric may compute other metrics; only the outermost call is broadcast.
+
+    Attributes:
         means: Weighs what means of steps are given in a pipeline.
     """
-    sharing = _Sharing(groups, device, stages, means)
-    for _, value in reachable(module):
-        if isinstance(value, Metric):
-            sharing.share(value, of_steps=True)
-    for callback in callbacks:
-        for leaf in tree.leaves(dict(vars(callback))):
-            for part in leaf.modules() if isinstance(leaf, nn.Module) else ():
-                if isinstance(part, Metric):
-                    sharing.share(part, of_steps=False)
 
-
-class _Sharing:
-    """Wraps ``compute``. A metric may compute other metrics; only the outermost call is broadcast."""
-
-    def __init__(self, groups: Groups, device: torch.device, stages: Stages | None, means: MeansOverSteps) -> None:
+    def __init__(self, groups: Groups, device: torch.device, stages: Stages | None) -> None:
         self._groups = groups
         self._device = device
         self._stages = stages
-        self._means = means
         self._inside = False
+        self.means = MeansOverSteps()
+
+    def find(self, module: nn.Module, callbacks: Iterable[object]) -> None:
+        """Share those of a module and of callbacks that weren't before: hooks may have made some.
+
+        A collective call over the pipeline: what a step has made on the last stage only can't be computed by all.
+        """
+        found = {path: value for path, value in reachable(module) if isinstance(value, Metric)}
+        everywhere = set.intersection(*map(set, self._groups.gather_over_stages([*found])))
+        for path, metric in found.items():
+            self.share(metric, of_steps=path in everywhere)
+        for callback in callbacks:
+            for leaf in tree.leaves(dict(vars(callback))):
+                for part in leaf.modules() if isinstance(leaf, nn.Module) else ():
+                    if isinstance(part, Metric):
+                        self.share(part, of_steps=False)
+
+    @contextmanager
+    def reducing_new_ones(self) -> Iterator[None]:
+        """Inside, metrics that are made reduce over data ranks; what hooks made is found where an epoch begins."""
+        own = Metric.__init__
+
+        @wraps(own)
+        def made(metric: Metric, *args: Any, **kwargs: Any) -> None:
+            own(metric, *args, **kwargs)
+            self.share(metric, of_steps=False)
+
+        setattr(Metric, "__init__", made)  # noqa: B010 (mypy)
+        try:
+            yield
+        finally:
+            setattr(Metric, "__init__", own)  # noqa: B010
 
     def share(self, metric: Metric, *, of_steps: bool) -> None:
+        """
+        Args:
+            of_steps: Whether the last stage's steps update it, so that only that stage can compute it.
+        """
         if metric.process_group is None:
             metric.process_group = self._groups.data
-            metric.__dict__["__deepcopy__"] = partial(self._copied, metric, of_steps)
-            if self._stages is not None and of_steps:
-                metric.__dict__["compute"] = self._of(metric.compute)
-                if isinstance(metric, MeanMetric):
-                    metric.__dict__["update"] = self._means.weighing(metric.update)
+            metric.__dict__["__deepcopy__"] = partial(self._copied, metric)
+        if of_steps and self._stages is not None and _BROADCAST not in metric.__dict__:
+            metric.__dict__[_BROADCAST] = True
+            metric.__dict__["compute"] = self._of(metric.compute)
+            if isinstance(metric, MeanMetric):
+                metric.__dict__["update"] = self.means.weighing(metric.update)
 
-    def _copied(self, metric: Metric, of_steps: bool, memo: dict[int, Any]) -> Metric:
+    def _copied(self, metric: Metric, memo: dict[int, Any]) -> Metric:
         """A copy, which torchmetrics makes to track a metric over epochs; a process group can't be copied."""
-        held = {name: metric.__dict__.pop(name) for name in ("process_group", "__deepcopy__")}
+        own = metric.__dict__
+        held = {name: own.pop(name) for name in ("process_group", "__deepcopy__", _BROADCAST) if name in own}
         try:
             copied: Metric = copy.deepcopy(metric, memo)
         finally:
-            metric.__dict__.update(held)
+            own.update(held)
         copied.process_group = None
-        self.share(copied, of_steps=of_steps)
+        self.share(copied, of_steps=_BROADCAST in held)
         return copied
 
     def _of(self, compute: Callable[[], Any]) -> Callable[[], Any]:
