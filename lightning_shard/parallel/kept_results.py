@@ -113,6 +113,12 @@ class KeptResults:
 _REMEDY = 'activation_checkpointing="selective" keeps its results: use activation_checkpointing=True.'
 
 
+_SEVERAL = (
+    "A block calls {operation} on tensors that need gradients, which torch (2.11 to 2.13) computes wrongly while"
+    ' activation_checkpointing="selective" looks on: change them one by one, or use activation_checkpointing=True.'
+)
+
+
 class _FirstRun(TorchDispatchMode):
     def __init__(self, kept: KeptResults) -> None:
         super().__init__()
@@ -123,7 +129,10 @@ class _FirstRun(TorchDispatchMode):
         if operation in SAC_IGNORED_OPS:
             return operation(*args, **kwargs)
         for place, name in _written_by(operation):
-            self._kept.copy_those_in(args[place] if place < len(args) else kwargs.get(name))
+            written = args[place] if place < len(args) else kwargs.get(name)
+            if isinstance(written, (list, tuple)) and any(each.requires_grad for each in _tensors(written)):
+                raise StepError(_SEVERAL.format(operation=operation))
+            self._kept.copy_those_in(written)
         value = operation(*args, **kwargs)
         if self._kept.keeps(operation, args, kwargs):
             self._kept.add(operation, value)

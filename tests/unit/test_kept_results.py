@@ -134,6 +134,19 @@ def test_a_result_that_is_changed_after_the_block_and_a_second_backward_are_refu
         loss.backward()
 
 
+def test_operations_on_lists_whose_gradients_torch_loses_are_refused() -> None:
+    class Lists(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            products = [layer(x) for layer in self.layers]
+            torch._foreach_mul_(products, 0.5)
+            return products[0] * products[1]
+
+    block = Lists()
+    recompute(block, lambda: lambda: None, selective=True)
+    with pytest.raises(StepError, match="on tensors that need gradients"):
+        block(torch.randn(2, WIDTH))
+
+
 def test_gradients_that_are_taken_twice_are_refused() -> None:
     """Also of a block that has several products: torch ends the second run before the last of them."""
     block, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), torch.randn(2, WIDTH)
