@@ -66,7 +66,8 @@ class SharedMetrics:
         @wraps(own)
         def made(metric: Metric, *args: Any, **kwargs: Any) -> None:
             own(metric, *args, **kwargs)
-            self.share(metric, of_steps=False)
+            if not type(metric).__module__.startswith("lightning."):  # which holds what is logged in some of its own
+                self.share(metric, of_steps=False)
 
         setattr(Metric, "__init__", made)  # noqa: B010 (mypy)
         try:
