@@ -118,9 +118,7 @@ class Groups:
 
     def of_any_peer(self, flag: bool) -> bool:
         """Whether a flag is true on any rank that holds the same part of the model; a collective call of these."""
-        value = torch.tensor(int(flag))
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.peers)
-        return bool(value)
+        return not self.of_all_peers([not flag])[0]
 
     def of_all_peers(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is true on all ranks that hold the same part of the model; a collective call."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
-from lightning_shard.plugin.steps.checks.world_collectives import OwnCalls
+from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
 
 
 def stage(index: int) -> nn.Module:

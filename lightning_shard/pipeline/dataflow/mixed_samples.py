@@ -84,6 +84,10 @@ class Peers:
     are_called: Callable[[], bool] = bool
 
 
+ALONE = Peers()
+"""Without other data ranks."""
+
+
 @dataclass
 class Findings:
     """What was found.
@@ -171,7 +175,7 @@ class MixedSamples:
         peers: All have to run a step equally often that calls them.
     """
 
-    def __init__(self, remember: Callable[[], Memory], peers: Peers = Peers()) -> None:
+    def __init__(self, remember: Callable[[], Memory], peers: Peers = ALONE) -> None:
         self._remember = remember
         self._peers = peers
         self._first: dict[int, _Run] = {}
@@ -194,39 +198,16 @@ class MixedSamples:
         self._checked.add((kind, stage.index))
         del self._first[stage.index]
         pair = _Pair(microbatches[one.i], microbatches[i], one.received, other.received)
-        has_numbers = bool(one.numbers)
-        exchanged = None if stage.is_last and not has_numbers else _exchanged_halves(pair)
+        exchanged = None if stage.is_last and not one.numbers else _exchanged_halves(pair)
         if self._peers.any_cannot(kind, exchanged is None) or exchanged is None:
             return
-        joined = _joined(pair) if has_numbers else None
-        joins = has_numbers and not self._peers.any_cannot(kind, joined is None)
-        memory = self._remember()
-
-        def again(given: _Given) -> _Run:
-            """With the random numbers of the first of the two."""
-            microbatch, received = given
-            try:
-                result = rerun(ran, lambda stage, number: run(stage, number, microbatch), one.i, received)
-                return _Run.of(one.i, result, microbatch, numbers_of)
-            finally:
-                memory.put_back()
-
-        def tried(given: _Given) -> _Run | None:
-            """``None`` if code needs what a batch's samples have in common, such as an order by length."""
-            try:
-                return again(given)
-            except Exception as error:
-                if self._peers.are_called():
-                    raise StepError(_FAILED) from error
-                return None
-
-        try:
-            alone, together = tried((microbatches[i], other.received)), tried(exchanged.given[0])
-            rest = tried(exchanged.given[1]) if has_numbers else None
-            whole = tried(joined) if joins and joined is not None else None
-        finally:
-            memory.forget()
-        if alone is None or together is None or (has_numbers and rest is None) or not exchanged.can_be_judged:
+        joined = _joined(pair) if one.numbers else None
+        if one.numbers and self._peers.any_cannot(kind, joined is None):
+            joined = None
+        mixed, remaining = exchanged.given
+        given = [(pair.other, dict(other.received)), mixed, remaining if one.numbers else None, joined]
+        alone, together, rest, whole = self._run_again(ran, run, one.i, numbers_of, given)
+        if alone is None or together is None or (one.numbers and rest is None) or not exchanged.can_be_judged:
             return
         runs = _Runs(one, other, alone, together, rest, whole)
         if runs.compares(pair.size):
@@ -235,6 +216,32 @@ class MixedSamples:
             logs, means = runs.logs()
             self._found.logs += logs
             self._found.means += means
+
+    def _run_again(
+        self, ran: Ran, run: RunOn, i: int, numbers_of: NumbersOf, given: Sequence[_Given | None]
+    ) -> list[_Run | None]:
+        """Run a stage on each of what is given, with the random numbers of microbatch ``i``; put back what changes.
+
+        ``None`` where nothing is given, and where the code needs what a batch's samples have in common, such as an
+        order by length.
+        """
+        memory = self._remember()
+
+        def again(microbatch: Any, received: Mapping[Key, Tensor]) -> _Run | None:
+            try:
+                result = rerun(ran, lambda stage, number: run(stage, number, microbatch), i, received)
+                return _Run.of(i, result, microbatch, numbers_of)
+            except Exception as error:
+                if self._peers.are_called():
+                    raise StepError(_FAILED) from error
+                return None
+            finally:
+                memory.put_back()
+
+        try:
+            return [None if each is None else again(*each) for each in given]
+        finally:
+            memory.forget()
 
     def take(self) -> Findings:
         """What was found since the last call."""

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from lightning_shard import tree
 from lightning_shard.pipeline.dataflow.crossing import Crossing
 from lightning_shard.pipeline.dataflow.messages import Key, Slot
-from lightning_shard.pipeline.dataflow.mixed_samples import MixedSamples, NumbersOf, Peers, RunOn
+from lightning_shard.pipeline.dataflow.mixed_samples import ALONE, MixedSamples, NumbersOf, Peers, RunOn
 from lightning_shard.pipeline.dataflow.search import (
     CallsAgain,
     Memory,
@@ -96,7 +96,7 @@ class PipelinedStep:
         channels: Iterable[Channel],
         remember: Callable[[], Memory],
         of_any: OfAny = bool,
-        peers: Peers = Peers(),  # noqa: B008 (immutable)
+        peers: Peers = ALONE,
     ) -> None:
         self._ends = {stage.index: _Ends(stage, channel) for stage, channel in zip(stages, channels, strict=True)}
         self._remember = remember

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lightning_shard.pipeline.dataflow.mixed_samples import Peers
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.steps.checks.world_collectives import OwnCalls
+from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
 
 TRAIN = "train"
 """The kind of training steps."""

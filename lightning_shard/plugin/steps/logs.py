@@ -80,7 +80,7 @@ class HeldLogs:
         self._in_blocks: dict[bool, set[InBlock]] = {False: set(), True: set()}
         self._records: dict[tuple[str, int], Record] = {}
         self._times: Counter[str] = Counter()
-        self._now: dict[str, Given] = {}
+        self._now: dict[str, tuple[Any, int, dict[str, Any]]] = {}  # of this microbatch: value, batch_size, options
         self._step = ""
         self._suspected: dict[tuple[str, str], tuple[str, int]] = {}
         self._microbatches = 1
@@ -129,7 +129,11 @@ class HeldLogs:
 
     def latest(self) -> dict[str, Given]:
         """What the microbatch has logged, by name; metrics, which combine their own states, are left out."""
-        return dict(self._now)
+        return {
+            name: Given(torch.as_tensor(value).reshape(()), size, _reduction(options) == "sum")
+            for name, (value, size, options) in self._now.items()
+            if not isinstance(value, LoggedMetric)
+        }
 
     def trust(self, names: Iterable[str]) -> None:
         """Don't warn of logs of this step that are known to be the mean of their parts'."""
@@ -227,9 +231,7 @@ class HeldLogs:
         record.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
         if size is not None:
             record.batch_sizes.append(int(size))
-        if not isinstance(value, LoggedMetric):
-            number = torch.as_tensor(record.values[-1]).reshape(())
-            self._now[name] = Given(number, 1 if size is None else int(size), _reduction(options) == "sum")
+        self._now[name] = record.values[-1], 1 if size is None else int(size), options
 
     def _combine(self, record: Record) -> Any:
         last = record.values[-1]
