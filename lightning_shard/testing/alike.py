@@ -210,6 +210,8 @@ def _random_numbers(parting: Parting, facts: Facts) -> str:
 
 
 def _check_importable(name: str, function: Callable[..., Any]) -> None:
+    if not callable(function):
+        raise ConfigurationError(f"{name} is a {type(function).__name__}: pass a function that makes one.")
     inner: Any = getattr(function, "func", function)
     qualified = getattr(inner, "__qualname__", "")
     shown = f"{name} ({qualified or function!r})"

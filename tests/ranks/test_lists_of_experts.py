@@ -25,7 +25,7 @@ from lightning_shard.parallel.experts.module_lists import RestoreAndReplay, TwoR
 from lightning_shard.parallel.experts.stacked import apply_expert_parallel, resolve_experts
 from lightning_shard.plugin.assembly.probe import two_runs
 from lightning_shard.sharding import full_tensor
-from lightning_shard.testing import run_ranks
+from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.mixtures import EXPERTS, NOISY, ListedMixture, Noisy
 from tests.parity import QUIET
 
@@ -351,3 +351,52 @@ def test_data_ranks_that_run_other_experts_are_right_when_dealt_and_refused_othe
         assert seen.keys() == plain.keys()
         assert all(torch.allclose(seen[name], plain[name], atol=1e-6) for name in plain)
         assert "gradients of different parameters in this step (on this rank ['blocks.0.experts." in told
+
+
+class BesideShared(L.LightningModule):
+    """A list of experts beside a shared one, which a tensor parallel plan splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), SharedToo()) for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SharedToo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.router(x).argmax(-1)
+        out = x + self.down(self.up(x).tanh())
+        for number, expert in enumerate(self.experts):
+            (row,) = torch.where(chosen == number)
+            out = out.index_add(0, row, expert(x[row]))
+        return out
+
+
+def rows() -> list[Tensor]:
+    return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)) for number in range(2)]
+
+
+def test_a_tensor_parallel_plan_may_split_a_shared_expert_beside_the_list() -> None:
+    """Its hooks run twice, and keep nothing."""
+    assert_trains_alike(
+        BesideShared,
+        rows,
+        ["ep2 x tp2"],
+        expert_parallel_plan={"blocks.*.1.experts": "experts"},
+        tensor_parallel_plan={"blocks.*.1.up": "colwise", "blocks.*.1.down": "rowwise"},
+    )

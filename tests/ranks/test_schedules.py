@@ -15,6 +15,8 @@ from tests.parity import LAYOUTS, Model, Seen, combine, like_llama, train, world
 from tests.ranks.test_several_stages import CLIPPED, check
 
 BLOCKS = 8
+LIMIT_S = 600
+"""Each fits once by every schedule: two minutes where nothing else runs."""
 SCHEDULES = [
     "GPipe",
     "1F1B",
@@ -58,9 +60,10 @@ def plain() -> dict[bool, Seen]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("tied", [False, True], ids=["dense", "tied"])
 @pytest.mark.parametrize("name", ["pp2", "pp4", "pp2×dp2", "pp2×tp2"])
 def test_a_schedule_computes_what_one_process_computes(name: str, tied: bool, plain: dict[bool, Seen]) -> None:
-    per_rank = run_ranks(every_schedule, world(LAYOUTS[name]), tied, name, elastic=True, timeout_s=550)
+    per_rank = run_ranks(every_schedule, world(LAYOUTS[name]), tied, name, elastic=True, timeout_s=LIMIT_S - 50)
     for schedule in SCHEDULES:
         check(combine([ran[schedule] for ran in per_rank], LAYOUTS[name]), plain[tied])

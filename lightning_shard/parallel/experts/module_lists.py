@@ -39,6 +39,7 @@ from lightning_shard.parallel.experts.check_rows import RowCheck
 from lightning_shard.parallel.experts.exchange import Exchange
 from lightning_shard.parallel.experts.list_weights import ExpertWeights, Gathered, slots_of
 from lightning_shard.parallel.tensor.local_modules import split_parameter
+from lightning_shard.user_hooks import has_hooks_beside_plans
 
 RestoreAndReplay = tuple[Callable[[], None], Callable[[], AbstractContextManager[None]]]
 TwoRuns = Callable[[nn.Module], AbstractContextManager[RestoreAndReplay]]
@@ -302,10 +303,9 @@ class Owner:
         run.check()
 
     def _refuse(self, owner: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Refuse hooks, which would see both runs, and arguments that the first run may change."""
+        """Refuse a user's hooks, which would see both runs, and arguments that the first run may change."""
         for name, part in owner.named_modules():
-            hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
-            if name and any(hooks):
+            if name and has_hooks_beside_plans(part):
                 raise StepError(
                     f"{name} in the module around {self._name} has hooks, which would run twice where experts are dealt"
                     " to ranks: put them on the module around it, have expert_parallel_plan name only experts, or use"

@@ -20,7 +20,7 @@ from lightning_shard.pipeline.dataflow.objects import alike, entries, objects
 from lightning_shard.pipeline.dataflow.side_effects import DEEPEST, Before, check_sendable
 from lightning_shard.pipeline.dataflow.taint import REMEDY, Unknown, refuse
 from lightning_shard.pipeline.dataflow.uncalled import called_now
-from lightning_shard.pipeline.stages.user_hooks import forward_hooks
+from lightning_shard.user_hooks import forward_hooks
 
 
 class OwnCall:

@@ -24,7 +24,7 @@ from lightning_shard.pipeline.dataflow.objects import at, entries, rebuilt, set_
 from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
 from lightning_shard.pipeline.dataflow.uncalled import called_now, out_of_order
 from lightning_shard.pipeline.stages.stage import Stage
-from lightning_shard.pipeline.stages.user_hooks import forward_hooks
+from lightning_shard.user_hooks import forward_hooks
 
 
 @dataclass(eq=False)

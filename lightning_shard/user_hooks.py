@@ -1,0 +1,31 @@
+"""Hooks of a module that users registered, told from those of this library and of torch's sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+_OF_PLANS = "lightning_shard.parallel.tensor.", "torch.distributed.tensor."
+_OF_SHARDING = "lightning_shard.", "torch.distributed."
+
+
+def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """A user's forward hooks of a module by number.
+
+    A part around the blocks may be inside of blocks too, such as a shared rotary embedding: it has hooks of stages.
+    """
+    return {number: hook for number, hook in module._forward_hooks.items() if not _is_of(hook, _OF_SHARDING)}
+
+
+def has_hooks_beside_plans(module: nn.Module) -> bool:
+    """Whether a module has hooks other than those by which a tensor parallel plan splits it."""
+    hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+    backward_hooks = module._backward_pre_hooks or module._backward_hooks
+    return bool(backward_hooks) or not all(_is_of(hook, _OF_PLANS) for hook in hooks)
+
+
+def _is_of(hook: Any, packages: tuple[str, ...]) -> bool:
+    defined_in = getattr(getattr(hook, "func", hook), "__module__", "")
+    return f"{defined_in}.".startswith(packages)
