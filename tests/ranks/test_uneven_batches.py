@@ -64,7 +64,7 @@ class Buckets:
 
     def __iter__(self) -> Iterator[list[int]]:
         start = 0
-        for size in (8, 8, 6, 8, 8, 5, 7, 3, 1, 2):
+        for size in (8, 8, 6, 9, 8, 5, 7, 3, 1, 1):
             yield list(range(start, start + size))
             start += size
 

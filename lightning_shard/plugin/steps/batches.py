@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard import tree
 from lightning_shard.plugin import trainer_private
@@ -32,23 +33,34 @@ class Batches:
         self._microbatches = microbatches
         self._of_all = of_all
         self._whole: int | None = None
+        self._has_warned = False
 
     def split(self, batch: Any) -> list[Any]:
-        """Split a training batch; one smaller than the first batch (an epoch's last) may have fewer microbatches.
+        """Split a training batch; one of another size than the first may have fewer microbatches, if it doesn't divide.
 
         A collective call over the data ranks.
 
         Raises:
-            BatchError: The batch doesn't divide into the microbatches.
+            BatchError: The first batch doesn't divide into the microbatches.
         """
         if self._microbatches == 1:
             return [batch]
         size = tree.batch_size(batch)
+        is_first = self._whole is None
         self._whole = self._whole or size
         self._refuse_list_of_samples(batch, may_be_last=size < self._whole)
-        if size >= self._whole and size % self._microbatches:
+        if is_first and size % self._microbatches:
             return tree.split(batch, self._microbatches)  # raises
-        return tree.split(batch, self._most_parts(batch, self._of_all))
+        parts = self._most_parts(batch, self._of_all)
+        if size > self._whole and parts < self._microbatches and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"A batch of {size} samples is split into {parts} microbatches, since {self._microbatches} don't divide"
+                f" it, or another data rank's: with fewer of them stages wait longer. Make batches of a multiple of"
+                f" {self._microbatches} samples.",
+                stacklevel=2,
+            )
+        return tree.split(batch, parts)
 
     def split_evaluated(self, batch: Any, *, alike: bool) -> list[Any]:
         """Split an evaluation's batch, into fewer microbatches if it doesn't divide.
