@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -147,3 +148,17 @@ def test_code_between_them_that_needs_all_features_is_refused_by_the_name_of_wha
         ):
             assert said.startswith(f"tensor_parallel_plan: {who} computes something else when the layers that it holds")
             assert f"first in what {where} returns" in said
+
+
+def deprecated() -> list[str]:
+    strategy: Any = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
+    loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        L.Trainer(strategy=strategy, devices=2, max_steps=2, **QUIET).fit(OfItself("each"), loader)
+    return [str(each.message) for each in said if issubclass(each.category, (FutureWarning, DeprecationWarning))]
+
+
+def test_nothing_is_called_that_torch_deprecates() -> None:
+    for said in run_ranks(deprecated, 2, elastic=True):
+        assert not [each for each in said if "torch." in each]

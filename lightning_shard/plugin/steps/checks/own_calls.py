@@ -22,6 +22,7 @@ _CALLS = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
     *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
     *("reduce_scatter_tensor", "scatter", "scatter_object_list"),
+    *("all_gather_single", "reduce_scatter_single"),  # torch 2.13
 )
 _KNOWN = ("lightning", "lightning_shard", "torch", "torchmetrics")
 """Packages whose own calls pass their group."""
@@ -50,7 +51,7 @@ class OwnCalls:
         Raises:
             StepError: The user's code makes a call over the world.
         """
-        own = {name: getattr(dist, name) for name in _CALLS} if self._stages is not None else {}
+        own = {name: getattr(dist, name) for name in _CALLS if hasattr(dist, name)} if self._stages is not None else {}
         for name, call in own.items():
             setattr(dist, name, self._checking(name, call))
         try:

@@ -217,9 +217,9 @@ def refusing_parts() -> Iterator[None]:
 def everyones(own: Tensor, ranks: dist.ProcessGroup, device_type: str) -> Tensor:
     """All-gather a tensor over ranks: ``[ranks, *own.shape]``."""
     own, size = own.to(device_type), dist.get_world_size(ranks)
-    joined = own.new_empty(size * len(own), *own.shape[1:])
-    dist.all_gather_into_tensor(joined, own, group=ranks)
-    return joined.view(size, *own.shape)
+    joined = own.new_empty(size, *own.shape)
+    dist.all_gather([*joined], own, group=ranks)  # torch 2.13 deprecates all_gather_into_tensor, and 2.11 has no other
+    return joined
 
 
 def _over(axis: DeviceMesh, own: Tensor) -> Tensor:
