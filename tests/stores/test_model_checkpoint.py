@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.plugin.saving.model_checkpoint import save_as_last
+from lightning_shard.plugin.saving.model_checkpoint import _link, save_as_last
 from tests.parity import QUIET
 from tests.servers import KEY, SECRET, Server, let_servers_forget, serve
 
@@ -415,6 +415,51 @@ def test_a_link_leads_to_a_checkpoint_at_every_moment(tmp_path: Path, monkeypatc
     assert all(seen[1:])
     assert local.names() == ["last.ckpt", "step=4.ckpt"]
     assert last.resolve().name == "step=4.ckpt"
+
+
+def test_a_resumed_run_goes_on_linking_where_nothing_new_is_among_the_best(tmp_path: Path) -> None:
+    local = Place(str(tmp_path / "run"), tmp_path / "run")
+    linked: dict[str, Any] = {**AT_EACH, "save_last": "link"}
+    local.fit(local.keep(**linked), 2)
+    local.fit(local.keep(**linked), 3, resume="last")  # its loss is worse
+    local.fit(local.keep(**linked), 3, resume="last")  # has ended already
+    assert local.names() == ["last.ckpt", "step=2.ckpt"]
+    assert (local.folder / "last.ckpt").resolve().name == "step=2.ckpt"
+    local.fit(local.keep(**linked), 4, resume="last")
+    assert (local.folder / "last.ckpt").resolve().name == "step=4.ckpt"
+    # where no link may be saved any more, the next version is
+    local.fit(local.keep(**linked | {"save_top_k": 0}), 5, resume="last")
+    assert checkpoint.read(local.folder / "last-v1.ckpt").trainer_state()["global_step"] == 5
+
+
+def test_a_folder_that_is_the_newest_is_not_replaced_by_a_link_to_itself(tmp_path: Path) -> None:
+    local = Place(str(tmp_path / "run"), tmp_path / "run")
+    highest: dict[str, Any] = {"monitor": "val_loss", "mode": "max", "every_n_train_steps": 1}
+    local.fit(local.keep(**highest, save_last=True), 2)
+    local.fit(local.keep(**highest, save_last="link"), 5, resume="last")  # saves as last alone, then links to that
+    assert checkpoint.read(local.folder / "last.ckpt").trainer_state()["global_step"] == 4
+
+
+def test_a_run_that_is_killed_while_a_link_replaces_a_folder_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(new: str, link: str) -> None:
+        raise Killed
+
+    local = Place(str(tmp_path / "run"), tmp_path / "run")
+    local.fit(local.keep(save_last=True, every_n_train_steps=1), 3)
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "replace", kill)
+        with pytest.raises(Killed):
+            _link(str(local.folder / "step=3.ckpt"), str(local.folder / "last.ckpt"))
+    keep = local.keep(save_last="link", every_n_train_steps=1)
+    assert local.fit(keep, 3, resume="last").global_step == 3
+    assert not (local.folder / "last.ckpt").exists()
+    local.fit(keep, 4, resume="last")
+    assert checkpoint.read(keep.last_model_path).trainer_state()["global_step"] == 4
 
 
 def default_root(place: Place) -> None:

@@ -13,6 +13,7 @@ import torch
 from lightning_shard.checkpoint.convert import export
 from lightning_shard.checkpoint.convert.write import Progress, deliver
 from lightning_shard.checkpoint.excluded import complete
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_FILE
 from lightning_shard.checkpoint.loading.open import read_together, starting_over
 from lightning_shard.checkpoint.names import Rename
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
@@ -89,13 +90,16 @@ def gather(
     Raises:
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`; no local file appears.
         StateMismatchError: Two tensors would get the same name, or no name begins with ``strip_prefix``.
-        CheckpointError: The format needs something that the checkpoint lacks; several files are to be written next to a
+        CheckpointError: ``out`` is named as a file of a checkpoint, which would be overwritten; the format needs
+            something that the checkpoint lacks; several files are to be written next to a
             file of a whole model, which readers would take instead; or a disk or a store failed. An earlier file at
             ``out`` then stays, or has been replaced as a whole.
     """
     ranks = Ranks.of(group)
     as_path(out)  # raises for invalid paths
     target = os.fspath(out)
+    if target.endswith(f"/{MANIFEST_NAME}") or OWN_FILE.fullmatch("/".join(target.split("/")[-2:])):
+        raise CheckpointError(f"out ({target!r}) is the name of a checkpoint's own file, which would be overwritten.")
     if format is None:
         format = "lightning" if target.endswith(".ckpt") else "safetensors"
     if format not in get_args(Format):

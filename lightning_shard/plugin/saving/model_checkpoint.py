@@ -6,7 +6,9 @@ In these cases Lightning 2.6 does the following, which is replaced here:
 - It searches for ``last`` by paths that it normalises like local ones, and asks a store when a directory was modified,
   which object stores don't know.
 - It takes every existing path for a checkpoint. One without a manifest isn't.
-- ``save_last="link"`` dangles while its target is being removed, and doesn't exist while it is being replaced.
+- ``save_last="link"`` dangles while its target is being removed, and doesn't exist while it is being replaced. After a
+  resume it is saved through, into its target, and a checkpoint that is the last and the newest is replaced by a link to
+  itself.
 - On an exception it saves over a checkpoint of the same name.
 - Resumed in the middle of gradient accumulation, it saves again after the first batch, at the step that was resumed
   from. A resume from that would lack the gradients of that batch; as ``last`` it hides the checkpoint that lacks none.
@@ -30,6 +32,7 @@ import shutil
 from collections.abc import Callable
 from datetime import datetime
 from functools import wraps
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,10 +110,18 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             # before the first save: the path may be a link, which leads elsewhere afterwards
             self._resumed_from = self._place(str(trainer.ckpt_path)) if trainer.ckpt_path else None
             self._step_resumed_from = trainer.global_step if trainer.ckpt_path else None
-            last = self.last_model_path
-            if last and self.save_last != "link" and _on_first_rank(trainer, lambda: os.path.islink(last)):
-                self.last_model_path = ""  # not saved through an earlier run's link: the next version is used
+            self._go_on_after_a_link(trainer)
             self._forget_what_is_gone(trainer, io)
+
+    def _go_on_after_a_link(self, trainer: pl.Trainer) -> None:
+        """Where an earlier run has left a link as its last checkpoint: never save through it."""
+        last, resumed_from = self.last_model_path, self._resumed_from
+        if not last or not _on_first_rank(trainer, lambda: os.path.islink(last)):
+            return
+        if self.save_last == "link" and self.save_top_k != 0 and resumed_from and self._is_in_dirpath(resumed_from):
+            self._last_checkpoint_saved = resumed_from  # the newest, until one is saved: what a link may lead to
+        else:
+            self.last_model_path = ""  # the next version is used
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._every_n_train_steps < 1 or trainer.global_step != self._step_resumed_from:
@@ -420,17 +431,28 @@ def _on_first_rank(trainer: pl.Trainer, look: Callable[[], T]) -> T:
 
 
 def _link(path: str, link: str) -> None:
-    """Atomically replace a link, or replace a folder, by a link."""
+    """Atomically replace a link by a link, or replace a folder, which is called its next version for a moment.
+
+    So if the process is killed, a checkpoint of one of these names is found. The newest checkpoint may be the folder.
+    """
+    if path == link:
+        return
     folder, name = os.path.split(link)
     new = os.path.join(folder, f".{name}.new")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(new)
     os.symlink(os.path.relpath(path, folder), new)
-    if os.path.isdir(link) and not os.path.islink(link):
-        ckpt.remove(link)  # removes the manifest first, then the folder
-        if os.path.isdir(link):
-            shutil.rmtree(link)
+    if os.path.islink(link) or not os.path.isdir(link):
+        os.replace(new, link)
+        return
+    stem, extension = os.path.splitext(link)
+    versions = (f"{stem}{ModelCheckpoint.CHECKPOINT_JOIN_CHAR}v{number}{extension}" for number in count(1))
+    aside = next(version for version in versions if not os.path.lexists(version))
+    os.rename(link, aside)
     os.replace(new, link)
+    ckpt.remove(aside)  # removes the manifest first, then the folder
+    if os.path.isdir(aside):
+        shutil.rmtree(aside)
 
 
 def _is_committed(path: str, io: ShardedCheckpointIO) -> bool:
