@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import HybridShardStrategy
-from lightning_shard.testing import run_ranks
+from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.parity import QUIET
 
 WIDTH = 8
@@ -406,3 +406,43 @@ class Padded(UndroppedMean):
 def test_data_ranks_run_equally_often_whatever_each_finds() -> None:
     settings = {**STAGES, "data_parallel_size": 2}
     assert [len(texts) for texts, _ in run_ranks(fit, 4, Padded, settings, 16, 4, elastic=True)] == [0, 0, 0, 0]
+
+
+class WithBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return x + self.linear(x + bias).tanh()
+
+
+class Settles(L.LightningModule):
+    """Computes something else in its first forward, before what later stages are sent too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(WithBias() for _ in range(4))
+        self.is_settled = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        if not self.is_settled:
+            self.is_settled = True
+            x = x.double().float()
+        bias = self.enter(x).tanh()
+        for block in self.blocks:
+            x = block(x, bias)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def three_batches() -> list[Tensor]:
+    return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+
+
+def test_a_network_that_changes_itself_in_its_first_forward_trains_alike() -> None:
+    assert_trains_alike(Settles, three_batches, ["pp2"])

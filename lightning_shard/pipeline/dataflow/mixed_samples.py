@@ -209,6 +209,8 @@ class MixedSamples:
         alone, together, rest, whole = self._run_again(ran, run, one.i, numbers_of, given)
         if alone is None or together is None or (one.numbers and rest is None) or not exchanged.can_be_judged:
             return
+        if not one.sent.keys() == alone.sent.keys() == together.sent.keys():
+            return  # of a network that changes itself in its first forward
         runs = _Runs(one, other, alone, together, rest, whole)
         if runs.compares(pair.size):
             self._found.stages.append(stage)
