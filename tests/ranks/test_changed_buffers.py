@@ -29,6 +29,7 @@ class Module(L.LightningModule):
         self.norm = nn.BatchNorm1d(WIDTH) if "norm" in kind else nn.Identity()
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("center", torch.zeros(WIDTH))
+        self.register_buffer("codes", torch.ones(512, WIDTH))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x = self.norm(self.blocks(batch[0]))
@@ -36,6 +37,9 @@ class Module(L.LightningModule):
         if "center" in self.kind:
             seen = x.detach().mean(0)
             self.center.lerp_(self.all_gather(seen).mean(0) if "reduced" in self.kind else seen, 0.1)
+        if "codes" in self.kind:
+            nearest = int(batch[0].square().sum() * 10) % len(self.codes)
+            self.codes[nearest].lerp_(x.detach().mean(0), 0.01)
         return F.mse_loss(x, batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -60,6 +64,7 @@ def fit(kind: str, sizes: dict[str, int]) -> list[str]:
         "norm": "For norm.running_mean and 1 more, Trainer(sync_batchnorm=True)",
         "center": "For center, reduce what updates it, as by self.all_gather(x).mean(0).",
         "norm, center": "statistics. For center, reduce",
+        "codes": "For codes, reduce",
         "synchronized norm": "",
         "reduced center": "",
         "": "",

@@ -159,6 +159,22 @@ class Recurrent(UndroppedMean):
         return self.loss(self.head(x[:, None]), batch[1])
 
 
+class BothWays(UndroppedMean):
+    """Its blocks return states too, as many for each sample as a microbatch has samples: these are in dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.GRU(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True) for _ in range(4)
+        )
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0][:, None]
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.loss(self.head(x[:, 0]), batch[1])
+
+
 class Last(nn.GRU):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x)[0][:, -1]
@@ -294,7 +310,7 @@ def told_of(kind: type[Module]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", [Dropping, Kendall, Recurrent])
+@pytest.mark.parametrize("kind", [Dropping, Kendall, Recurrent, BothWays])
 def test_what_is_as_in_one_process_is_not(kind: type[Module]) -> None:
     assert run_ranks(told_of, 2, kind, elastic=True) == [[], []]
 

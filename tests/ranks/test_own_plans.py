@@ -238,3 +238,37 @@ class Slopes(L.LightningModule):
 @pytest.mark.parametrize("network", ["mixtral", "deepseek"])
 def test_gradients_of_gradients_are_those_of_one_process(network: str) -> None:
     assert_trains_alike(partial(Slopes, network), tokens, ["tp2"])
+
+
+class HeldTwice(L.LightningModule):
+    """Its network is an attribute of its own, and of another module that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapper = nn.ModuleDict({"net": nn.Sequential(Feed(), Feed())})
+        self.net = self.wrapper["net"]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+def vectors() -> list[Tensor]:
+    return [torch.randn(8, 16, generator=torch.Generator().manual_seed(number)) for number in range(2)]
+
+
+@pytest.mark.parametrize("first", ["wrapper.net", "net"])
+def test_a_module_that_is_held_twice_is_split_by_either_name(first: str) -> None:
+    plan = {f"{first}.*.up": "colwise", f"{first}.*.down": "rowwise"}
+    assert_trains_alike(HeldTwice, vectors, ["tp2"], tensor_parallel_plan=plan)

@@ -69,12 +69,13 @@ def resolve_plan(
                 ' tensor_parallel_plan, such as {"layers.*.attn.q": "colwise", "layers.*.attn.o": "rowwise"}.'
             )
     modules = dict(root.named_modules())
+    first_names = _first_names(root)
     parameters = dict(root.named_parameters())
     resolved: dict[str, ParallelStyle] = {}
     experts: list[str] = []
     cuts: dict[str, str] = {}
     for pattern, chosen in plan.items():
-        names = [name for name in modules if matches(name, pattern)]
+        names = [*dict.fromkeys(first for name, first in first_names.items() if matches(name, pattern))]
         own = [name for name in parameters if matches(name, pattern)] if not names else []
         if not names and not own:
             if declared:  # one declared plan serves all models of a class, such as with dense layers or without
@@ -109,8 +110,14 @@ def resolve_plan(
         )
     if declared:
         _complete_sums(modules, resolved, parts)
-    _complete_ties(root, modules, resolved, parts, declared=declared)
+    _complete_ties(root, first_names, resolved, parts, declared=declared)
     return resolved
+
+
+def _first_names(root: nn.Module) -> dict[str, str]:
+    """Every name of every module, as of one that is held in two places, to its first name."""
+    firsts = {module: name for name, module in root.named_modules()}
+    return {name: firsts[module] for name, module in root.named_modules(remove_duplicate=False)}
 
 
 def _is_in(name: str, outer: Collection[str]) -> bool:
@@ -266,7 +273,7 @@ def _complete_sums(modules: Mapping[str, nn.Module], resolved: dict[str, Paralle
 
 def _complete_ties(
     root: nn.Module,
-    modules: Mapping[str, nn.Module],
+    first_names: Mapping[str, str],
     resolved: dict[str, ParallelStyle],
     parts: int,
     *,
@@ -276,8 +283,9 @@ def _complete_ties(
 
     If that isn't possible, the model's own plan leaves both whole; a user's plan is refused when it is applied.
     """
+    modules = dict(root.named_modules())
     for group in tied_parameters(root):
-        owners = [name.rpartition(".")[0] for name in group]
+        owners = [*dict.fromkeys(first_names[name.rpartition(".")[0]] for name in group)]
         chosen = [resolved.get(owner) for owner in owners]
         by_rows = [isinstance(style, Split) and style.features in ("out", "rows") for style in chosen]
         for owner, style in zip(owners, chosen):

@@ -349,9 +349,9 @@ def _counts_samples(key: Key, value: Tensor, size: int) -> bool:
     return key[0] != "parameter" and value.ndim > 0 and value.size(0) == size
 
 
-def _exchanged(tensor: Tensor, other: Tensor) -> Tensor:
-    half = len(tensor) // 2
-    return torch.cat([other[:half], tensor[half:]])
+def _exchanged(tensor: Tensor, other: Tensor, dim: int = 0) -> Tensor:
+    half = tensor.size(dim) // 2
+    return torch.cat([other.narrow(dim, 0, half), tensor.narrow(dim, half, tensor.size(dim) - half)], dim)
 
 
 def _tolerance(tensor: Tensor) -> float:
@@ -409,11 +409,19 @@ def _is_close(one: Tensor, other: Tensor, share: float = 1.0) -> bool:
 
 
 def _has_rows(together: Tensor, one: Tensor, alone: Tensor, size: int) -> bool:
-    """Whether a stage's output is the first run's, with half of the rows of the other's."""
+    """Whether a stage's output is the first run's, with half of the samples of the other's.
+
+    Of an output of which several dimensions have that size any may count them: a recurrent layer's states have them
+    second.
+    """
     if not together.is_floating_point() or not together.ndim or together.size(0) != size:
         return True
-    expected = _exchanged(one, alone)
-    if together.shape != expected.shape:
+    if not one.shape == alone.shape == together.shape:
         return True
+    dims = [dim for dim in range(together.ndim) if together.size(dim) == size]
+    return any(_are_same(together, _exchanged(one, alone, dim)) for dim in dims)
+
+
+def _are_same(found: Tensor, expected: Tensor) -> bool:
     largest = expected.abs().max().double()
-    return not bool((together - expected).abs().max() > _tolerance(together) * largest)
+    return not bool((found - expected).abs().max() > _tolerance(found) * largest)
