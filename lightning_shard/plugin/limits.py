@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torchmetrics.wrappers import Running
 
 from lightning_shard.errors import WHOLE_BATCHES, ConfigurationError, StepError
@@ -31,6 +32,12 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, micr
     Raises:
         ConfigurationError: The first setting that doesn't work on this layout, with a remedy.
     """
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
+        raise ConfigurationError(
+            f"{lazy[0]} has no shape yet, as a first forward gives it (a lazy module), but parameters are divided among"
+            " ranks before. Run the network once in __init__ or configure_model, or give its layers their sizes."
+        )
     normalizing = list(batch_norms(module))
     layer_sync = getattr(trainer.strategy, "_layer_sync", None)
     if layer_sync is not None and type(layer_sync) is not TorchSyncBatchNorm:

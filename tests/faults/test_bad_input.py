@@ -367,6 +367,12 @@ class NoBlocks(Plain):
         self.model = nn.ModuleDict({"embed": nn.Embedding(64, 16)})
 
 
+class Lazy(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head = nn.LazyLinear(16)
+
+
 class BlocksCompiled(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -576,6 +582,8 @@ REFUSED = {
         {"pipeline_blocks": "layers"},
     ),
     "no blocks": Refusal(PIPELINE, NoBlocks, PlacementError, r"no list of repeated blocks.*pipeline_blocks"),
+    "a lazy layer in stages": Refusal(PIPELINE, Lazy, ConfigurationError, r"model\.head\.weight has no shape yet"),
+    "a lazy layer on data ranks": Refusal(DATA, Lazy, ConfigurationError, r"model\.head\.weight has no shape yet"),
     "blocks of another name": Refusal(
         PIPELINE,
         gpt,
