@@ -74,3 +74,38 @@ def batches() -> list[Tensor]:
 @pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2 x dp2", marks=pytest.mark.long)])
 def test_trains_and_validates_as_one_process_does(module: type[Classifier], layout: str) -> None:
     assert_trains_alike(module, batches, layout)
+
+
+class Autoencoder(L.LightningModule):
+    """Its forward is the encoder, as in Lightning's own example, and the decoder's layers are the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(WIDTH, 6)
+        self.decoder = nn.Sequential(nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+        code = self(batch)
+        self.log("norm", code.norm(dim=-1).mean())
+        loss = F.mse_loss(self.decoder(code), batch) + 0.1 * code.abs().mean()
+        return {"loss": loss, "code": code.detach()}
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        code = self(batch)
+        return self.decoder(code) + code.mean(-1, keepdim=True)  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def vectors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, WIDTH, generator=generator) for _ in range(3)]
+
+
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2 x dp2", marks=pytest.mark.long)])
+def test_forward_may_be_the_encoder_before_blocks_that_the_step_calls(layout: str) -> None:
+    assert_trains_alike(Autoencoder, vectors, layout)

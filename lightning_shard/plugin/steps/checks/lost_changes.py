@@ -7,7 +7,7 @@ each kind, each FSDP unit's parameters are compared right after they are gathere
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def sums(root: nn.Module) -> Sums:
     """For each whole parameter here that has dimensions: its shape, and the sum of its elements' bits as integers."""
     found = {}
-    # not through torch functions: those are counted to name operations, and stages have different parameters
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), _uncounted():
         for name, parameter in nn.Module.named_parameters(root):
             if type(parameter) is nn.Parameter and parameter.ndim and parameter.element_size() in _INTEGERS:
                 bits = parameter.detach().contiguous().view(_INTEGERS[parameter.element_size()])
@@ -38,7 +37,13 @@ def sums(root: nn.Module) -> Sums:
 def changed(before: Sums, now: Sums) -> str | None:
     """The first parameter that is in both and differs."""
     both = ((name, held, now[name]) for name, held in before.items() if name in now)
-    return next((name for name, held, found in both if held[0] == found[0] and bool(held[1] != found[1])), None)
+    with _uncounted():
+        return next((name for name, held, found in both if held[0] == found[0] and bool(held[1] != found[1])), None)
+
+
+def _uncounted() -> AbstractContextManager[Any]:
+    """Torch functions are counted to name operations, and stages have different parameters."""
+    return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
 
 
 @contextmanager
