@@ -137,13 +137,16 @@ def test_what_can_not_be_gathered_is_said_and_leaves_no_file(saved, tmp_path, op
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoints_own_files_are_not_overwritten(saved, tmp_path):
+def test_a_checkpoints_own_files_are_not_overwritten(saved, tmp_path, monkeypatch):
     before = {file: file.read_bytes() for file in saved.rglob("*.*")}
     (tmp_path / "linked").symlink_to(saved)
     for folder in (saved, tmp_path / "linked"):
         for file in before:
             with pytest.raises(CheckpointError, match="is the name of a checkpoint's own file"):
                 checkpoint.gather(saved, folder / file.relative_to(saved))
+            monkeypatch.chdir(file.parent)
+            with pytest.raises(CheckpointError, match="choose another name"):
+                checkpoint.gather(saved, file.name)
     assert {file: file.read_bytes() for file in saved.rglob("*.*")} == before
 
 

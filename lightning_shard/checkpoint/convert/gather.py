@@ -90,16 +90,15 @@ def gather(
     Raises:
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`; no local file appears.
         StateMismatchError: Two tensors would get the same name, or no name begins with ``strip_prefix``.
-        CheckpointError: ``out`` is named as a file of a checkpoint, which would be overwritten; the format needs
-            something that the checkpoint lacks; several files are to be written next to a
-            file of a whole model, which readers would take instead; or a disk or a store failed. An earlier file at
-            ``out`` then stays, or has been replaced as a whole.
+        CheckpointError: ``out`` is named as a checkpoint's own files are; the format needs something that the
+            checkpoint lacks; several files are to be written next to a file of a whole model, which readers would take
+            instead; or a disk or a store failed. An earlier file at ``out`` then stays, or has been replaced as a
+            whole.
     """
     ranks = Ranks.of(group)
     as_path(out)  # raises for invalid paths
     target = os.fspath(out)
-    if target.endswith(f"/{MANIFEST_NAME}") or OWN_FILE.fullmatch("/".join(target.split("/")[-2:])):
-        raise CheckpointError(f"out ({target!r}) is the name of a checkpoint's own file, which would be overwritten.")
+    _refuse_own(target)
     if format is None:
         format = "lightning" if target.endswith(".ckpt") else "safetensors"
     if format not in get_args(Format):
@@ -148,6 +147,15 @@ def _as_ours(path: str | os.PathLike[str], out: str) -> Iterator[None]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{os.fspath(path)} could not be gathered to {out}: {error}.") from error
+
+
+def _refuse_own(out: str) -> None:
+    """Refuse a name of a checkpoint's own files: that checkpoint would be destroyed."""
+    folder, name = (out if "://" in out else os.path.abspath(out)).split("/")[-2:]
+    if name == MANIFEST_NAME or OWN_FILE.fullmatch(f"{folder}/{name}"):
+        raise CheckpointError(
+            f"out ({out!r}) is the name of a checkpoint's own file, which would be overwritten: choose another name."
+        )
 
 
 def _refuse_older(store: Store, bundle: export.Bundle) -> None:
