@@ -12,7 +12,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A room is a folder or a single module of the package; it may import itself and these.
 TRADES = {"parallel", "pipeline", "checkpoint"}
-GROUND = {"errors", "layout", "namespaces", "scripted", "sharding", "tree"}
+GROUND = {"errors", "layout", "namespaces", "scripted", "sharding", "tree", "user_hooks"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "layout": {"errors"},
@@ -20,6 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "scripted": {"errors"},
     "sharding": {"errors"},
     "tree": {"errors"},
+    "user_hooks": set(),
     "parallel": GROUND,
     "pipeline": GROUND,
     "checkpoint": GROUND,
