@@ -11,7 +11,8 @@ Each stage checks its own part, on the values that it received. All runs draw th
 calls other data ranks, these agree before they run it again.
 
 Limits: microbatches of one sample; what only later steps compare; differences below rounding; gradients that compare
-samples where losses don't (``a + b * (a.detach() / b.detach())``).
+samples where losses don't (``a + b * (a.detach() / b.detach())``); networks that compute other values to send in their
+first forward than later.
 """
 
 from __future__ import annotations

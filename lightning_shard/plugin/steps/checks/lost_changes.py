@@ -42,7 +42,7 @@ def changed(before: Sums, now: Sums) -> str | None:
 
 
 def _uncounted() -> AbstractContextManager[Any]:
-    """Torch functions are counted to name operations, and stages have different parameters."""
+    """Context that goes around torch functions: they name operations by counting, and stages hold other parameters."""
     return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
 
 
