@@ -290,8 +290,50 @@ def test_means_over_samples_are_not(kind: type[Module], settings: dict[str, Any]
         assert 2 * 4 in [seen for _, seen in ranks]  # runs of the check leave nothing
 
 
-def test_microbatches_of_one_sample_are_not_compared() -> None:
-    assert [texts for texts, _ in run_ranks(fit, 2, Contrastive, STAGES, 4, elastic=True)] == [[], []]
+class UndroppedContrastive(UndroppedMean):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x @ x.T, torch.arange(len(x)))
+
+
+class UndroppedTogether(UndroppedMean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = UndroppedOverSamples()
+
+
+class UndroppedOverSamples(Undropped):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - x.mean(0)
+
+
+class TimeFirst(UndroppedMean):
+    """Its blocks get and give samples in dim 1, and a mask that all share."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0].unflatten(1, (4, 2)).repeat(1, 1, 4).transpose(0, 1)
+        mask = x.new_ones(1, 1, WIDTH) / 2
+        for block in self.blocks:
+            x = block(x) * mask
+        return self.loss(self.head(x.mean(0)), batch[1])
+
+
+@pytest.mark.parametrize("settings", SCHEDULES, ids=lambda settings: settings.get("schedule", "1F1B"))
+def test_microbatches_of_one_sample_are_compared_by_joining_them(settings: dict[str, Any]) -> None:
+    for kind, start in {
+        UndroppedContrastive: "The training loss",
+        Dice: "The training loss",
+        RootMeanSquare: None,  # it draws random numbers
+        UndroppedTogether: "What pipeline stage 0",
+        CodesInBlock: "What pipeline stage 0",
+    }.items():
+        told = [text for texts, _ in run_ranks(fit, 2, kind, settings, 4, elastic=True) for text in texts]
+        assert len(told) == (start is not None), kind
+        assert start is None or told[0].startswith(start)
+
+
+@pytest.mark.parametrize("kind", [Module, InOrder, UndroppedMean, MeanInBlock, Recurrent, BothWays, TimeFirst, Kendall])
+def test_means_over_microbatches_of_one_sample_are_not_told_of(kind: type[Module]) -> None:
+    assert [texts for texts, _ in run_ranks(fit, 2, kind, STAGES, 4, elastic=True)] == [[], []]
 
 
 TOLD_FALSELY = (TOLD, "logs something", "logs exp of", "can't be sent")
@@ -385,10 +427,10 @@ def test_runs_of_the_check_leave_nothing_in_callbacks() -> None:
     assert run_ranks(appended, 2, elastic=True)[0] == 32
 
 
-def logs_told_of(settings: dict[str, Any]) -> dict[str, list[str]]:
+def logs_told_of(settings: dict[str, Any], batch_size: int = 16) -> dict[str, list[str]]:
     L.seed_everything(1, verbose=False)
     inputs, targets = torch.randn(32, WIDTH), torch.randint(0, WIDTH, (32,))
-    loader: Any = DataLoader(TensorDataset(inputs, targets), batch_size=16)
+    loader: Any = DataLoader(TensorDataset(inputs, targets), batch_size=batch_size)
     settings = {"microbatches": 4, **settings}
     trainer = L.Trainer(max_epochs=2, devices=2, strategy=HybridShardStrategy(**settings), **QUIET)
     module, found = Logs(), {}
@@ -402,12 +444,15 @@ def logs_told_of(settings: dict[str, Any]) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.parametrize("batch_size", [16, 4])  # the second of one sample for each microbatch
 @pytest.mark.parametrize(
     "settings", [*SCHEDULES, {"microbatches": 1, **STAGES}], ids=lambda settings: str(len(settings))
 )
-def test_logs_that_are_no_means_are_told_of_once(settings: dict[str, Any]) -> None:
-    told = run_ranks(logs_told_of, 2, settings, elastic=True)[0]
+def test_logs_that_are_no_means_are_told_of_once(settings: dict[str, Any], batch_size: int) -> None:
+    told = run_ranks(logs_told_of, 2, settings, batch_size, elastic=True)[0]
     other = [] if "microbatches" in settings else ["!F1", "!codes", "!perplexity", "!root", "!size"]
+    if batch_size == 4 and other:
+        other.remove("!F1")  # is 0 of the first two samples, and of both
     assert {method: sorted(names) for method, names in told.items()} == {"test": other, "fit": other}
 
 

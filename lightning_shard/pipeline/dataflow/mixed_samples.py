@@ -5,19 +5,19 @@ log is another one. So two microbatches of the first batch run once more with ha
 is computed of each sample by itself, each stage's output has the rows of the runs before, and the sum of the two losses
 is as it was. The last stage also runs on both joined to one: its loss and its logs are their mean, but for numbers that
 aren't the same when a microbatch runs twice, as where random numbers are drawn. Where that isn't so, samples are
-compared.
+compared. Microbatches of one sample have no halves: all stages run on two joined.
 
 Each stage checks its own part, on the values that it received. All runs draw the same random numbers. Where the step
 calls other data ranks, these agree before they run it again.
 
-Limits: microbatches of one sample; what only later steps compare; differences below rounding; gradients that compare
-samples where losses don't (``a + b * (a.detach() / b.detach())``); networks that compute other values to send in their
-first forward than later.
+Limits: random numbers with microbatches of one sample; what only later steps compare; differences below rounding;
+gradients that compare samples where losses don't (``a + b * (a.detach() / b.detach())``); networks that compute other
+values to send in their first forward than later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_shard import tree
 from lightning_shard.errors import BatchError, StepError
 from lightning_shard.pipeline.dataflow.messages import Key
-from lightning_shard.pipeline.dataflow.search import Memory, Ran, rerun
+from lightning_shard.pipeline.dataflow.search import Memory, Ran, RunStep, rerun
 from lightning_shard.pipeline.stages.stage import Stage
 
 #: Calls the user's step for a stage on a microbatch, with the random numbers of the microbatch of this number.
@@ -130,28 +130,43 @@ class _Runs:
         one: Of the first microbatch, in its turn.
         other: Of the second one, in its turn.
         alone: Of the second one, with the random numbers of the first, as the following.
-        together: Of the first one with half of the second one's samples.
-        rest: Of the second one with half of the first one's; ``None`` if there are no numbers to add up.
-        joined: Of both as one, likewise; ``None`` too if the code can't run on as many samples.
+        together: Of the first one with half of the second one's samples; ``None`` if they have one each.
+        rest: Of the second one with half of the first one's; ``None`` too if there are no numbers to add up.
+        joined: Of both as one. With several samples each, ``None`` if there are no numbers, or the code can't run on
+            as many samples.
     """
 
     one: _Run
     other: _Run
     alone: _Run
-    together: _Run
+    together: _Run | None
     rest: _Run | None
     joined: _Run | None
 
+    def send_the_same(self) -> bool:
+        """Whether all runs have sent values of the same names: not of a network that changes in its first forward."""
+        runs = (self.alone, self.together, self.joined)
+        return all(run.sent.keys() == self.one.sent.keys() for run in runs if run is not None)
+
     def compares(self, size: int) -> bool:
         """Whether the stage compares the samples of a microbatch, of this size."""
-        before, alone = self.one.sent, self.alone.sent
-        rows = (_has_rows(sent, before[key], alone[key], size) for key, sent in self.together.sent.items())
-        if not all(rows):
+        if not all(self._have_rows(size)):
             return True
-        if self.rest is None:
-            return False
-        numbers = (self.one.numbers, self.alone.numbers, self.together.numbers, self.rest.numbers)
-        return not _add_up(*numbers) or any(kind in _OF_STAGE for kind, _ in self._unlike())
+        if self.together is not None and self.rest is not None:
+            numbers = (self.one.numbers, self.alone.numbers, self.together.numbers, self.rest.numbers)
+            if not _add_up(*numbers):
+                return True
+        return any(kind in _OF_STAGE for kind, _ in self._unlike())
+
+    def _have_rows(self, size: int) -> Iterator[bool]:
+        """Of each value sent, whether it has the rows of the runs before."""
+        for key, one in self.one.sent.items():
+            alone = self.alone.sent[key]
+            if self.together is not None:
+                yield _has_rows(self.together.sent[key], one, alone, size)
+            elif self.joined is not None:
+                draws = not _are_same(self.other.sent[key], alone)
+                yield draws or _has_both(self.joined.sent[key], one, alone)
 
     def logs(self) -> tuple[list[str], list[str]]:
         """The names of logs that aren't means, and of those that are and couldn't be if they were functions of one."""
@@ -199,40 +214,57 @@ class MixedSamples:
         self._checked.add((kind, stage.index))
         del self._first[stage.index]
         pair = _Pair(microbatches[one.i], microbatches[i], one.received, other.received)
-        exchanged = None if stage.is_last and not one.numbers else _exchanged_halves(pair)
-        if self._peers.any_cannot(kind, exchanged is None) or exchanged is None:
+        if not (given := self._to_run(kind, pair, has_numbers=bool(one.numbers), is_last=stage.is_last)):
             return
-        joined = _joined(pair) if one.numbers else None
-        if one.numbers and self._peers.any_cannot(kind, joined is None):
-            joined = None
-        mixed, remaining = exchanged.given
-        given = [(pair.other, dict(other.received)), mixed, remaining if one.numbers else None, joined]
-        alone, together, rest, whole = self._run_again(ran, run, one.i, numbers_of, given)
-        if alone is None or together is None or (one.numbers and rest is None) or not exchanged.can_be_judged:
+        alone, together, rest, joined = self._run_again(ran, run, one.i, numbers_of, given)
+        needed = [alone, joined] if pair.size == 1 else [alone, together, *([rest] if one.numbers else [])]
+        if alone is None or any(each is None for each in needed):
             return
-        if not one.sent.keys() == alone.sent.keys() == together.sent.keys():
-            return  # of a network that changes itself in its first forward
-        runs = _Runs(one, other, alone, together, rest, whole)
+        runs = _Runs(one, other, alone, together, rest, joined)
+        if not runs.send_the_same():
+            return
         if runs.compares(pair.size):
             self._found.stages.append(stage)
-        elif whole is not None:
+        elif joined is not None:
             logs, means = runs.logs()
             self._found.logs += logs
             self._found.means += means
 
+    def _to_run(self, kind: str, pair: _Pair, *, has_numbers: bool, is_last: bool) -> Sequence[_Given | None]:
+        """What a stage has to run: the second microbatch, the two with halves exchanged, and both joined.
+
+        Empty if nothing can be judged; the same on all peers.
+        """
+        judges = has_numbers or not is_last
+        exchanged = _exchanged_halves(pair) if judges else None
+        if self._peers.any_cannot(kind, exchanged is None) or exchanged is None:
+            joined = _joined(pair) if judges and pair.size == 1 else None
+            if self._peers.any_cannot(kind, joined is None):
+                return ()
+            return pair.second, None, None, joined
+        joined = _joined(pair) if has_numbers else None
+        if has_numbers and self._peers.any_cannot(kind, joined is None):
+            joined = None
+        mixed, remaining = exchanged
+        return pair.second, mixed, remaining if has_numbers else None, joined
+
     def _run_again(
         self, ran: Ran, run: RunOn, i: int, numbers_of: NumbersOf, given: Sequence[_Given | None]
     ) -> list[_Run | None]:
-        """Run a stage on each of what is given, with the random numbers of microbatch ``i``; put back what changes.
+        """Run a stage on each of what is given, of which the last is two microbatches joined; put back what changes.
+
+        With the random numbers of microbatch ``i``.
 
         ``None`` where nothing is given, and where the code needs what a batch's samples have in common, such as an
         order by length.
         """
         memory = self._remember()
+        *single, joined = given
 
-        def again(microbatch: Any, received: Mapping[Key, Tensor]) -> _Run | None:
+        def again(microbatch: Any, received: Mapping[Key, Tensor], *, of_two: bool = False) -> _Run | None:
             try:
-                result = rerun(ran, lambda stage, number: run(stage, number, microbatch), i, received)
+                on_it: RunStep = lambda stage, number: run(stage, number, microbatch)  # noqa: E731
+                result = rerun(ran, on_it, i, received, of_two=of_two)
                 return _Run.of(i, result, microbatch, numbers_of)
             except Exception as error:
                 if self._peers.are_called():
@@ -242,7 +274,8 @@ class MixedSamples:
                 memory.put_back()
 
         try:
-            return [None if each is None else again(*each) for each in given]
+            runs = [None if each is None else again(*each) for each in single]
+            return [*runs, None if joined is None else again(*joined, of_two=True)]
         finally:
             memory.forget()
 
@@ -280,38 +313,38 @@ class _Pair:
     def size(self) -> int:
         return tree.batch_size(self.other)
 
+    @property
+    def second(self) -> _Given:
+        return self.other, dict(self.other_received)
 
-@dataclass(frozen=True)
-class _Exchanged:
+    def is_clear(self) -> bool:
+        """Whether what was received is of the same structure, and for each sample by itself, or the same for all."""
+        if self.received.keys() != self.other_received.keys():
+            return False
+        for key, value in self.received.items():
+            twin = self.other_received[key]
+            if value.shape != twin.shape:
+                return False
+            if not _is_number(value) and not _counts_samples(key, value, self.size) and not torch.equal(value, twin):
+                return False
+        return True
+
+
+def _exchanged_halves(pair: _Pair) -> tuple[_Given, _Given] | None:
     """Two microbatches, and what was received for them, with half of their samples exchanged.
 
-    Attributes:
-        can_be_judged: Whether nothing was received that depends on the microbatch as a whole, in a way unknown here.
-    """
-
-    given: tuple[_Given, _Given]
-    can_be_judged: bool
-
-
-def _exchanged_halves(pair: _Pair) -> _Exchanged | None:
-    """Exchange half of the samples.
-
-    ``None`` if the structures differ, if the microbatches hold one sample each, or if it isn't clear which dimension of
-    a received value counts the samples.
+    ``None`` if they hold one sample each, if they can't be joined or cut, or if it isn't clear which dimension of a
+    received value counts the samples.
     """
     size = pair.size
-    if size < 2 or pair.received.keys() != pair.other_received.keys():
+    if size < 2 or not pair.is_clear():
         return None
     given: tuple[dict[Key, Tensor], dict[Key, Tensor]] = ({}, {})
-    can_be_judged = True
     for key, value in pair.received.items():
         twin = pair.other_received[key]
-        if value.shape != twin.shape:
-            return None
         if _is_number(value):
             exchanged = (value + twin) / 2, (value + twin) / 2  # right for means; the stage that sends it checks that
         elif not _counts_samples(key, value, size):
-            can_be_judged &= torch.equal(value, twin)
             exchanged = value, twin
         elif size in value.shape[1:]:
             return None
@@ -323,11 +356,13 @@ def _exchanged_halves(pair: _Pair) -> _Exchanged | None:
         parts = tree.with_half_of(pair.one, pair.other, size), tree.with_half_of(pair.other, pair.one, size)
     except BatchError:
         return None
-    return _Exchanged(((parts[0], given[0]), (parts[1], given[1])), can_be_judged)
+    return (parts[0], given[0]), (parts[1], given[1])
 
 
 def _joined(pair: _Pair) -> _Given | None:
-    """One microbatch of the samples of two that can be exchanged; ``None`` if they can't be joined."""
+    """One microbatch of the samples of both; ``None`` if they can't be joined."""
+    if not pair.is_clear():
+        return None
     given = {}
     for key, value in pair.received.items():
         if _is_number(value):
@@ -421,6 +456,15 @@ def _has_rows(together: Tensor, one: Tensor, alone: Tensor, size: int) -> bool:
         return True
     dims = [dim for dim in range(together.ndim) if together.size(dim) == size]
     return any(_are_same(together, _exchanged(one, alone, dim)) for dim in dims)
+
+
+def _has_both(joined: Tensor, one: Tensor, alone: Tensor) -> bool:
+    """Whether a stage's output for two microbatches of one sample is those of both."""
+    if not joined.is_floating_point():
+        return True
+    both = (torch.cat([one, alone], dim) for dim in range(joined.ndim) if one.size(dim) == 1)
+    alike = [_are_same(joined, each) for each in both if each.shape == joined.shape]
+    return not alike or any(alike)
 
 
 def _are_same(found: Tensor, expected: Tensor) -> bool:

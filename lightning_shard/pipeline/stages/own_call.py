@@ -134,7 +134,8 @@ class OwnCall:
             self._note_effects(changed, kept)
             in_objects = self._note_objects(output, before)
         if not passage.searching:
-            self._check_as_agreed(output)
+            if not passage.of_two:
+                self._check_as_agreed(output)
             return
         assert before is not None
         passage.blocks[index] = BlockCall(
