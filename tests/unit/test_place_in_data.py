@@ -306,14 +306,15 @@ def test_an_order_without_length_resumes_at_its_place(tmp_path):
     assert samples_of(first, 0) + samples_of(second, 0) == samples_of(whole, 0)
 
 
-def test_a_place_that_was_not_saved_is_guessed_aloud(tmp_path, uninterrupted):
-    first, _, path = fit(4, tmp_path, stop=("on_train_batch_end", 3))
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_place_that_was_not_saved_is_guessed_aloud(tmp_path, uninterrupted, epoch):
+    first, _, path = fit(4, tmp_path, stop=("on_train_batch_end", 3 + epoch * SAMPLES // 8))
     checkpoint = torch.load(path, weights_only=False)
     del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     torch.save(checkpoint, path)
-    with pytest.warns(UserWarning, match="doesn't store the position in the data"):
+    with pytest.warns(UserWarning, match=r"doesn't store the position in the data.*, 3 batches are skipped"):
         second, _, _ = fit(4, tmp_path, resume=path)
-    assert samples_of(first, 0) + samples_of(second, 0) == uninterrupted[0]
+    assert samples_of(first, epoch) + samples_of(second, epoch) == uninterrupted[epoch]
 
 
 def test_lightning_does_not_take_the_loader_for_one_that_cannot_resume(tmp_path, recwarn):

@@ -129,11 +129,14 @@ def _count_by_this_layout(trainer: pl.Trainer, combined: CombinedLoader) -> None
     if sampler is None or done == 0:
         return
     if not sampler.is_loaded:
-        rank_zero_warn(
-            "The checkpoint doesn't store the position in the data. Assuming the same number of data-parallel ranks and"
-            f" the same batch size as now, {done} batches are skipped."
-        )
-        sampler.start = sampler.data_size * sampler.batch_size * done
+        epochs: Any = fit_loop.epoch_progress.current
+        if epochs.started > epochs.processed:  # else that epoch is over
+            rank_zero_warn(
+                "The checkpoint doesn't store the position in the data. Assuming the same number of data-parallel ranks"
+                f" and the same batch size as now, {done} batches are skipped."
+            )
+        for each in filter(None, map(sharded_sampler, combined.flattened)):
+            each.skip(epochs.started - 1, done)
         return
     if sampler.start == 0:
         # saved between two epochs, when the batch counters are still those of the first

@@ -225,6 +225,12 @@ class ShardedSampler(Sampler[Any]):
         self._batches_before = None
         self._seed_workers()
 
+    def skip(self, epoch: int, batches: int) -> None:
+        """Go to the place after ``batches`` batches of an epoch on this layout; call :meth:`begin` next."""
+        self.set_epoch(epoch)
+        self._start = self._batches_before = 0
+        self.start = self.position(batches)
+
     def begin(self, epoch: int, batches: int) -> None:
         """Begin ``epoch`` at the loaded place if it is in it, else at 0. The loop has counted ``batches`` so far."""
         is_same = epoch == self.epoch
