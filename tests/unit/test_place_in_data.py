@@ -256,7 +256,14 @@ def test_gradients_are_accumulated_in_step_with_the_data(tmp_path, uninterrupted
     assert module.trainer.global_step == 1 + 2 + 3
 
 
-def test_several_loaders_keep_their_own_places(tmp_path):
+def forget_place(path):
+    checkpoint = torch.load(path, weights_only=False)
+    del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    torch.save(checkpoint, path)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_several_loaders_keep_their_own_places(tmp_path, stored):
     """The short loader (8 samples) is read again and again beside the long one."""
 
     def make():
@@ -272,7 +279,9 @@ def test_several_loaders_keep_their_own_places(tmp_path):
         return longs, shorts
 
     first, _, path = fit(4, tmp_path, stop=("on_train_batch_end", 3), make=make, max_epochs=1)
-    second, _, _ = fit(2, tmp_path, resume=path, make=make, max_epochs=1)
+    if not stored:
+        forget_place(path)
+    second, _, _ = fit(2 if stored else 4, tmp_path, resume=path, make=make, max_epochs=1)
     longs, shorts = (a + b for a, b in zip(parts(first), parts(second), strict=True))
     assert longs == list(range(SAMPLES))
     assert shorts == list(range(8)) * 6
@@ -309,9 +318,7 @@ def test_an_order_without_length_resumes_at_its_place(tmp_path):
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_place_that_was_not_saved_is_guessed_aloud(tmp_path, uninterrupted, epoch):
     first, _, path = fit(4, tmp_path, stop=("on_train_batch_end", 3 + epoch * SAMPLES // 8))
-    checkpoint = torch.load(path, weights_only=False)
-    del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
-    torch.save(checkpoint, path)
+    forget_place(path)
     with pytest.warns(UserWarning, match=r"doesn't store the position in the data.*, 3 batches are skipped"):
         second, _, _ = fit(4, tmp_path, resume=path)
     assert samples_of(first, epoch) + samples_of(second, epoch) == uninterrupted[epoch]
