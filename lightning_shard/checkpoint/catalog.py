@@ -21,7 +21,7 @@ from lightning_shard.checkpoint.folder import remove_attempt
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.store import LocalStore, Store, as_path, open_filesystem, open_store
-from lightning_shard.checkpoint.store.calls import Calls
+from lightning_shard.checkpoint.store.calls import Calls, looking_up
 from lightning_shard.checkpoint.store.remote import REQUESTS
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 
@@ -71,6 +71,9 @@ def commits(
         folder: The folder.
         storage_options: For fsspec.
         which: Called with each name; False leaves it out.
+
+    Raises:
+        CheckpointError: The store doesn't answer.
     """
     root = as_path(folder)
     # a manifest stands for its own checkpoint, which isn't in the folder
@@ -79,21 +82,40 @@ def commits(
     def look(name: str) -> datetime | None:
         return committed_at(open_store(posixpath.join(root, name), storage_options))
 
-    with ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-list") as pool:
+    with looking_up(root), ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-list") as pool:
         times = list(pool.map(look, names))
     found = [(when, name) for when, name in zip(times, names) if when is not None]
     return sorted(found, key=lambda item: (item[0], _natural(item[1])))
 
 
 def names_in(folder: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> list[str]:
-    """The names of the files and folders directly in a folder; empty if it doesn't exist."""
-    fs, base = open_filesystem(folder, storage_options)
-    calls = Calls(fs, as_path(folder), storage_options, (storage_options or {}).get("stall_s"))
-    try:
-        paths = calls("ls", base, detail=False)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    """The names of the files and folders directly in a folder; empty if it doesn't exist.
+
+    Raises:
+        CheckpointError: The store doesn't answer.
+    """
+    with looking_up(folder):
+        try:
+            paths = _ask("ls", folder, storage_options, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
     return sorted({posixpath.basename(path.rstrip("/")) for path in paths} - {""})
+
+
+def is_file(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> bool:
+    """Whether a file is at the path.
+
+    Raises:
+        CheckpointError: The store doesn't answer.
+    """
+    with looking_up(path):
+        return bool(_ask("isfile", path, storage_options))
+
+
+def _ask(what: str, path: str | os.PathLike[str], storage_options: dict[str, Any] | None, **options: Any) -> Any:
+    fs, place = open_filesystem(path, storage_options)
+    calls = Calls(fs, as_path(path), storage_options, (storage_options or {}).get("stall_s"))
+    return calls(what, place, **options)
 
 
 def committed_at(store: Store) -> datetime | None:

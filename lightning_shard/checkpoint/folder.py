@@ -19,6 +19,7 @@ from typing import Any
 
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_FILE
 from lightning_shard.checkpoint.store import LocalStore, Stamp, Store, open_store
+from lightning_shard.checkpoint.store.calls import looking_up
 from lightning_shard.errors import CheckpointConflictError, CheckpointError
 
 LEFTOVER_AGE_S = 3600.0
@@ -79,14 +80,16 @@ def remove(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | No
     empty. Of a symbolic link, only the link is removed. A checkpoint that another save commits meanwhile stays.
 
     Raises:
-        CheckpointError: There is a ``manifest.json`` of another program.
+        CheckpointError: There is a ``manifest.json`` of another program, or the store doesn't answer.
     """
-    _remove(open_store(path, storage_options), None)
+    with looking_up(path):
+        _remove(open_store(path, storage_options), None)
 
 
 def remove_attempt(path: str | os.PathLike[str], attempt: str, storage_options: dict[str, Any] | None) -> bool:
     """Remove the checkpoint of ``attempt``, unless another one has replaced it; returns whether it was removed."""
-    return _remove(open_store(path, storage_options), attempt)
+    with looking_up(path):
+        return _remove(open_store(path, storage_options), attempt)
 
 
 def _remove(store: Store, attempt: str | None) -> bool:
@@ -110,8 +113,13 @@ def _remove(store: Store, attempt: str | None) -> bool:
 
 
 def exists(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> bool:
-    """Whether there is a committed checkpoint at the path, that is, a manifest."""
-    return open_store(path, storage_options).exists(MANIFEST_NAME)
+    """Whether there is a committed checkpoint at the path, that is, a manifest.
+
+    Raises:
+        CheckpointError: The store doesn't answer.
+    """
+    with looking_up(path):
+        return open_store(path, storage_options).exists(MANIFEST_NAME)
 
 
 def remove_files(store: Store, names: Iterable[str]) -> None:

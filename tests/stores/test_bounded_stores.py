@@ -6,18 +6,21 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
 import fsspec
+import lightning as L
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader
 
-from lightning_shard import checkpoint
+from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint.saving.save import Order
 from lightning_shard.checkpoint.store import calls, open_store, remote
 from lightning_shard.checkpoint.store.calls import Calls, is_transient
@@ -26,6 +29,7 @@ from lightning_shard.checkpoint.store.remote import RemoteStore
 from lightning_shard.checkpoint.store.s3 import S3Store
 from lightning_shard.cli import main
 from lightning_shard.errors import CheckpointConflictError, CheckpointError
+from tests.parity import QUIET
 from tests.proxy import Proxy, behind, no_fault, once, through
 from tests.servers import BUCKET, KEY, SECRET, Server, serve
 
@@ -72,6 +76,42 @@ def test_a_server_that_never_answers_is_not_waited_for(kind: str) -> None:
         assert SECRET not in str(failure.value)
         with pytest.raises(OSError, match=r"doesn't answer|[Tt]ime"):
             open_store(path, options).read("manifest.json")
+
+
+def fit_at(url: str, options: dict[str, Any]) -> None:
+    """A new run, which looks into the folder before it trains."""
+    trainer = L.Trainer(
+        devices=1,
+        max_steps=1,
+        callbacks=[ModelCheckpoint(url)],
+        plugins=[ShardedCheckpointIO(storage_options=options)],
+        **{**QUIET, "enable_checkpointing": True},
+    )
+    trainer.fit(BoringModel(), DataLoader(torch.randn(2, 32)))
+
+
+LOOK_UPS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
+    "list": lambda url, options: checkpoint.list(url, storage_options=options),
+    "latest": lambda url, options: checkpoint.latest(url, storage_options=options),
+    "prune": lambda url, options: checkpoint.prune(url, keep=1, storage_options=options),
+    "exists": lambda url, options: checkpoint.exists(url, storage_options=options),
+    "remove": lambda url, options: checkpoint.remove(url, storage_options=options),
+    "fit": fit_at,
+}
+
+
+@pytest.mark.parametrize("fault", ["gone", "wrong secret"])
+@pytest.mark.parametrize("look_up", LOOK_UPS)
+def test_a_store_that_cannot_be_asked_is_named(look_up: str, fault: str, s3_server: Server) -> None:
+    options = {**s3_server.options, "stall_s": 2, "secret": "x" * 12}
+    if fault == "gone":
+        with socket.create_server(("127.0.0.1", 0)) as taken:  # then closed: nobody listens there
+            endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        options["client_kwargs"] = {**options["client_kwargs"], "endpoint_url": endpoint}
+    url = f"{s3_server.url}/run"
+    with pytest.raises(CheckpointError, match=f"^{url}.* can't be looked up: ") as failure:
+        LOOK_UPS[look_up](url, options)
+    assert "x" * 12 not in str(failure.value)
 
 
 class Hanging(MemoryFileSystem):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -247,6 +248,15 @@ class Calls:
             kind = next((kind for kind in _FINAL if isinstance(error, kind) and issubclass(kind, OSError)), OSError)
             text = redact(f"{error}" if ours else f"{type(error).__name__}: {error}", self._options)
             raise kind(text) from (None if tells else error)
+
+
+@contextlib.contextmanager
+def looking_up(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise a CheckpointError that names the path, where its store doesn't answer or gives no access."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{os.fspath(path):.200} can't be looked up: {type(error).__name__}: {error}") from error
 
 
 def _texts(error: BaseException | None) -> Iterator[str]:

@@ -18,7 +18,7 @@ Private in Lightning 2.6, used or overridden: ``_find_last_checkpoints``, ``_sho
 ``_remove_checkpoint``, ``_link_checkpoint``, ``_save_checkpoint``, ``_save_last_checkpoint``, ``_monitor_candidates``,
 ``_get_metric_interpolated_filepath_name``, ``_should_save_on_exception``, ``_enable_version_counter``, ``_fs``,
 ``_last_checkpoint_saved``, ``_last_global_step_saved``, ``_every_n_train_steps``; since this class has the same name,
-also ``__resolve_ckpt_dir`` and ``__warn_if_dir_not_empty``; and what ``_CheckpointConnector._parse_ckpt_path`` asks
+also ``__resolve_ckpt_dir``; and what ``_CheckpointConnector._parse_ckpt_path`` asks
 about the paths that it gets from ``_find_last_checkpoints`` (see :class:`_FoundPath`).
 """
 
@@ -45,7 +45,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_info, 
 from torch import Tensor
 
 from lightning_shard import checkpoint as ckpt
-from lightning_shard.checkpoint.catalog import commits, names_in
+from lightning_shard.checkpoint.catalog import commits, is_file, names_in
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.store import as_path, open_filesystem
 from lightning_shard.checkpoint.tiers import LocalTier
@@ -102,7 +102,11 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             self._check_that_all_found_last(io.local)
         self._fs, _ = open_filesystem(dirpath, io.storage_options)
         if stage == TrainerFn.FITTING:
-            _on_first_rank(trainer, lambda: self.__warn_if_dir_not_empty(dirpath))
+            _on_first_rank(trainer, lambda: self._tell_if_not_empty(dirpath, io))
+
+    def _tell_if_not_empty(self, dirpath: str, io: ShardedCheckpointIO) -> None:
+        if self.save_top_k != 0 and names_in(dirpath, io.storage_options):
+            rank_zero_warn(f"Checkpoint directory {dirpath} exists and is not empty.")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -141,7 +145,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         """The same for this rank alone; also true while another callback's save to this path is running."""
         under_way = io.under_way  # read first: a save that ends in between is found below
         on_its_way = bool(under_way) and self._place(path) == self._place(under_way)
-        return on_its_way or _is_committed(path, io) or bool(self._fs.isfile(path))
+        return on_its_way or _is_committed(path, io) or is_file(path, io.storage_options)
 
     def _get_metric_interpolated_filepath_name(
         self, monitor_candidates: dict[str, Tensor], trainer: pl.Trainer, del_filepath: str | None = None
