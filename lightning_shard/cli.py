@@ -281,7 +281,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         return 0 if report.ok else 1
     compared = f"{report.tensors} tensors, {_bytes(report.bytes)}"
     if report.ok:
-        print(f"equal ({compared}, of which {_bytes(report.bytes_read)} had to be read)")
+        print(f"equal ({compared}, of which {_bytes(report.bytes_read)} had to be read; verify looks at all files)")
         return 0
     count = len(report.differences)
     print(f"{count} {'difference' if count == 1 else 'differences'} ({compared})")

@@ -98,7 +98,7 @@ def _be_quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for package in ("lightning", "torch"):
-        warnings.filterwarnings("ignore", module=package)
+        warnings.filterwarnings("ignore", module=rf"{package}(\.|$)")
 
 
 class _Logger(DummyLogger):

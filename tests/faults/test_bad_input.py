@@ -633,7 +633,7 @@ REFUSED = {
         PIPELINE,
         NormalizesAgain,
         PlacementError,
-        r"model\.layers\.0\.1 runs in several places, on stages \[0, 1\], and has buffers .*persistent=False",
+        r"model\.layers\.0\.1 is in several places, on stages \[0, 1\], and has buffers .*persistent=False",
     ),
     "blocks whose calls are compiled": Refusal(
         PIPELINE, BlocksCompiled, PlacementError, r"model\.layers\.0 is compiled.*compile_blocks=True"

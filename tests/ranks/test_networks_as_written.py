@@ -109,3 +109,48 @@ def vectors() -> list[Tensor]:
 @pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2 x dp2", marks=pytest.mark.long)])
 def test_forward_may_be_the_encoder_before_blocks_that_the_step_calls(layout: str) -> None:
     assert_trains_alike(Autoencoder, vectors, layout)
+
+
+class Convolved(nn.Module):
+    """With a norm whose statistics are ``None``."""
+
+    def __init__(self, channels: int, others: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(channels, others, 3, padding=1)
+        self.norm = nn.InstanceNorm1d(others, affine=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.convolution(x)))
+
+
+class Level(nn.Module):
+    def __init__(self, down: nn.Module, inner: nn.Module, up: nn.Module) -> None:
+        super().__init__()
+        self.down, self.inner, self.up = down, inner, up
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(x)
+        return self.up(torch.cat([self.inner(y), y], 1))  # type: ignore[no-any-return]
+
+
+class Unet(L.LightningModule):
+    """Registers its blocks twice, as MONAI's DynUNet does: in lists, and in the levels that call them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.downs = nn.ModuleList([Convolved(WIDTH, 8), Convolved(8, 8)])
+        self.bottleneck = Convolved(8, 8)
+        self.ups = nn.ModuleList([Convolved(16, 8), Convolved(16, 8)])
+        self.out = nn.Conv1d(8, WIDTH, 1)
+        self.levels = Level(self.downs[0], Level(self.downs[1], self.bottleneck, self.ups[0]), self.ups[1])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch[:, :, None] * torch.linspace(1, 2, 8)
+        return F.mse_loss(self.out(self.levels(x)), x)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def test_blocks_may_be_registered_twice_with_norms_without_statistics() -> None:
+    assert_trains_alike(Unet, vectors, "pp2")

@@ -252,7 +252,7 @@ REFUSED = {
     TakesNorm: r"Normalized updates each parameter depending on others",
     Drifts: r"embed_tokens\.weight is tied over two pipeline stages, and their copies have parted",
     FreezesByPlace: r"embed_tokens\.weight is on pipeline ranks .* only some of them train it: freeze",
-    BuffersOnBothSides: r"runs in several places, on stages \[0, 1\], and has buffers \(seen\)",
+    BuffersOnBothSides: r"is in several places, on stages \[0, 1\], and has buffers \(seen\)",
 }
 
 

@@ -50,6 +50,7 @@ def test_statistics_that_a_pipelined_step_keeps_are_warned_of() -> None:
     codes.register_buffer("mean", torch.zeros(2))
     codes.register_buffer("count", torch.zeros(2, dtype=torch.int64))
     module["same"].register_buffer("table", torch.ones(2))
+    module["same"].register_buffer("positions", torch.zeros(1))
     module["same"].register_buffer("in_8_bits", torch.ones(2).to(torch.float8_e4m3fn))
     warned = pytest.warns(UserWarning, match=r"changed codes\.mean\. .* 4 microbatches")
     with warned, warning_of_tensors_changed(module, 4):
@@ -59,6 +60,7 @@ def test_statistics_that_a_pipelined_step_keeps_are_warned_of() -> None:
         module["norm"](torch.randn(3, 2))
         codes.count.add_(1)
         module["same"].table = torch.ones(2)  # made anew, as a cache
+        module["same"].positions = torch.arange(3.0)  # for a length
 
 
 def test_losses_and_hidden_states_that_a_pipelined_step_keeps_are_warned_of() -> None:

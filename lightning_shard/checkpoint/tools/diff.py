@@ -113,8 +113,9 @@ def diff(
 ) -> DiffReport:
     """Compare two checkpoints: names, shapes, dtypes and values of tensors, and the trainer state by key path.
 
-    Elements are compared as numbers, and NaN equals NaN. Tensors of different dtypes always differ; the difference of
-    their values is reported, too.
+    Where both manifests have the same digests, files aren't read nor looked for: :func:`verify` tells whether they are
+    whole. Elements are compared as numbers, and NaN equals NaN. Tensors of different dtypes always differ; the
+    difference of their values is reported, too.
 
     Args:
         a, b: Paths of the checkpoints.

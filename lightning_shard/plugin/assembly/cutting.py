@@ -166,12 +166,13 @@ def _refuse_buffers_of_several_stages(module: pl.LightningModule, holders: Holde
     for names in places.values():
         stages = {stage for name in names for stage in holders.of(f"{name}.")}
         part = module.get_submodule(names[0])
-        buffers = [*(set(part._buffers.keys()) - part._non_persistent_buffers_set)]
+        held = {name for name, buffer in part._buffers.items() if buffer is not None}
+        buffers = [*(held - part._non_persistent_buffers_set)]
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             buffers.append("extra state")
         if len(stages) > 1 and buffers:
             raise PlacementError(
-                f"{names[0]} runs in several places, on stages {sorted(stages)}, and has buffers"
+                f"{names[0]} is in several places, on stages {sorted(stages)}, and has buffers"
                 f" ({', '.join(sorted(buffers))}), of which each stage would have a copy that changes by"
                 " itself: register what never changes with persistent=False, use one module per call, which share"
                 " their weights, or pipeline_parallel_size=1."

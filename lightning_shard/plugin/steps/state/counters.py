@@ -66,12 +66,17 @@ def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator
 
     Examined are buffers, attributes, and what containers, objects and globals hold, without a graph. Whether a step
     changes a tensor that it created can't be known from that step (a cache, say, isn't changed), so a second step is
-    examined too. BatchNorm's statistics are known, and a metric's state says how microbatches add up: both are skipped.
+    examined too. One that replaces a tensor by another of another shape, such as a table of positions, creates it.
+    BatchNorm's statistics are known, and a metric's state says how microbatches add up: both are skipped.
     """
     before = _sums_of_tensors(module)
     yield
     now = _sums_of_tensors(module)
-    changed = [name for name, sums in before.items() if name in now and now[name].tolist() != sums.tolist()]
+    changed = [
+        name
+        for name, (shape, sums) in before.items()
+        if name in now and now[name][0] == shape and now[name][1].tolist() != sums.tolist()
+    ]
     if changed:
         warnings.warn(
             f"training_step changed {changed[0]}{f' and {len(changed) - 1} other tensors' * (len(changed) > 1)}."
@@ -84,12 +89,15 @@ def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator
 
 
 @torch.no_grad()
-def _sums_of_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Sum and norm of each tensor, with 0 for NaN; version counters don't show changes made through ``.data``."""
+def _sums_of_tensors(module: nn.Module) -> dict[str, tuple[torch.Size, Tensor]]:
+    """Each tensor's shape, sum and norm, with 0 for NaN; version counters don't show changes made through ``.data``."""
     norms, found = {id(part) for part in batch_norms(module).values()}, [*reachable(module)]
     known = tuple(f"{path}." for path, part in found if isinstance(part, Metric) or id(part) in norms)
     return {
-        path.replace("_buffers.", ""): torch.stack([(wide := tensor.double().nan_to_num()).sum(), wide.norm()])
+        path.replace("_buffers.", ""): (
+            tensor.shape,
+            torch.stack([(wide := tensor.double().nan_to_num()).sum(), wide.norm()]),
+        )
         for path, tensor in found
         if type(tensor) is Tensor and tensor.is_floating_point() and not path.startswith(known)
         if tensor.layout is torch.strided and not (tensor.is_meta or tensor.requires_grad)
