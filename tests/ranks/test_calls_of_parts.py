@@ -129,3 +129,42 @@ def test_with_other_settings(layout: str, settings: dict[str, Any], trainer: dic
 def test_a_part_that_no_first_step_calls_is_refused() -> None:
     with pytest.raises(StepError, match="computes with parameters that are sharded"):
         assert_trains_alike(Late, batches, ["dp2"])
+
+
+class Residual(nn.Module):
+    """Prepares the input of the layer that it is around, as x-transformers' hyper-connections do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.2), nn.Linear(WIDTH, WIDTH)
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return x @ self.before
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        return x + self.after(y)
+
+
+class Prepared(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(WIDTH, WIDTH), Residual()]) for _ in range(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for layer, residual in self.layers:  # type: ignore[misc]
+            x = residual(layer(residual.prepare(x)).tanh(), x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def prepared_batches() -> list[Tensor]:
+    return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+def test_what_is_not_in_the_named_blocks_is_gathered_for_the_whole_step() -> None:
+    with pytest.raises(StepError, match=r"Or name modules that are called by pipeline_blocks: "):
+        assert_trains_alike(Prepared, prepared_batches, "dp2")
+    assert_trains_alike(Prepared, prepared_batches, "dp2", pipeline_blocks=[f"layers.{i}.0" for i in range(4)])

@@ -181,10 +181,7 @@ def assemble(
     recomputed = _recomputed(module, blocks, settings)
     sequences = _sequences(module, blocks, layout, groups, device)
     agree_on_weights(module)
-    held_blocks: set[str] = set()
-    if blocks and placement:
-        own = range(1) if layout.pipeline_parallel_size == 1 else schedule.stages_of(layout.pipeline_rank)
-        held_blocks = {blocks.names[place] for stage in own for place in placement.stages[stage].blocks}
+    held_blocks = _held_blocks(blocks, placement, schedule, layout) if blocks and placement else set()
     beside = None if layout.pipeline_parallel_size > 1 else listed
     split, around = _to_compare(module, held_blocks, beside, settings, styles, device, layout, connect)
     # before the cut, which replaces some calls by stand-ins
@@ -192,16 +189,18 @@ def assemble(
     split.compare(module)
 
     named = names_of_parameters(module)
-    units, part = listed, OwnPart()
+    part = OwnPart()
     if layout.pipeline_parallel_size > 1:
         assert blocks is not None
         assert placement is not None
         part = cut_to_rank(module, blocks, placement, schedule, layout.pipeline_rank, device)
         assert part.stages is not None
         held = {name for name, part in module.named_modules() if _is_held(part)}
-        units = _units(module, part.stages, listed)
         styles = {name: style for name, style in styles.items() if name in held}
         experts = [name for name in experts if all(map(_is_held, module.get_submodule(name).modules()))]
+    units = listed
+    if blocks and (part.stages is not None or settings.pipeline_blocks is not None):
+        units = _units(module, held_blocks, blocks.names, listed)
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
         if not settings.compile_blocks:  # calls inside of compiled blocks can't be observed
@@ -449,10 +448,15 @@ def _wrap_blocks(
                 sequences.deal(called, plain)
 
 
-def _units(module: nn.Module, stages: Stages, listed: Sequence[str]) -> list[str]:
+def _held_blocks(blocks: Blocks, placement: Placement, schedule: Schedule, layout: Layout) -> set[str]:
+    own = range(1) if layout.pipeline_parallel_size == 1 else schedule.stages_of(layout.pipeline_rank)
+    return {blocks.names[place] for stage in own for place in placement.stages[stage].blocks}
+
+
+def _units(module: nn.Module, own: Collection[str], blocks: Sequence[str], listed: Sequence[str]) -> list[str]:
     """The modules that become FSDP units on this rank: its blocks, and those of other lists; inner ones first."""
-    owned = [stage.blocks[index] for stage in stages for index in stage.owned]
-    beside = [name for name in listed if not any(f"{block}.".startswith(f"{name}.") for block in stages[0].blocks)]
+    owned = [name for name in blocks if name in own]
+    beside = [name for name in listed if not any(f"{block}.".startswith(f"{name}.") for block in blocks)]
     held = [
         name for name in dict.fromkeys([*owned, *beside]) if any(True for _ in module.get_submodule(name).parameters())
     ]

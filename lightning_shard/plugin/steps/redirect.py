@@ -129,7 +129,8 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
         else:
             remedy = (
                 "Each of the model's repeated blocks is gathered while it is called: call block(x) and not"
-                " block.forward(x), and elsewhere take p.full_tensor() of its parameters that are DTensors."
+                " block.forward(x), and elsewhere take p.full_tensor() of its parameters that are DTensors. Or name"
+                " modules that are called by pipeline_blocks: what isn't in these is gathered for the whole step."
             )
         raise StepError(
             f"The step computes with parameters that are sharded ({error}). {remedy} Or use one process, or another"
