@@ -165,8 +165,7 @@ class _Runs:
             if self.together is not None:
                 yield _has_rows(self.together.sent[key], one, alone, size)
             elif self.joined is not None:
-                draws = not _are_same(self.other.sent[key], alone)
-                yield draws or _has_both(self.joined.sent[key], one, alone)
+                yield _has_both(self.joined.sent[key], one, alone, self.other.sent[key])
 
     def logs(self) -> tuple[list[str], list[str]]:
         """The names of logs that aren't means, and of those that are and couldn't be if they were functions of one."""
@@ -458,9 +457,12 @@ def _has_rows(together: Tensor, one: Tensor, alone: Tensor, size: int) -> bool:
     return any(_are_same(together, _exchanged(one, alone, dim)) for dim in dims)
 
 
-def _has_both(joined: Tensor, one: Tensor, alone: Tensor) -> bool:
-    """Whether a stage's output for two microbatches of one sample is those of both."""
-    if not joined.is_floating_point():
+def _has_both(joined: Tensor, one: Tensor, alone: Tensor, other: Tensor) -> bool:
+    """Whether a stage's output for two microbatches of one sample is those of both; true where it can't be judged.
+
+    That is where ``other``, from the second one's own random numbers, differs from ``alone``.
+    """
+    if not joined.is_floating_point() or other.shape != alone.shape or not _are_same(other, alone):
         return True
     both = (torch.cat([one, alone], dim) for dim in range(joined.ndim) if one.size(dim) == 1)
     alike = [_are_same(joined, each) for each in both if each.shape == joined.shape]
@@ -468,5 +470,7 @@ def _has_both(joined: Tensor, one: Tensor, alone: Tensor) -> bool:
 
 
 def _are_same(found: Tensor, expected: Tensor) -> bool:
+    if not expected.numel():
+        return True
     largest = expected.abs().max().double()
     return not bool((found - expected).abs().max() > _tolerance(found) * largest)
