@@ -21,7 +21,7 @@ from lightning_shard.checkpoint.folder import remove_attempt
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.store import LocalStore, Store, as_path, open_filesystem, open_store
-from lightning_shard.checkpoint.store.calls import Calls, looking_up
+from lightning_shard.checkpoint.store.calls import Calls, naming
 from lightning_shard.checkpoint.store.remote import REQUESTS
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 
@@ -73,7 +73,7 @@ def commits(
         which: Called with each name; False leaves it out.
 
     Raises:
-        CheckpointError: The store doesn't answer.
+        CheckpointError: The store can't be asked.
     """
     root = as_path(folder)
     # a manifest stands for its own checkpoint, which isn't in the folder
@@ -82,7 +82,7 @@ def commits(
     def look(name: str) -> datetime | None:
         return committed_at(open_store(posixpath.join(root, name), storage_options))
 
-    with looking_up(root), ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-list") as pool:
+    with naming(root), ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-list") as pool:
         times = list(pool.map(look, names))
     found = [(when, name) for when, name in zip(times, names) if when is not None]
     return sorted(found, key=lambda item: (item[0], _natural(item[1])))
@@ -92,9 +92,9 @@ def names_in(folder: str | os.PathLike[str], storage_options: dict[str, Any] | N
     """The names of the files and folders directly in a folder; empty if it doesn't exist.
 
     Raises:
-        CheckpointError: The store doesn't answer.
+        CheckpointError: The store can't be asked.
     """
-    with looking_up(folder):
+    with naming(folder):
         try:
             paths = _ask("ls", folder, storage_options, detail=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -106,10 +106,13 @@ def is_file(path: str | os.PathLike[str], storage_options: dict[str, Any] | None
     """Whether a file is at the path.
 
     Raises:
-        CheckpointError: The store doesn't answer.
+        CheckpointError: The store can't be asked.
     """
-    with looking_up(path):
-        return bool(_ask("isfile", path, storage_options))
+    with naming(path):
+        try:
+            return bool(_ask("info", path, storage_options)["type"] == "file")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
 
 def _ask(what: str, path: str | os.PathLike[str], storage_options: dict[str, Any] | None, **options: Any) -> Any:
@@ -140,7 +143,11 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def latest(folder: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> str | None:
-    """The path of the checkpoint that was committed last; None if there is none. Not collective."""
+    """The path of the checkpoint that was committed last; None if there is none. Not collective.
+
+    Raises:
+        CheckpointError: The store can't be asked.
+    """
     found = commits(folder, storage_options)
     return posixpath.join(as_path(folder), found[-1][1]) if found else None
 
@@ -149,6 +156,9 @@ def list_checkpoints(folder: str | os.PathLike[str], *, storage_options: dict[st
     """``checkpoint.list``: the committed checkpoints of a folder, the oldest first, without links. Not collective.
 
     Reads each checkpoint's manifest, and the file of its trainer state.
+
+    Raises:
+        CheckpointError: The store can't be asked.
     """
     root = as_path(folder)
     store = open_store(root, storage_options)
@@ -207,7 +217,8 @@ def prune(
     root = as_path(folder)
     entries = list_checkpoints(root, storage_options=storage_options)
     kept = set() if callable(protect) else _named(root, entries, protect)
-    kept |= _linked(root, storage_options)
+    with naming(root):
+        kept |= _linked(root, storage_options)
     old = [entry for entry in entries if entry.fault is None][:-keep]
     old = [entry for entry in old if entry.name not in kept and not (callable(protect) and protect(entry))]
     if any(entry.committed == UNTOLD for entry in old):

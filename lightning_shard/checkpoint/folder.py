@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_FILE
 from lightning_shard.checkpoint.store import LocalStore, Stamp, Store, open_store
-from lightning_shard.checkpoint.store.calls import looking_up
+from lightning_shard.checkpoint.store.calls import naming
 from lightning_shard.errors import CheckpointConflictError, CheckpointError
 
 LEFTOVER_AGE_S = 3600.0
@@ -80,15 +80,19 @@ def remove(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | No
     empty. Of a symbolic link, only the link is removed. A checkpoint that another save commits meanwhile stays.
 
     Raises:
-        CheckpointError: There is a ``manifest.json`` of another program, or the store doesn't answer.
+        CheckpointError: There is a ``manifest.json`` of another program, or the store fails.
     """
-    with looking_up(path):
+    with naming(path, "removed"):
         _remove(open_store(path, storage_options), None)
 
 
 def remove_attempt(path: str | os.PathLike[str], attempt: str, storage_options: dict[str, Any] | None) -> bool:
-    """Remove the checkpoint of ``attempt``, unless another one has replaced it; returns whether it was removed."""
-    with looking_up(path):
+    """Remove the checkpoint of ``attempt``, unless another one has replaced it; returns whether it was removed.
+
+    Raises:
+        CheckpointError: The store fails.
+    """
+    with naming(path, "removed"):
         return _remove(open_store(path, storage_options), attempt)
 
 
@@ -116,9 +120,9 @@ def exists(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | No
     """Whether there is a committed checkpoint at the path, that is, a manifest.
 
     Raises:
-        CheckpointError: The store doesn't answer.
+        CheckpointError: The store can't be asked.
     """
-    with looking_up(path):
+    with naming(path):
         return open_store(path, storage_options).exists(MANIFEST_NAME)
 
 

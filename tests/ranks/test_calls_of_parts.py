@@ -164,7 +164,27 @@ def prepared_batches() -> list[Tensor]:
     return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 
-def test_what_is_not_in_the_named_blocks_is_gathered_for_the_whole_step() -> None:
-    with pytest.raises(StepError, match=r"Or name modules that are called by pipeline_blocks: "):
+def test_of_blocks_whose_modules_are_named_the_others_are_gathered_for_the_whole_step() -> None:
+    with pytest.raises(StepError, match=r"Or name modules inside of them that are called, by pipeline_blocks: "):
         assert_trains_alike(Prepared, prepared_batches, "dp2")
     assert_trains_alike(Prepared, prepared_batches, "dp2", pipeline_blocks=[f"layers.{i}.0" for i in range(4)])
+
+
+class ReadsItsHead(Prepared):
+    """Names on stages what isn't in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x).square().mean() + 0.01 * self.head.weight.square().sum()
+
+
+def test_named_modules_outside_of_lists_stay_readable() -> None:
+    names = [*(f"layers.{i}" for i in range(4)), "head"]
+    assert_trains_alike(ReadsItsHead, prepared_batches, ["pp2", "dp2"], pipeline_blocks=names)

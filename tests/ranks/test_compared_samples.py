@@ -295,17 +295,6 @@ class UndroppedContrastive(UndroppedMean):
         return F.cross_entropy(x @ x.T, torch.arange(len(x)))
 
 
-class UndroppedTogether(UndroppedMean):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0] = UndroppedOverSamples()
-
-
-class UndroppedOverSamples(Undropped):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) - x.mean(0)
-
-
 class TimeFirst(UndroppedMean):
     """Its blocks get and give samples in dim 1, and a mask that all share."""
 
@@ -317,23 +306,83 @@ class TimeFirst(UndroppedMean):
         return self.loss(self.head(x.mean(0)), batch[1])
 
 
+class Path(Undropped):
+    """Drops a sample's whole path, so seldom that two runs are mostly equal."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh() * torch.empty(len(x), 1).bernoulli_(0.9) / 0.9
+
+
+class StochasticDepth(UndroppedMean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Path() for _ in range(4))
+
+
+class WithShared(Undropped):
+    """Hands on a table that all samples share, and the mean of what blocks have added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, WIDTH))
+
+    def forward(self, x: Tensor, table: Tensor | None, total: Tensor) -> Any:
+        table = self.table if table is None else table
+        return super().forward(x) + table.repeat(len(x), 1), table, total + x.square().mean()
+
+
+class Shared(UndroppedMean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WithShared() for _ in range(4))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, table, total = batch[0], None, torch.zeros(1)
+        for block in self.blocks:
+            x, table, total = block(x, table, total)
+        if self.trainer.strategy.layout.data_parallel_size > 1:  # type: ignore[attr-defined]
+            self.all_gather(x.detach())
+        return self.loss(self.head(x), batch[1]) + 0.1 * total[0]
+
+
 @pytest.mark.parametrize("settings", SCHEDULES, ids=lambda settings: settings.get("schedule", "1F1B"))
-def test_microbatches_of_one_sample_are_compared_by_joining_them(settings: dict[str, Any]) -> None:
-    for kind, start in {
-        UndroppedContrastive: "The training loss",
-        Dice: "The training loss",
-        RootMeanSquare: None,  # it draws random numbers
-        UndroppedTogether: "What pipeline stage 0",
-        CodesInBlock: "What pipeline stage 0",
-    }.items():
+def test_losses_of_microbatches_of_one_sample_are_compared_by_joining_them(settings: dict[str, Any]) -> None:
+    for kind in (UndroppedContrastive, Dice):
         told = [text for texts, _ in run_ranks(fit, 2, kind, settings, 4, elastic=True) for text in texts]
-        assert len(told) == (start is not None), kind
-        assert start is None or told[0].startswith(start)
+        assert len(told) == 1, kind
+        assert told[0].startswith("The training loss")
 
 
-@pytest.mark.parametrize("kind", [Module, InOrder, UndroppedMean, MeanInBlock, Recurrent, BothWays, TimeFirst, Kendall])
+ORDINARY = [Module, InOrder, UndroppedMean, MeanInBlock, Recurrent, BothWays, TimeFirst, Kendall, Shared]
+
+
+@pytest.mark.parametrize("kind", ORDINARY)
 def test_means_over_microbatches_of_one_sample_are_not_told_of(kind: type[Module]) -> None:
     assert [texts for texts, _ in run_ranks(fit, 2, kind, STAGES, 4, elastic=True)] == [[], []]
+
+
+def test_steps_that_call_data_ranks_are_not_joined() -> None:
+    settings = {**STAGES, "data_parallel_size": 2}
+    assert [texts for texts, _ in run_ranks(fit, 4, Shared, settings, 4, 4, elastic=True)] == [[]] * 4
+
+
+def drop_paths(batch_size: int) -> list[str]:
+    found = []
+    for seed in range(12):
+        L.seed_everything(seed, verbose=False)
+        data = TensorDataset(torch.randn(batch_size, WIDTH), torch.randint(0, WIDTH, (batch_size,)))
+        strategy = HybridShardStrategy(microbatches=4, **STAGES)
+        trainer = L.Trainer(max_epochs=1, devices=2, strategy=strategy, **QUIET)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            trainer.fit(StochasticDepth(), DataLoader(data, batch_size=batch_size))
+        found += [text for each in said if TOLD in (text := str(each.message))]
+    return found
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_numbers_drawn_alike_by_chance_are_not_told_of(batch_size: int) -> None:
+    assert run_ranks(drop_paths, 2, batch_size, elastic=True, timeout_s=200) == [[], []]
 
 
 TOLD_FALSELY = (TOLD, "logs something", "logs exp of", "can't be sent")

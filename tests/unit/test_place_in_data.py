@@ -256,6 +256,14 @@ def test_gradients_are_accumulated_in_step_with_the_data(tmp_path, uninterrupted
     assert module.trainer.global_step == 1 + 2 + 3
 
 
+def test_an_epoch_that_was_saved_as_it_began_runs_whole_without_a_place(tmp_path, uninterrupted):
+    _, _, path = fit(4, tmp_path, stop=("on_train_epoch_start", SAMPLES // 8))
+    forget_place(path)
+    second, _, _ = fit(4, tmp_path, resume=path)
+    assert samples_of(second, 0) == []
+    assert samples_of(second, 1) == uninterrupted[1]
+
+
 def forget_place(path):
     checkpoint = torch.load(path, weights_only=False)
     del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]

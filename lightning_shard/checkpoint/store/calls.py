@@ -251,12 +251,12 @@ class Calls:
 
 
 @contextlib.contextmanager
-def looking_up(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise a CheckpointError that names the path, where its store doesn't answer or gives no access."""
+def naming(path: str | os.PathLike[str], what: str = "looked up") -> Iterator[None]:
+    """Raise a CheckpointError that names the path, in place of an OSError of its store, which can't do this."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{os.fspath(path):.200} can't be looked up: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{os.fspath(path):.200} can't be {what}: {type(error).__name__}: {error}") from error
 
 
 def _texts(error: BaseException | None) -> Iterator[str]:

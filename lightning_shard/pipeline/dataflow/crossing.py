@@ -140,7 +140,6 @@ class Passage:
         active: Whether the microbatch's forward runs.
         differentiates: Whether gradients were enabled when it began.
         filler: The value of unknown tensors' elements.
-        of_two: Whether it runs on the samples of two microbatches at once, so that shapes aren't those agreed.
         asks_for_origins: Whether to request the outputs of blocks, and of operations on parameters, from which a
             missing value derives, and to compute it here. Used for state, such as a metric's: an earlier stage
             accumulates its own, which differs.
@@ -170,7 +169,6 @@ class Passage:
     active: bool = False
     differentiates: bool = False
     filler: float = torch.nan
-    of_two: bool = False
     asks_for_origins: bool = False
     in_place_of: list[Tensor] = field(default_factory=list)
     memory: SharedMemory | None = None

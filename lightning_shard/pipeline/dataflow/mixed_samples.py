@@ -5,19 +5,20 @@ log is another one. So two microbatches of the first batch run once more with ha
 is computed of each sample by itself, each stage's output has the rows of the runs before, and the sum of the two losses
 is as it was. The last stage also runs on both joined to one: its loss and its logs are their mean, but for numbers that
 aren't the same when a microbatch runs twice, as where random numbers are drawn. Where that isn't so, samples are
-compared. Microbatches of one sample have no halves: all stages run on two joined.
+compared. Microbatches of one sample have no halves, so only the last of these runs is made.
 
 Each stage checks its own part, on the values that it received. All runs draw the same random numbers. Where the step
 calls other data ranks, these agree before they run it again.
 
-Limits: random numbers with microbatches of one sample; what only later steps compare; differences below rounding;
-gradients that compare samples where losses don't (``a + b * (a.detach() / b.detach())``); networks that compute other
-values to send in their first forward than later.
+Limits: with microbatches of one sample, what earlier stages compare, random numbers on the last one, and steps that
+call data ranks; what only later steps compare; differences below rounding; gradients that compare samples where losses
+don't (``a + b * (a.detach() / b.detach())``); networks that compute other values to send in their first forward than
+later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,8 +27,9 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import BatchError, StepError
+from lightning_shard.pipeline.dataflow.draws import NotesDraws
 from lightning_shard.pipeline.dataflow.messages import Key
-from lightning_shard.pipeline.dataflow.search import Memory, Ran, RunStep, rerun
+from lightning_shard.pipeline.dataflow.search import Memory, Ran, rerun
 from lightning_shard.pipeline.stages.stage import Stage
 
 #: Calls the user's step for a stage on a microbatch, with the random numbers of the microbatch of this number.
@@ -132,8 +134,7 @@ class _Runs:
         alone: Of the second one, with the random numbers of the first, as the following.
         together: Of the first one with half of the second one's samples; ``None`` if they have one each.
         rest: Of the second one with half of the first one's; ``None`` too if there are no numbers to add up.
-        joined: Of both as one. With several samples each, ``None`` if there are no numbers, or the code can't run on
-            as many samples.
+        joined: Of both as one; ``None`` if there are no numbers, or the code can't run on as many samples.
     """
 
     one: _Run
@@ -150,22 +151,16 @@ class _Runs:
 
     def compares(self, size: int) -> bool:
         """Whether the stage compares the samples of a microbatch, of this size."""
-        if not all(self._have_rows(size)):
-            return True
+        if self.together is not None:
+            before, alone = self.one.sent, self.alone.sent
+            rows = (_has_rows(sent, before[key], alone[key], size) for key, sent in self.together.sent.items())
+            if not all(rows):
+                return True
         if self.together is not None and self.rest is not None:
             numbers = (self.one.numbers, self.alone.numbers, self.together.numbers, self.rest.numbers)
             if not _add_up(*numbers):
                 return True
         return any(kind in _OF_STAGE for kind, _ in self._unlike())
-
-    def _have_rows(self, size: int) -> Iterator[bool]:
-        """Of each value sent, whether it has the rows of the runs before."""
-        for key, one in self.one.sent.items():
-            alone = self.alone.sent[key]
-            if self.together is not None:
-                yield _has_rows(self.together.sent[key], one, alone, size)
-            elif self.joined is not None:
-                yield _has_both(self.joined.sent[key], one, alone, self.other.sent[key])
 
     def logs(self) -> tuple[list[str], list[str]]:
         """The names of logs that aren't means, and of those that are and couldn't be if they were functions of one."""
@@ -234,10 +229,11 @@ class MixedSamples:
 
         Empty if nothing can be judged; the same on all peers.
         """
-        judges = has_numbers or not is_last
-        exchanged = _exchanged_halves(pair) if judges else None
+        exchanged = _exchanged_halves(pair) if has_numbers or not is_last else None
         if self._peers.any_cannot(kind, exchanged is None) or exchanged is None:
-            joined = _joined(pair) if judges and pair.size == 1 else None
+            # a run that fails would be one call less of data ranks: if the step calls these, it isn't begun
+            can_join = is_last and has_numbers and pair.size == 1 and not self._peers.are_called()
+            joined = _joined(pair) if can_join else None
             if self._peers.any_cannot(kind, joined is None):
                 return ()
             return pair.second, None, None, joined
@@ -252,18 +248,16 @@ class MixedSamples:
     ) -> list[_Run | None]:
         """Run a stage on each of what is given, of which the last is two microbatches joined; put back what changes.
 
-        With the random numbers of microbatch ``i``.
-
-        ``None`` where nothing is given, and where the code needs what a batch's samples have in common, such as an
-        order by length.
+        All runs have the random numbers of microbatch ``i``. The result is ``None`` where nothing is given, where the
+        code needs what a batch's samples have in common, such as an order by length, and of the last where it draws
+        random numbers: of those the second microbatch gets others.
         """
         memory = self._remember()
         *single, joined = given
 
-        def again(microbatch: Any, received: Mapping[Key, Tensor], *, of_two: bool = False) -> _Run | None:
+        def again(microbatch: Any, received: Mapping[Key, Tensor]) -> _Run | None:
             try:
-                on_it: RunStep = lambda stage, number: run(stage, number, microbatch)  # noqa: E731
-                result = rerun(ran, on_it, i, received, of_two=of_two)
+                result = rerun(ran, lambda stage, number: run(stage, number, microbatch), i, received)
                 return _Run.of(i, result, microbatch, numbers_of)
             except Exception as error:
                 if self._peers.are_called():
@@ -274,7 +268,9 @@ class MixedSamples:
 
         try:
             runs = [None if each is None else again(*each) for each in single]
-            return [*runs, None if joined is None else again(*joined, of_two=True)]
+            with NotesDraws() as notes:
+                runs.append(None if joined is None else again(*joined))
+            return runs if not notes.has_drawn else [*runs[:-1], None]
         finally:
             memory.forget()
 
@@ -366,10 +362,14 @@ def _joined(pair: _Pair) -> _Given | None:
     for key, value in pair.received.items():
         if _is_number(value):
             given[key] = (value + pair.other_received[key]) / 2
-        elif _counts_samples(key, value, pair.size):
-            given[key] = torch.cat([value, pair.other_received[key]])
-        else:
+        elif not _counts_samples(key, value, pair.size):
             given[key] = value
+        elif pair.size == 1 and torch.equal(value, pair.other_received[key]):
+            given[key] = value  # all samples may share it
+        elif pair.size == 1 and value.ndim == 1:
+            return None  # of one sample, or a number
+        else:
+            given[key] = torch.cat([value, pair.other_received[key]])
     try:
         return tree.joined(pair.one, pair.other, pair.size), given
     except BatchError:
@@ -455,18 +455,6 @@ def _has_rows(together: Tensor, one: Tensor, alone: Tensor, size: int) -> bool:
         return True
     dims = [dim for dim in range(together.ndim) if together.size(dim) == size]
     return any(_are_same(together, _exchanged(one, alone, dim)) for dim in dims)
-
-
-def _has_both(joined: Tensor, one: Tensor, alone: Tensor, other: Tensor) -> bool:
-    """Whether a stage's output for two microbatches of one sample is those of both; true where it can't be judged.
-
-    That is where ``other``, from the second one's own random numbers, differs from ``alone``.
-    """
-    if not joined.is_floating_point() or other.shape != alone.shape or not _are_same(other, alone):
-        return True
-    both = (torch.cat([one, alone], dim) for dim in range(joined.ndim) if one.size(dim) == 1)
-    alike = [_are_same(joined, each) for each in both if each.shape == joined.shape]
-    return not alike or any(alike)
 
 
 def _are_same(found: Tensor, expected: Tensor) -> bool:

@@ -231,15 +231,14 @@ def find_crossing(
     _check_complete(searches, run, i, memory, of_any)
 
 
-def rerun(ran: Ran, run: RunStep, i: int, given: Mapping[Key, Tensor] | None = None, *, of_two: bool = False) -> Ran:
-    """Rerun a stage's part of a microbatch, on the values received for it, or on ``given`` ones, maybe ``of_two``."""
+def rerun(ran: Ran, run: RunStep, i: int, given: Mapping[Key, Tensor] | None = None) -> Ran:
+    """Rerun a stage's part of a microbatch, on the values received for it, or on ``given`` ones."""
     stage, crossing = ran.stage, ran.crossing
     received = {
         key: tensor.detach().requires_grad_(ran.passage.received[key].requires_grad)
         for key, tensor in (ran.passage.received if given is None else given).items()
     }
     with stage.microbatch(received, crossing) as again:
-        again.of_two = of_two
         result = run(stage, i)
         check_ran(stage, again, crossing)
     if crossing.outgoing is not None:

@@ -134,8 +134,7 @@ class OwnCall:
             self._note_effects(changed, kept)
             in_objects = self._note_objects(output, before)
         if not passage.searching:
-            if not passage.of_two:
-                self._check_as_agreed(output)
+            self._check_as_agreed(output)
             return
         assert before is not None
         passage.blocks[index] = BlockCall(

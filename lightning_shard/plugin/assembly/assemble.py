@@ -200,7 +200,9 @@ def assemble(
         experts = [name for name in experts if all(map(_is_held, module.get_submodule(name).modules()))]
     units = listed
     if blocks and (part.stages is not None or settings.pipeline_blocks is not None):
-        units = _units(module, held_blocks, blocks.names, listed)
+        # without stages, what isn't in a list stays in the root's unit: the step may read its parameters
+        within = held_blocks if part.stages is not None else _within(listed, held_blocks)
+        units = _units(module, within, blocks.names, listed)
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
         if not settings.compile_blocks:  # calls inside of compiled blocks can't be observed
@@ -451,6 +453,11 @@ def _wrap_blocks(
 def _held_blocks(blocks: Blocks, placement: Placement, schedule: Schedule, layout: Layout) -> set[str]:
     own = range(1) if layout.pipeline_parallel_size == 1 else schedule.stages_of(layout.pipeline_rank)
     return {blocks.names[place] for stage in own for place in placement.stages[stage].blocks}
+
+
+def _within(listed: Iterable[str], names: Iterable[str]) -> set[str]:
+    prefixes = tuple(f"{name}." for name in listed)
+    return {name for name in names if f"{name}.".startswith(prefixes)}
 
 
 def _units(module: nn.Module, own: Collection[str], blocks: Sequence[str], listed: Sequence[str]) -> list[str]:

@@ -129,6 +129,10 @@ def _count_by_this_layout(trainer: pl.Trainer, combined: CombinedLoader) -> None
     if sampler is None or done == 0:
         return
     if not sampler.is_loaded:
+        if fit_loop.restarted_on_epoch_start:  # the batch counters are still those of the epoch before
+            progress.is_last_batch = False
+            _shift(progress.current, -done)
+            return
         epochs: Any = fit_loop.epoch_progress.current
         if epochs.started > epochs.processed:  # else that epoch is over
             rank_zero_warn(

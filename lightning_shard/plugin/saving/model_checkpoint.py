@@ -18,8 +18,8 @@ Private in Lightning 2.6, used or overridden: ``_find_last_checkpoints``, ``_sho
 ``_remove_checkpoint``, ``_link_checkpoint``, ``_save_checkpoint``, ``_save_last_checkpoint``, ``_monitor_candidates``,
 ``_get_metric_interpolated_filepath_name``, ``_should_save_on_exception``, ``_enable_version_counter``, ``_fs``,
 ``_last_checkpoint_saved``, ``_last_global_step_saved``, ``_every_n_train_steps``; since this class has the same name,
-also ``__resolve_ckpt_dir``; and what ``_CheckpointConnector._parse_ckpt_path`` asks
-about the paths that it gets from ``_find_last_checkpoints`` (see :class:`_FoundPath`).
+also ``__resolve_ckpt_dir``; and what ``_CheckpointConnector._parse_ckpt_path`` asks about the paths that it gets from
+``_find_last_checkpoints`` (see :class:`_FoundPath`).
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
             remedy = (
                 "Each of the model's repeated blocks is gathered while it is called: call block(x) and not"
                 " block.forward(x), and elsewhere take p.full_tensor() of its parameters that are DTensors. Or name"
-                " modules that are called by pipeline_blocks: what isn't in these is gathered for the whole step."
+                " modules inside of them that are called, by pipeline_blocks: the others are gathered for a whole step."
             )
         raise StepError(
             f"The step computes with parameters that are sharded ({error}). {remedy} Or use one process, or another"
