@@ -360,14 +360,14 @@ def _joined(pair: _Pair) -> _Given | None:
         return None
     given = {}
     for key, value in pair.received.items():
-        if _is_number(value):
+        if pair.size == 1 and torch.equal(value, pair.other_received[key]):
+            given[key] = value  # all samples may share it
+        elif pair.size == 1 and value.ndim <= 1:
+            return None  # it may be of the sample, a mean or a sum
+        elif _is_number(value):
             given[key] = (value + pair.other_received[key]) / 2
         elif not _counts_samples(key, value, pair.size):
             given[key] = value
-        elif pair.size == 1 and torch.equal(value, pair.other_received[key]):
-            given[key] = value  # all samples may share it
-        elif pair.size == 1 and value.ndim == 1:
-            return None  # of one sample, or a number
         else:
             given[key] = torch.cat([value, pair.other_received[key]])
     try:
