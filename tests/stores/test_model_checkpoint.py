@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import CheckpointError, ConfigurationError
 from lightning_shard.plugin.saving.model_checkpoint import _link, save_as_last
 from tests.parity import QUIET
 from tests.servers import KEY, SECRET, Server, let_servers_forget, serve
@@ -361,7 +361,7 @@ def test_credentials_are_seen_nowhere(on_s3: Place, caplog: pytest.LogCaptureFix
         assert not [data for data in files if secret.encode() in data]
 
     on_s3.options = {**(on_s3.options or {}), "secret": f"{SECRET}-but-wrong"}
-    with pytest.raises(PermissionError) as refusal:  # at once, not at the first save
+    with pytest.raises(CheckpointError, match="can't be looked up: PermissionError") as refusal:  # at once
         on_s3.fit(on_s3.keep(), 1, module=Scripted(fails_at=0))
     assert SECRET not in str(refusal.value)
 
