@@ -138,8 +138,9 @@ def test_every_rank_is_told_at_once_that_the_keys_are_wrong(tmp_path: Path) -> N
     with serve("s3", tmp_path / "served") as server:
         options = {**server.options, "secret": f"{SECRET}-but-wrong"}
         told = run_ranks(refused, 2, f"{server.url}/run", options, elastic=True, timeout_s=30)
-    assert told[0].startswith("PermissionError")
-    assert told[1].startswith("RankCheckpointFailure: rank 0: PermissionError")
+    refusal = f"{server.url}/run can't be looked up: PermissionError: "
+    assert told[0].startswith(f"CheckpointError: {refusal}")
+    assert told[1].startswith(f"CheckpointError: rank 0: {refusal}")
     assert SECRET not in "".join(told)
 
 
