@@ -65,8 +65,8 @@ class HybridShardStrategy(PreparedStrategy):
         placement: How blocks are assigned to stages: ``"auto"`` (by cost), ``"even"``, or counts such as
             ``[3, 5, 5, 3]``.
         pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``, or names of several lists
-            and modules in running order, each as often as it runs. Default: found automatically. Of a
-            list's modules, data ranks gather the named ones while they are called, and all others for the whole step.
+            and modules in running order, each as often as it runs. Default: found automatically. Of a list's modules,
+            data ranks gather the named ones while they are called, and all others for the whole step.
         loss_weight: A function of a batch that returns the weight of its loss, such as its number of non-padding
             tokens: then a loss that is a mean over tokens becomes the mean over the whole global batch, however that
             is split into microbatches and distributed to data ranks. Default: all parts count equally; if their

@@ -160,14 +160,10 @@ class Prepared(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def prepared_batches() -> list[Tensor]:
-    return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-
-
 def test_of_blocks_whose_modules_are_named_the_others_are_gathered_for_the_whole_step() -> None:
     with pytest.raises(StepError, match=r"Or name modules inside of them that are called, by pipeline_blocks: "):
-        assert_trains_alike(Prepared, prepared_batches, "dp2")
-    assert_trains_alike(Prepared, prepared_batches, "dp2", pipeline_blocks=[f"layers.{i}.0" for i in range(4)])
+        assert_trains_alike(Prepared, batches, "dp2")
+    assert_trains_alike(Prepared, batches, "dp2", pipeline_blocks=[f"layers.{i}.0" for i in range(4)])
 
 
 class ReadsItsHead(Prepared):
@@ -187,4 +183,4 @@ class ReadsItsHead(Prepared):
 
 def test_named_modules_outside_of_lists_stay_readable() -> None:
     names = [*(f"layers.{i}" for i in range(4)), "head"]
-    assert_trains_alike(ReadsItsHead, prepared_batches, ["pp2", "dp2"], pipeline_blocks=names)
+    assert_trains_alike(ReadsItsHead, batches, ["pp2", "dp2"], pipeline_blocks=names)

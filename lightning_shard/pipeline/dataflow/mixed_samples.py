@@ -156,10 +156,10 @@ class _Runs:
             rows = (_has_rows(sent, before[key], alone[key], size) for key, sent in self.together.sent.items())
             if not all(rows):
                 return True
-        if self.together is not None and self.rest is not None:
-            numbers = (self.one.numbers, self.alone.numbers, self.together.numbers, self.rest.numbers)
-            if not _add_up(*numbers):
-                return True
+            if self.rest is not None:
+                numbers = (self.one.numbers, self.alone.numbers, self.together.numbers, self.rest.numbers)
+                if not _add_up(*numbers):
+                    return True
         return any(kind in _OF_STAGE for kind, _ in self._unlike())
 
     def logs(self) -> tuple[list[str], list[str]]:

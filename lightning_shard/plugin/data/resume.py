@@ -128,11 +128,7 @@ def _count_by_this_layout(trainer: pl.Trainer, combined: CombinedLoader) -> None
     sampler = _sampler_that_ends_the_epoch(combined)
     if sampler is None or done == 0:
         return
-    if not sampler.is_loaded:
-        if fit_loop.restarted_on_epoch_start:  # the batch counters are still those of the epoch before
-            progress.is_last_batch = False
-            _shift(progress.current, -done)
-            return
+    if not sampler.is_loaded and not fit_loop.restarted_on_epoch_start:  # else there is no part to skip
         epochs: Any = fit_loop.epoch_progress.current
         if epochs.started > epochs.processed:  # else that epoch is over
             rank_zero_warn(
