@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_shard.testing import preload
+from tests import on_gpu
 
 preload(
     "s3fs",
@@ -27,6 +28,9 @@ preload(
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 )
+
+if os.environ.get(on_gpu.EVERYWHERE):
+    preload("tests.parity")  # which places the ranks of all tests, also of those that don't import it
 
 # a loaded machine is no failure
 hypothesis.settings.register_profile("untimed", deadline=None)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not on_gpu.has_room_for(2), reason="two ranks ne
 ON_GPU: dict[str, Any] = {**QUIET, "accelerator": "gpu"}
 SETTINGS: dict[str, Any] = {"elastic": True, "timeout_s": 300}
 WIDE = {"dp2": layout(data=2), **LAYOUTS}
-IN_ORDERS = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+IN_ORDERS = ("1F1B", "GPipe", "Eager1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def on_host(seen: Seen) -> Seen:
@@ -62,6 +62,9 @@ MORE = {
     "pp2×ep2": ({**layout(pipeline=2, data=2), "expert_parallel_size": 2}, ["mixtral"]),
     "2 replicas": ({**layout(data=4), "data_parallel_replicas": 2}, ["tied llama", "mixtral"]),
     "cp2": (layout(context=2), ["tied llama"]),
+    "pp2×2 replicas": ({**layout(pipeline=2, data=2), "data_parallel_replicas": 2}, ["tied llama"]),
+    "tp2×2 replicas": ({**layout(tensor=2, data=2), "data_parallel_replicas": 2}, ["tied llama"]),
+    "tp2": (layout(tensor=2), ["mixtral", "qwen3", "llama with LoRA"]),
 }
 
 
