@@ -85,10 +85,13 @@ def _process_group(options: Options) -> Iterator[None]:
     import torch
     from torch import distributed
 
+    from lightning_shard.gloo import one_worker
+
     torch.set_num_threads(1)
     _seed()
     if options.init:
-        distributed.init_process_group(options.backend, timeout=timedelta(seconds=options.timeout_s))
+        with one_worker():
+            distributed.init_process_group(options.backend, timeout=timedelta(seconds=options.timeout_s))
     yield
     if distributed.is_initialized():
         distributed.destroy_process_group()

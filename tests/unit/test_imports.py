@@ -12,9 +12,10 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A room is a folder or a single module of the package; it may import itself and these.
 TRADES = {"parallel", "pipeline", "checkpoint"}
-GROUND = {"errors", "layout", "namespaces", "scripted", "sharding", "tree", "user_hooks"}
+GROUND = {"errors", "gloo", "layout", "namespaces", "scripted", "sharding", "tree", "user_hooks"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "gloo": set(),
     "layout": {"errors"},
     "namespaces": set(),
     "scripted": {"errors"},

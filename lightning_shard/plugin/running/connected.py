@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ShardError
+from lightning_shard.gloo import one_worker
 from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.parallel.experts.exchange import gather
 from lightning_shard.plugin import trainer_private
@@ -87,9 +88,10 @@ class ConnectedStrategy(ModelParallelStrategy):
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
         if self._groups is None:
-            self._device_mesh = self.layout.mesh(self.root_device.type)
-            if self.layout.expert_parallel_size > 1:
-                self._expert_mesh = self.layout.expert_mesh(self.root_device.type)
+            with one_worker():
+                self._device_mesh = self.layout.mesh(self.root_device.type)
+                if self.layout.expert_parallel_size > 1:
+                    self._expert_mesh = self.layout.expert_mesh(self.root_device.type)
             for mesh in filter(None, (self._device_mesh, self._expert_mesh)):
                 set_timeout(mesh, self._rendezvous().timeout)
             self._groups = Groups.make(self.layout, self._device_mesh, self._timeout, both_ways=self._sends_both_ways)
@@ -116,7 +118,8 @@ class ConnectedStrategy(ModelParallelStrategy):
             options["device_id"] = self.root_device
         if rendezvous.is_kept_by_an_agent:
             options["store"] = rendezvous.connect()
-        _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
+        with one_worker():  # a mesh of one axis takes this group
+            _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
 
     def _rendezvous(self) -> Rendezvous:
         assert self.cluster_environment is not None
