@@ -290,6 +290,12 @@ def test_means_over_samples_are_not(kind: type[Module], settings: dict[str, Any]
         assert 2 * 4 in [seen for _, seen in ranks]  # runs of the check leave nothing
 
 
+def test_samples_are_compared_wherever_they_lie_in_what_blocks_get() -> None:
+    for kind in (ContrastiveTimeFirst, ContrastiveFrames, ContrastiveViews):
+        told = [text for texts, _ in run_ranks(fit, 2, kind, STAGES, elastic=True) for text in texts]
+        assert len(told) == 1, kind
+
+
 class UndroppedContrastive(UndroppedMean):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(x @ x.T, torch.arange(len(x)))
@@ -304,6 +310,40 @@ class TimeFirst(UndroppedMean):
         for block in self.blocks:
             x = block(x) * mask
         return self.loss(self.head(x.mean(0)), batch[1])
+
+
+class ContrastiveTimeFirst(TimeFirst, UndroppedContrastive):
+    pass
+
+
+class Frames(UndroppedMean):
+    """Its blocks get three rows for each sample, one after the other."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0].unsqueeze(1) * torch.arange(1, 4).view(3, 1)
+        rows = x.flatten(0, 1)
+        for block in self.blocks:
+            rows = block(rows)
+        return self.loss(self.head(rows).unflatten(0, (-1, 3)).mean(1), batch[1])
+
+
+class ContrastiveFrames(Frames, UndroppedContrastive):
+    pass
+
+
+class Views(UndroppedMean):
+    """Its blocks get all samples, and then another view of all of them."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = torch.cat([batch[0], batch[0].flip(1)])
+        for block in self.blocks:
+            x = block(x)
+        one, other = self.head(x).chunk(2)
+        return self.loss(one * other, batch[1])
+
+
+class ContrastiveViews(Views, UndroppedContrastive):
+    pass
 
 
 class Path(Undropped):
@@ -401,7 +441,7 @@ def told_of(kind: type[Module]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", [Dropping, Kendall, Recurrent, BothWays])
+@pytest.mark.parametrize("kind", [Dropping, Kendall, Recurrent, BothWays, TimeFirst, Frames, Views])
 def test_what_is_as_in_one_process_is_not(kind: type[Module]) -> None:
     assert run_ranks(told_of, 2, kind, elastic=True) == [[], []]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,42 @@ def test_a_plan_that_weights_hide_at_first_is_refused_too(scale: float) -> None:
     wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
     with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
         assert_trains_alike(make, batches, ["tp2"], tensor_parallel_plan=wrong)
+
+
+class Sharpened(nn.Module):
+    """Its softmax is over the features at hand, which the plan splits; every layer by its number, or by a function."""
+
+    def __init__(self, number: int, activation: Callable[..., Tensor] = F.gelu) -> None:
+        super().__init__()
+        self.number, self.activation = number, activation
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.activation(self.up(x))
+        return x + self.down(inner.softmax(-1) if self.number % 4 == 3 else inner)
+
+
+def normalized(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+class ByNumber(OfFused):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Sharpened, range(4)))
+
+
+class ByFunction(OfFused):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([*(Sharpened(0) for _ in range(3)), Sharpened(0, normalized)])
+
+
+@pytest.mark.parametrize("kind", [ByNumber, ByFunction])
+def test_blocks_that_differ_by_a_setting_are_each_compared(kind: type[OfFused]) -> None:
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    with pytest.raises(PlanError, match=r"blocks\.3 computes something else when it is split"):
+        assert_trains_alike(kind, batches, ["tp2"], tensor_parallel_plan=plan)
 
 
 class InPlace(nn.Module):

@@ -3,7 +3,7 @@
 A plan that doesn't fit the code may not fail. Take a fused layer whose output is queries, keys and values, one after
 the other: with ``colwise``, each rank gets consecutive features, which the code takes for other queries, keys and
 values. So in the first training step, one block of each kind is run once more on whole parameters, and the results are
-compared. So is each module outside of the blocks that holds split layers, such as a head of several layers. A model's
+compared. Blocks of a kind have the same modules, with the same settings. So is each module outside of the blocks that holds split layers, such as a head of several layers. A model's
 own plan is trusted, except for blocks that hold modules of a user's classes.
 
 Split layers in modules that also hold blocks are compared by
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import random
+import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -78,7 +79,7 @@ class SplitBlocksCheck:
         for name, block in modules_by_name.items() if not deals_sequences else ():
             inside = tuple((n.removeprefix(name), s) for n, s in styles.items() if n.startswith(f"{name}."))
             if inside and not _is_hooked(block):
-                modules = tuple((n, type(module)) for n, module in block.named_modules())
+                modules = tuple((n, type(module), _settings(module)) for n, module in block.named_modules())
                 kinds.setdefault((modules, tuple((n, repr(s)) for n, s in inside)), name)
         self._copies = {name: _without_hooks(modules_by_name[name]) for name in kinds.values()}
         self._parts = parts.keys()
@@ -93,6 +94,22 @@ class SplitBlocksCheck:
         for name, whole in self._copies.items():
             block, is_part = root.get_submodule(name), name in self._parts
             _compare_first_call(block, name, whole, self._trial_runs, self._joint_attempt, is_part)
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, str], ...]:
+    """What code may decide by: a module's plain values, such as a layer's number, its functions, and its sizes."""
+    plain = {name: value for name, value in vars(module).items() if _is_setting(value)}
+    sizes = {
+        name: None if tensor is None else tuple(tensor.shape)
+        for name, tensor in chain(module._parameters.items(), module._buffers.items())
+    }
+    return tuple((name, repr(value)) for name, value in sorted({**plain, **sizes}.items()))
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(isinstance(entry, PLAIN) for entry in value)
+    return isinstance(value, (*PLAIN, types.FunctionType, types.BuiltinFunctionType))
 
 
 def beside_blocks(root: nn.Module, blocks: Collection[str], styles: Collection[str]) -> Iterator[str]:

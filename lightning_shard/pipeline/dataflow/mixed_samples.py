@@ -7,6 +7,10 @@ is as it was. The last stage also runs on both joined to one: its loss and its l
 aren't the same when a microbatch runs twice, as where random numbers are drawn. Where that isn't so, samples are
 compared. Microbatches of one sample have no halves, so only the last of these runs is made.
 
+A received tensor may have its samples second, or several rows for each: those of a sample one after the other (frames),
+or all samples' first rows before all second ones (two views). Each of these readings is tried: samples are compared if
+they are by all.
+
 Each stage checks its own part, on the values that it received. All runs draw the same random numbers. Where the step
 calls other data ranks, these agree before they run it again.
 
@@ -208,28 +212,37 @@ class MixedSamples:
         self._checked.add((kind, stage.index))
         del self._first[stage.index]
         pair = _Pair(microbatches[one.i], microbatches[i], one.received, other.received)
-        if not (given := self._to_run(kind, pair, has_numbers=bool(one.numbers), is_last=stage.is_last)):
-            return
-        alone, together, rest, joined = self._run_again(ran, run, one.i, numbers_of, given)
-        needed = [alone, joined] if pair.size == 1 else [alone, together, *([rest] if one.numbers else [])]
-        if alone is None or any(each is None for each in needed):
-            return
-        runs = _Runs(one, other, alone, together, rest, joined)
-        if not runs.send_the_same():
-            return
-        if runs.compares(pair.size):
+        compares = False
+        # a step that calls data ranks has to run equally often on all of them
+        for reading in range(1 if self._peers.are_called() else pair.readings()):
+            given = self._to_run(kind, pair, reading, has_numbers=bool(one.numbers), is_last=stage.is_last)
+            if not given:
+                break
+            alone, together, rest, joined = self._run_again(ran, run, one.i, numbers_of, given)
+            needed = [alone, joined] if pair.size == 1 else [alone, together, *([rest] if one.numbers else [])]
+            if alone is None or any(each is None for each in needed):
+                continue
+            runs = _Runs(one, other, alone, together, rest, joined)
+            if not runs.send_the_same():
+                return
+            compares = runs.compares(pair.size)
+            if not compares:
+                if joined is not None:
+                    logs, means = runs.logs()
+                    self._found.logs += logs
+                    self._found.means += means
+                break
+        if compares:
             self._found.stages.append(stage)
-        elif joined is not None:
-            logs, means = runs.logs()
-            self._found.logs += logs
-            self._found.means += means
 
-    def _to_run(self, kind: str, pair: _Pair, *, has_numbers: bool, is_last: bool) -> Sequence[_Given | None]:
+    def _to_run(
+        self, kind: str, pair: _Pair, reading: int, *, has_numbers: bool, is_last: bool
+    ) -> Sequence[_Given | None]:
         """What a stage has to run: the second microbatch, the two with halves exchanged, and both joined.
 
         Empty if nothing can be judged; the same on all peers.
         """
-        exchanged = _exchanged_halves(pair) if has_numbers or not is_last else None
+        exchanged = _exchanged_halves(pair, reading) if has_numbers or not is_last else None
         if self._peers.any_cannot(kind, exchanged is None) or exchanged is None:
             # a run that fails would be one call less of data ranks: if the step calls these, it isn't begun
             can_join = is_last and has_numbers and pair.size == 1 and not self._peers.are_called()
@@ -237,7 +250,7 @@ class MixedSamples:
             if self._peers.any_cannot(kind, joined is None):
                 return ()
             return pair.second, None, None, joined
-        joined = _joined(pair) if has_numbers else None
+        joined = _joined(pair) if has_numbers and pair.readings() == 1 else None
         if has_numbers and self._peers.any_cannot(kind, joined is None):
             joined = None
         mixed, remaining = exchanged
@@ -312,39 +325,49 @@ class _Pair:
     def second(self) -> _Given:
         return self.other, dict(self.other_received)
 
+    def is_alike(self) -> bool:
+        """Whether what was received is of the same structure."""
+        return self.received.keys() == self.other_received.keys() and all(
+            value.shape == self.other_received[key].shape for key, value in self.received.items()
+        )
+
     def is_clear(self) -> bool:
-        """Whether what was received is of the same structure, and for each sample by itself, or the same for all."""
-        if self.received.keys() != self.other_received.keys():
-            return False
-        for key, value in self.received.items():
-            twin = self.other_received[key]
-            if value.shape != twin.shape:
-                return False
-            if not _is_number(value) and not _counts_samples(key, value, self.size) and not torch.equal(value, twin):
-                return False
-        return True
+        """Whether what was received is alike, and has a row for each sample, or is the same for all."""
+        return self.is_alike() and all(
+            _is_number(value) or _counts_samples(key, value, self.size) or torch.equal(value, self.other_received[key])
+            for key, value in self.received.items()
+        )
+
+    def readings(self) -> int:
+        """In how many ways the samples may lie in what was received."""
+        if self.size < 2:
+            return 1  # it isn't cut
+        return max((len(_places(key, value, self.size)) for key, value in self.received.items()), default=1) or 1
 
 
-def _exchanged_halves(pair: _Pair) -> tuple[_Given, _Given] | None:
+def _exchanged_halves(pair: _Pair, reading: int) -> tuple[_Given, _Given] | None:
     """Two microbatches, and what was received for them, with half of their samples exchanged.
 
-    ``None`` if they hold one sample each, if they can't be joined or cut, or if it isn't clear which dimension of a
-    received value counts the samples.
+    ``None`` if they hold one sample each, if they can't be joined or cut, or if a received value has no place for them.
+
+    Args:
+        reading: Which of the ways in which the samples may lie in what was received.
     """
     size = pair.size
-    if size < 2 or not pair.is_clear():
+    if size < 2 or not pair.is_alike():
         return None
     given: tuple[dict[Key, Tensor], dict[Key, Tensor]] = ({}, {})
     for key, value in pair.received.items():
         twin = pair.other_received[key]
         if _is_number(value):
             exchanged = (value + twin) / 2, (value + twin) / 2  # right for means; the stage that sends it checks that
-        elif not _counts_samples(key, value, size):
+        elif places := _places(key, value, size):
+            place = places[min(reading, len(places) - 1)]
+            exchanged = _exchanged(value, twin, place), _exchanged(twin, value, place)
+        elif torch.equal(value, twin):
             exchanged = value, twin
-        elif size in value.shape[1:]:
-            return None
         else:
-            exchanged = _exchanged(value, twin), _exchanged(twin, value)
+            return None
         for each, tensor in zip(given, exchanged):
             each[key] = tensor
     try:
@@ -384,9 +407,30 @@ def _counts_samples(key: Key, value: Tensor, size: int) -> bool:
     return key[0] != "parameter" and value.ndim > 0 and value.size(0) == size
 
 
-def _exchanged(tensor: Tensor, other: Tensor, dim: int = 0) -> Tensor:
-    half = tensor.size(dim) // 2
-    return torch.cat([other.narrow(dim, 0, half), tensor.narrow(dim, half, tensor.size(dim) - half)], dim)
+class _Place(NamedTuple):
+    """Where samples lie in a tensor: along a dimension of it, when it has this shape."""
+
+    shape: tuple[int, ...]
+    dim: int
+
+
+def _places(key: Key, value: Tensor, size: int) -> list[_Place]:
+    """Where so many samples may lie in a received tensor, the most likely first."""
+    if key[0] == "parameter" or not value.ndim:
+        return []
+    shape = tuple(value.shape)
+    found = [_Place(shape, dim) for dim in range(min(2, value.ndim)) if shape[dim] == size]
+    several, rest = divmod(shape[0], size)
+    if several > 1 and not rest:
+        found += [_Place((size, several, *shape[1:]), 0), _Place((several, size, *shape[1:]), 1)]
+    return found
+
+
+def _exchanged(tensor: Tensor, other: Tensor, place: _Place) -> Tensor:
+    shape, dim = place
+    mine, others, half = tensor.reshape(shape), other.reshape(shape), shape[dim] // 2
+    both = torch.cat([others.narrow(dim, 0, half), mine.narrow(dim, half, shape[dim] - half)], dim)
+    return both.reshape(tensor.shape)
 
 
 def _tolerance(tensor: Tensor) -> float:
@@ -453,8 +497,9 @@ def _has_rows(together: Tensor, one: Tensor, alone: Tensor, size: int) -> bool:
         return True
     if not one.shape == alone.shape == together.shape:
         return True
-    dims = [dim for dim in range(together.ndim) if together.size(dim) == size]
-    return any(_are_same(together, _exchanged(one, alone, dim)) for dim in dims)
+    shape = tuple(together.shape)
+    places = [_Place(shape, dim) for dim in range(together.ndim) if shape[dim] == size]
+    return any(_are_same(together, _exchanged(one, alone, place)) for place in places)
 
 
 def _are_same(found: Tensor, expected: Tensor) -> bool:
