@@ -3,8 +3,9 @@
 A plan that doesn't fit the code may not fail. Take a fused layer whose output is queries, keys and values, one after
 the other: with ``colwise``, each rank gets consecutive features, which the code takes for other queries, keys and
 values. So in the first training step, one block of each kind is run once more on whole parameters, and the results are
-compared. Blocks of a kind have the same modules, with the same settings. So is each module outside of the blocks that holds split layers, such as a head of several layers. A model's
-own plan is trusted, except for blocks that hold modules of a user's classes.
+compared; blocks of a kind have the same modules with the same settings. So is each module outside of the blocks that
+holds split layers, such as a head of several layers. A model's own plan is trusted, except for blocks that hold modules
+of a user's classes.
 
 Split layers in modules that also hold blocks are compared by
 :mod:`lightning_shard.parallel.tensor.check_around_blocks`.
