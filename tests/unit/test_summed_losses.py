@@ -25,6 +25,8 @@ TARGETS = torch.arange(SAMPLES) % 3
         lambda x: F.mse_loss(x, x.detach() + 1, reduction="sum"),
         lambda x: F.cross_entropy(x, TARGETS, reduction="none").sum(),
         lambda x: x.mean() + x.square().sum(),
+        lambda x: (x - x.mean(0)).square().sum(),
+        lambda x: x.mean(-1).sum(),
     ],
 )
 def test_sums_over_samples_are_seen(loss_of: Callable[[Tensor], Tensor]) -> None:
@@ -41,6 +43,8 @@ def test_sums_over_samples_are_seen(loss_of: Callable[[Tensor], Tensor]) -> None
         lambda x: F.cross_entropy(x, TARGETS),
         lambda x: torch.stack([x.mean(), x.square().mean()] * SAMPLES).sum(),
         lambda x: (torch.stack([x.mean()] * SAMPLES) * x[:, 0].detach().exp().requires_grad_() + 1).sum(),
+        lambda x: x.repeat(1, 2).square().mean(0).sum(),  # over as many features as samples
+        lambda x: (x.repeat(1, 4).mean(-2) * 2).exp().sum(),
         lambda x: F.kl_div(x, x.detach(), reduction="batchmean"),
     ],
 )

@@ -44,7 +44,8 @@ def is_sum_over_samples(loss: Tensor, size: int) -> bool:
             continue  # a custom autograd Function
         if kind == "Sum":
             sizes = getattr(node, "_saved_self_sym_sizes", None) or (0,)
-            if len(sizes) and math.prod(sizes) > 1 and sizes[0] and sizes[0] % size == 0 and not _joins(following):
+            may_count = len(sizes) and math.prod(sizes) > 1 and sizes[0] and sizes[0] % size == 0
+            if may_count and not _joins(following) and not _are_means(following, size):
                 return True
         elif getattr(node, "_saved_reduction", None) == _SUM:
             return True
@@ -65,6 +66,28 @@ def _joins(following: list[Any]) -> bool:
             return True
         if kind in _OF_EACH:
             pending += [before for before, _ in node.next_functions if before is not None]
+    return False
+
+
+def _are_means(following: list[Any], size: int) -> bool:
+    """Whether all that is added up are means over samples, such as one for each feature."""
+    pending = [node for node in following if node is not None]
+    found = False
+    for _ in range(_NODES):
+        if not pending:
+            return found
+        node = pending.pop()
+        kind = node.name().partition("Backward")[0]
+        if kind == "Mean":
+            dims, sizes = getattr(node, "_saved_dim", None) or (), getattr(node, "_saved_self_sym_sizes", ())
+            first = {0, 2**64 - len(sizes)}  # negative dimensions are kept as unsigned numbers
+            if not (first & set(dims) and sizes[0] % size == 0):
+                return False
+            found = True
+        elif kind in (*_OF_EACH, *_UNCHANGED, "Pow", "Sqrt", "Abs"):
+            pending += [before for before, _ in node.next_functions if before is not None]
+        else:
+            return False
     return False
 
 
