@@ -313,9 +313,9 @@ class PartialStates:
         if not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"{_code(frame)} takes {what}. {self._part}: load_state_dict loads it again on this layout, but a"
-                " file of it, or what is computed from all of it, lacks the rest. trainer.save_checkpoint saves all,"
-                " and trainer.strategy.gather_full_parameters() gives all."
+                f"{_code(frame)} takes {what}. {self._part}: load_state_dict loads it into the same module again, but"
+                " another module, such as a target network, a file of it, or what is computed from all of it, lacks the"
+                " rest. trainer.save_checkpoint saves all, and trainer.strategy.gather_full_parameters() gives all."
             )
         return self._known_walks.setdefault((frame.f_code, what), _Walk(frame.f_code)).begin()
 

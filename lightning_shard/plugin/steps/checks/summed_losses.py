@@ -79,7 +79,8 @@ def _are_means(following: list[Any], size: int) -> bool:
         node = pending.pop()
         kind = node.name().partition("Backward")[0]
         if kind == "Mean":
-            dims, sizes = getattr(node, "_saved_dim", None) or (), getattr(node, "_saved_self_sym_sizes", ())
+            dims: Any = getattr(node, "_saved_dim", None) or ()
+            sizes: Any = getattr(node, "_saved_self_sym_sizes", ())
             first = {0, 2**64 - len(sizes)}  # negative dimensions are kept as unsigned numbers
             if not (first & set(dims) and sizes[0] % size == 0):
                 return False
