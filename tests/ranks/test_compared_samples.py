@@ -294,6 +294,9 @@ def test_samples_are_compared_wherever_they_lie_in_what_blocks_get() -> None:
     for kind in (ContrastiveTimeFirst, ContrastiveFrames, ContrastiveViews):
         told = [text for texts, _ in run_ranks(fit, 2, kind, STAGES, elastic=True) for text in texts]
         assert len(told) == 1, kind
+    on_two = {**STAGES, "data_parallel_size": 2}  # which agree on each run
+    told = [text for texts, _ in run_ranks(fit, 4, ContrastiveViews, on_two, 16, 4, elastic=True) for text in texts]
+    assert len(told) == 1
 
 
 class UndroppedContrastive(UndroppedMean):

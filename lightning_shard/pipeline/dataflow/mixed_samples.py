@@ -22,6 +22,7 @@ later.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -212,28 +213,42 @@ class MixedSamples:
         self._checked.add((kind, stage.index))
         del self._first[stage.index]
         pair = _Pair(microbatches[one.i], microbatches[i], one.received, other.received)
-        compares = False
-        # a step that calls data ranks has to run equally often on all of them
-        for reading in range(1 if self._peers.are_called() else pair.readings()):
+        compares, clean = True, None
+        for reading in itertools.count():
             given = self._to_run(kind, pair, reading, has_numbers=bool(one.numbers), is_last=stage.is_last)
             if not given:
                 break
-            alone, together, rest, joined = self._run_again(ran, run, one.i, numbers_of, given)
-            needed = [alone, joined] if pair.size == 1 else [alone, together, *([rest] if one.numbers else [])]
-            if alone is None or any(each is None for each in needed):
-                continue
-            runs = _Runs(one, other, alone, together, rest, joined)
-            if not runs.send_the_same():
-                return
-            compares = runs.compares(pair.size)
-            if not compares:
-                if joined is not None:
-                    logs, means = runs.logs()
-                    self._found.logs += logs
-                    self._found.means += means
+            runs = self._runs(ran, run, numbers_of, given, one, other, pair.size)
+            if clean is None:
+                compares = compares and runs is not None and runs.compares(pair.size)
+                clean = runs if runs is not None and not compares else None
+            is_open = compares and reading + 1 < pair.readings()
+            if not self._peers.any_cannot(kind, is_open):
+                if compares:
+                    self._found.stages.append(stage)
                 break
-        if compares:
-            self._found.stages.append(stage)
+        if clean is not None and clean.joined is not None:
+            logs, means = clean.logs()
+            self._found.logs += logs
+            self._found.means += means
+
+    def _runs(
+        self,
+        ran: Ran,
+        run: RunOn,
+        numbers_of: NumbersOf,
+        given: Sequence[_Given | None],
+        one: _Run,
+        other: _Run,
+        size: int,
+    ) -> _Runs | None:
+        """Make the runs of a reading; ``None`` if they can't be judged."""
+        alone, together, rest, joined = self._run_again(ran, run, one.i, numbers_of, given)
+        needed = [alone, joined] if size == 1 else [alone, together, *([rest] if one.numbers else [])]
+        if alone is None or any(each is None for each in needed):
+            return None
+        runs = _Runs(one, other, alone, together, rest, joined)
+        return runs if runs.send_the_same() else None
 
     def _to_run(
         self, kind: str, pair: _Pair, reading: int, *, has_numbers: bool, is_last: bool
