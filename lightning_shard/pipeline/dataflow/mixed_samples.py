@@ -7,9 +7,8 @@ is as it was. The last stage also runs on both joined to one: its loss and its l
 aren't the same when a microbatch runs twice, as where random numbers are drawn. Where that isn't so, samples are
 compared. Microbatches of one sample have no halves, so only the last of these runs is made.
 
-A received tensor may have its samples second, or several rows for each: those of a sample one after the other (frames),
-or all samples' first rows before all second ones (two views). Each of these readings is tried: samples are compared if
-they are by all.
+Where samples lie in what a stage received isn't always clear: each reading is tried (``exchanged_samples.py``), and
+samples are compared if they are by all.
 
 Each stage checks its own part, on the values that it received. All runs draw the same random numbers. Where the step
 calls other data ranks, these agree before they run it again.
@@ -22,7 +21,6 @@ later.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,9 +28,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_shard import tree
-from lightning_shard.errors import BatchError, StepError
+from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.draws import NotesDraws
+from lightning_shard.pipeline.dataflow.exchanged_samples import (
+    READINGS,
+    Given,
+    Pair,
+    Place,
+    exchanged,
+    exchanged_halves,
+    is_number,
+    joined_pair,
+)
 from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.search import Memory, Ran, rerun
 from lightning_shard.pipeline.stages.stage import Stage
@@ -83,12 +90,12 @@ class Peers:
     """The data ranks, which a step may call.
 
     Attributes:
-        any_cannot: Whether a condition holds on any of those that have to run alike in a kind of step; a collective
+        holds_on_any: Whether a condition holds on any of those that have to run alike in a kind of step; a collective
             call of these.
         are_called: Whether the step has called them.
     """
 
-    any_cannot: Callable[[str, bool], bool] = lambda _, condition: condition
+    holds_on_any: Callable[[str, bool], bool] = lambda _, condition: condition
     are_called: Callable[[], bool] = bool
 
 
@@ -126,7 +133,7 @@ class _Run:
         received = {key: tensor.detach().clone() for key, tensor in ran.passage.received.items()}
         if ran.stage.is_last:
             return cls(i, received, sent, numbers_of(ran.result, microbatch))
-        return cls(i, received, sent, {(_SENT, str(key)): Number(t) for key, t in sent.items() if _is_number(t)})
+        return cls(i, received, sent, {(_SENT, str(key)): Number(t) for key, t in sent.items() if is_number(t)})
 
 
 @dataclass(frozen=True)
@@ -212,9 +219,9 @@ class MixedSamples:
             return
         self._checked.add((kind, stage.index))
         del self._first[stage.index]
-        pair = _Pair(microbatches[one.i], microbatches[i], one.received, other.received)
+        pair = Pair(microbatches[one.i], microbatches[i], one.received, other.received)
         compares, clean = True, None
-        for reading in itertools.count():
+        for reading in range(READINGS):
             given = self._to_run(kind, pair, reading, has_numbers=bool(one.numbers), is_last=stage.is_last)
             if not given:
                 break
@@ -223,7 +230,7 @@ class MixedSamples:
                 compares = compares and runs is not None and runs.compares(pair.size)
                 clean = runs if runs is not None and not compares else None
             is_open = compares and reading + 1 < pair.readings()
-            if not self._peers.any_cannot(kind, is_open):
+            if not self._peers.holds_on_any(kind, is_open):
                 if compares:
                     self._found.stages.append(stage)
                 break
@@ -237,7 +244,7 @@ class MixedSamples:
         ran: Ran,
         run: RunOn,
         numbers_of: NumbersOf,
-        given: Sequence[_Given | None],
+        given: Sequence[Given | None],
         one: _Run,
         other: _Run,
         size: int,
@@ -251,28 +258,28 @@ class MixedSamples:
         return runs if runs.send_the_same() else None
 
     def _to_run(
-        self, kind: str, pair: _Pair, reading: int, *, has_numbers: bool, is_last: bool
-    ) -> Sequence[_Given | None]:
+        self, kind: str, pair: Pair, reading: int, *, has_numbers: bool, is_last: bool
+    ) -> Sequence[Given | None]:
         """What a stage has to run: the second microbatch, the two with halves exchanged, and both joined.
 
         Empty if nothing can be judged; the same on all peers.
         """
-        exchanged = _exchanged_halves(pair, reading) if has_numbers or not is_last else None
-        if self._peers.any_cannot(kind, exchanged is None) or exchanged is None:
+        halves = exchanged_halves(pair, reading) if has_numbers or not is_last else None
+        if self._peers.holds_on_any(kind, halves is None) or halves is None:
             # a run that fails would be one call less of data ranks: if the step calls these, it isn't begun
             can_join = is_last and has_numbers and pair.size == 1 and not self._peers.are_called()
-            joined = _joined(pair) if can_join else None
-            if self._peers.any_cannot(kind, joined is None):
+            joined = joined_pair(pair) if can_join else None
+            if self._peers.holds_on_any(kind, joined is None):
                 return ()
             return pair.second, None, None, joined
-        joined = _joined(pair) if has_numbers and pair.readings() == 1 else None
-        if has_numbers and self._peers.any_cannot(kind, joined is None):
+        joined = joined_pair(pair) if has_numbers and pair.readings() == 1 else None
+        if has_numbers and self._peers.holds_on_any(kind, joined is None):
             joined = None
-        mixed, remaining = exchanged
+        mixed, remaining = halves
         return pair.second, mixed, remaining if has_numbers else None, joined
 
     def _run_again(
-        self, ran: Ran, run: RunOn, i: int, numbers_of: NumbersOf, given: Sequence[_Given | None]
+        self, ran: Ran, run: RunOn, i: int, numbers_of: NumbersOf, given: Sequence[Given | None]
     ) -> list[_Run | None]:
         """Run a stage on each of what is given, of which the last is two microbatches joined; put back what changes.
 
@@ -318,134 +325,6 @@ _FAILED = (
     " of what a batch's samples have in common, such as an order by length, or use microbatches=1 or"
     " data_parallel_size=1."
 )
-
-
-_Given = tuple[Any, dict[Key, Tensor]]
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """Two microbatches, and what a stage received for them."""
-
-    one: Any
-    other: Any
-    received: Mapping[Key, Tensor]
-    other_received: Mapping[Key, Tensor]
-
-    @property
-    def size(self) -> int:
-        return tree.batch_size(self.other)
-
-    @property
-    def second(self) -> _Given:
-        return self.other, dict(self.other_received)
-
-    def is_alike(self) -> bool:
-        """Whether what was received is of the same structure."""
-        return self.received.keys() == self.other_received.keys() and all(
-            value.shape == self.other_received[key].shape for key, value in self.received.items()
-        )
-
-    def is_clear(self) -> bool:
-        """Whether what was received is alike, and has a row for each sample, or is the same for all."""
-        return self.is_alike() and all(
-            _is_number(value) or _counts_samples(key, value, self.size) or torch.equal(value, self.other_received[key])
-            for key, value in self.received.items()
-        )
-
-    def readings(self) -> int:
-        """In how many ways the samples may lie in what was received."""
-        if self.size < 2:
-            return 1  # it isn't cut
-        return max((len(_places(key, value, self.size)) for key, value in self.received.items()), default=1) or 1
-
-
-def _exchanged_halves(pair: _Pair, reading: int) -> tuple[_Given, _Given] | None:
-    """Two microbatches, and what was received for them, with half of their samples exchanged.
-
-    ``None`` if they hold one sample each, if they can't be joined or cut, or if a received value has no place for them.
-
-    Args:
-        reading: Which of the ways in which the samples may lie in what was received.
-    """
-    size = pair.size
-    if size < 2 or not pair.is_alike():
-        return None
-    given: tuple[dict[Key, Tensor], dict[Key, Tensor]] = ({}, {})
-    for key, value in pair.received.items():
-        twin = pair.other_received[key]
-        if _is_number(value):
-            exchanged = (value + twin) / 2, (value + twin) / 2  # right for means; the stage that sends it checks that
-        elif places := _places(key, value, size):
-            place = places[min(reading, len(places) - 1)]
-            exchanged = _exchanged(value, twin, place), _exchanged(twin, value, place)
-        elif torch.equal(value, twin):
-            exchanged = value, twin
-        else:
-            return None
-        for each, tensor in zip(given, exchanged):
-            each[key] = tensor
-    try:
-        parts = tree.with_half_of(pair.one, pair.other, size), tree.with_half_of(pair.other, pair.one, size)
-    except BatchError:
-        return None
-    return (parts[0], given[0]), (parts[1], given[1])
-
-
-def _joined(pair: _Pair) -> _Given | None:
-    """One microbatch of the samples of both; ``None`` if they can't be joined."""
-    if not pair.is_clear():
-        return None
-    given = {}
-    for key, value in pair.received.items():
-        if pair.size == 1 and torch.equal(value, pair.other_received[key]):
-            given[key] = value  # all samples may share it
-        elif pair.size == 1 and value.ndim <= 1:
-            return None  # it may be of the sample, a mean or a sum
-        elif _is_number(value):
-            given[key] = (value + pair.other_received[key]) / 2
-        elif not _counts_samples(key, value, pair.size):
-            given[key] = value
-        else:
-            given[key] = torch.cat([value, pair.other_received[key]])
-    try:
-        return tree.joined(pair.one, pair.other, pair.size), given
-    except BatchError:
-        return None
-
-
-def _is_number(value: Tensor) -> bool:
-    return value.ndim == 0 and value.is_floating_point()
-
-
-def _counts_samples(key: Key, value: Tensor, size: int) -> bool:
-    return key[0] != "parameter" and value.ndim > 0 and value.size(0) == size
-
-
-class _Place(NamedTuple):
-    """Where samples lie in a tensor: along a dimension of it, when it has this shape."""
-
-    shape: tuple[int, ...]
-    dim: int
-
-
-def _places(key: Key, value: Tensor, size: int) -> list[_Place]:
-    """Where so many samples may lie in a received tensor, the most likely first."""
-    if key[0] == "parameter" or not value.ndim:
-        return []
-    shape = tuple(value.shape)
-    found = [_Place(shape, dim) for dim in range(min(2, value.ndim)) if shape[dim] == size]
-    several, rest = divmod(shape[0], size)
-    if several > 1 and not rest:
-        found += [_Place((size, several, *shape[1:]), 0), _Place((several, size, *shape[1:]), 1)]
-    return found
-
-
-def _exchanged(tensor: Tensor, other: Tensor, place: _Place) -> Tensor:
-    shape, dim = place
-    mine, others, half = tensor.reshape(shape), other.reshape(shape), shape[dim] // 2
-    both = torch.cat([others.narrow(dim, 0, half), mine.narrow(dim, half, shape[dim] - half)], dim)
-    return both.reshape(tensor.shape)
 
 
 def _tolerance(tensor: Tensor) -> float:
@@ -513,8 +392,8 @@ def _has_rows(together: Tensor, one: Tensor, alone: Tensor, size: int) -> bool:
     if not one.shape == alone.shape == together.shape:
         return True
     shape = tuple(together.shape)
-    places = [_Place(shape, dim) for dim in range(together.ndim) if shape[dim] == size]
-    return any(_are_same(together, _exchanged(one, alone, place)) for place in places)
+    places = [Place(shape, dim) for dim in range(together.ndim) if shape[dim] == size]
+    return any(_are_same(together, exchanged(one, alone, place)) for place in places)
 
 
 def _are_same(found: Tensor, expected: Tensor) -> bool:

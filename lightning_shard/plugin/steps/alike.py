@@ -30,7 +30,7 @@ class Alike:
         self._has_peers = data_ranks > 1
         self._runs_alike = forwards_call
         self._begun: set[str] = set()
-        self.peers = Peers(self._any_cannot, lambda: own_calls.made and self._has_peers)
+        self.peers = Peers(self._holds_on_any, lambda: own_calls.made and self._has_peers)
 
     @property
     def is_needed(self) -> bool:
@@ -56,7 +56,7 @@ class Alike:
                 made = self._groups.of_any_peer(self._own_calls.made)
                 self._runs_alike |= any(self._groups.gather_over_stages(made))
 
-    def _any_cannot(self, kind: str, condition: bool) -> bool:
+    def _holds_on_any(self, kind: str, condition: bool) -> bool:
         """On data ranks evaluations agree in the first batch of their kind only, and may be looked at later."""
         if not self._has_peers:
             return condition

@@ -1,0 +1,149 @@
+"""Two microbatches with half of their samples exchanged, or joined to one, with what a stage received for them.
+
+A received tensor may have its samples first, second, or several rows for each: those of a sample one after the other
+(frames), or all samples' first rows before all second ones (two views). Each of these is a reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_shard import tree
+from lightning_shard.errors import BatchError
+from lightning_shard.pipeline.dataflow.messages import Key
+
+READINGS = 4
+"""At most."""
+
+Given = tuple[Any, dict[Key, Tensor]]
+"""A microbatch, and what a stage received for it."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two microbatches, and what a stage received for them."""
+
+    one: Any
+    other: Any
+    received: Mapping[Key, Tensor]
+    other_received: Mapping[Key, Tensor]
+
+    @property
+    def size(self) -> int:
+        return tree.batch_size(self.other)
+
+    @property
+    def second(self) -> Given:
+        return self.other, dict(self.other_received)
+
+    def is_alike(self) -> bool:
+        """Whether what was received is of the same structure."""
+        return self.received.keys() == self.other_received.keys() and all(
+            value.shape == self.other_received[key].shape for key, value in self.received.items()
+        )
+
+    def is_clear(self) -> bool:
+        """Whether what was received is alike, and has a row for each sample, or is the same for all."""
+        return self.is_alike() and all(
+            is_number(value) or _counts_samples(key, value, self.size) or torch.equal(value, self.other_received[key])
+            for key, value in self.received.items()
+        )
+
+    def readings(self) -> int:
+        """In how many ways the samples may lie in what was received."""
+        if self.size < 2:
+            return 1  # it isn't cut
+        return max((len(_places(key, value, self.size)) for key, value in self.received.items()), default=1) or 1
+
+
+def exchanged_halves(pair: Pair, reading: int) -> tuple[Given, Given] | None:
+    """Two microbatches, and what was received for them, with half of their samples exchanged.
+
+    ``None`` if they hold one sample each, if they can't be joined or cut, or if a received value has no place for them.
+
+    Args:
+        reading: Which of the ways in which the samples may lie in what was received.
+    """
+    size = pair.size
+    if size < 2 or not pair.is_alike():
+        return None
+    given: tuple[dict[Key, Tensor], dict[Key, Tensor]] = ({}, {})
+    for key, value in pair.received.items():
+        twin = pair.other_received[key]
+        if is_number(value):
+            both = (value + twin) / 2, (value + twin) / 2  # right for means; the stage that sends it checks that
+        elif places := _places(key, value, size):
+            place = places[min(reading, len(places) - 1)]
+            both = exchanged(value, twin, place), exchanged(twin, value, place)
+        elif torch.equal(value, twin):
+            both = value, twin
+        else:
+            return None
+        for each, tensor in zip(given, both):
+            each[key] = tensor
+    try:
+        parts = tree.with_half_of(pair.one, pair.other, size), tree.with_half_of(pair.other, pair.one, size)
+    except BatchError:
+        return None
+    return (parts[0], given[0]), (parts[1], given[1])
+
+
+def joined_pair(pair: Pair) -> Given | None:
+    """One microbatch of the samples of both; ``None`` if they can't be joined."""
+    if not pair.is_clear():
+        return None
+    given = {}
+    for key, value in pair.received.items():
+        if pair.size == 1 and torch.equal(value, pair.other_received[key]):
+            given[key] = value  # all samples may share it
+        elif pair.size == 1 and value.ndim <= 1:
+            return None  # it may be of the sample, a mean or a sum
+        elif is_number(value):
+            given[key] = (value + pair.other_received[key]) / 2
+        elif not _counts_samples(key, value, pair.size):
+            given[key] = value
+        else:
+            given[key] = torch.cat([value, pair.other_received[key]])
+    try:
+        return tree.joined(pair.one, pair.other, pair.size), given
+    except BatchError:
+        return None
+
+
+def is_number(value: Tensor) -> bool:
+    return value.ndim == 0 and value.is_floating_point()
+
+
+def _counts_samples(key: Key, value: Tensor, size: int) -> bool:
+    return key[0] != "parameter" and value.ndim > 0 and value.size(0) == size
+
+
+class Place(NamedTuple):
+    """Where samples lie in a tensor: along a dimension of it, when it has this shape."""
+
+    shape: tuple[int, ...]
+    dim: int
+
+
+def _places(key: Key, value: Tensor, size: int) -> list[Place]:
+    """Where so many samples may lie in a received tensor, the most likely first."""
+    if key[0] == "parameter" or not value.ndim:
+        return []
+    shape = tuple(value.shape)
+    found = [Place(shape, dim) for dim in range(min(2, value.ndim)) if shape[dim] == size]
+    several, rest = divmod(shape[0], size)
+    if several > 1 and not rest:
+        found += [Place((size, several, *shape[1:]), 0), Place((several, size, *shape[1:]), 1)]
+    return found
+
+
+def exchanged(tensor: Tensor, other: Tensor, place: Place) -> Tensor:
+    shape, dim = place
+    mine, others, half = tensor.reshape(shape), other.reshape(shape), shape[dim] // 2
+    both = torch.cat([others.narrow(dim, 0, half), mine.narrow(dim, half, shape[dim] - half)], dim)
+    return both.reshape(tensor.shape)
