@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MaxMetric, MeanSquaredError, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import assert_trains_alike, run_ranks
@@ -104,6 +106,16 @@ class Logs(UndroppedMean):
         super().__init__()
         self.codes = Codes()
         self.calls = 0
+        self.metrics = nn.ModuleDict(
+            {
+                "metric accuracy": MulticlassAccuracy(WIDTH, average="micro"),
+                "!metric RMSE": MeanSquaredError(squared=False),
+                "metric count": SumMetric(),
+                "!metric sum": SumMetric(),
+                "metric most": MaxMetric(),
+                "RMSE of the epoch": MeanSquaredError(squared=False),
+            }
+        )
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         loss, guess = F.cross_entropy(x, y), x.argmax(-1)
@@ -115,6 +127,11 @@ class Logs(UndroppedMean):
         if self.trainer.training:  # in evaluations what differs from run to run is taken for drawn
             self.log_dict({"calls": float(self.calls), "time": time.perf_counter()})
         self.log("count", (guess == y).sum(), reduce_fx="sum")
+        given = {"metric accuracy": (x, y), "metric count": ((guess == y).sum(),), "!metric sum": (loss,)}
+        given["metric most"] = (x.max(),)
+        for name, metric in self.metrics.items():
+            metric(*given.get(name, (x[:, 0], y.float())))
+            self.log(name, metric, on_step=name != "RMSE of the epoch", on_epoch=True)
         self.log("of three", (guess == y).float().mean(), batch_size=3 * len(x))
         self.log_dict({"!F1": 2 * right / float((guess < 4).sum() + (y < 4).sum() + 1), "!size": float(len(x))})
         self.log_dict({"!perplexity": math.exp(loss.item()), "!codes": self.codes(x), "!root": (x**2).mean().sqrt()})
@@ -409,6 +426,95 @@ def test_steps_that_call_data_ranks_are_not_joined() -> None:
     assert [texts for texts, _ in run_ranks(fit, 4, Shared, settings, 4, 4, elastic=True)] == [[]] * 4
 
 
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = self.router(x).argmax(-1)
+        rows = x.new_zeros(x.shape)
+        for index, expert in enumerate(self.experts):
+            of_this = torch.where(best == index)[0]
+            rows = rows.index_add(0, of_this, expert(x[of_this]))
+        return x + rows + self.router(x).mean(-1, keepdim=True)
+
+
+class OfExperts(Module):
+    first = Mixture  # type: ignore[assignment]
+
+
+class ContrastiveExperts(OfExperts):
+    loss = Contrastive.loss
+
+
+@pytest.mark.parametrize(
+    ("settings", "right", "kinds"),
+    [
+        (
+            {"reshard_after_forward": True},
+            Module,
+            {Contrastive: "The training loss", Together: "What pipeline stage 0"},
+        ),
+        (
+            {"expert_parallel_size": 2, "expert_parallel_plan": {"blocks.0.experts": "experts"}},
+            OfExperts,
+            {ContrastiveExperts: "The training loss"},
+        ),
+    ],
+    ids=["resharding", "experts"],
+)
+def test_samples_are_compared_where_forwards_call_data_ranks(
+    settings: dict[str, Any], right: type[Module], kinds: dict[type[Module], str]
+) -> None:
+    on_two = {**STAGES, "data_parallel_size": 2, **settings}
+    assert [texts for texts, _ in run_ranks(fit, 4, right, on_two, 16, 4, elastic=True)] == [[]] * 4
+    for kind, start in kinds.items():
+        told = [text for texts, _ in run_ranks(fit, 4, kind, on_two, 16, 4, elastic=True) for text in texts]
+        assert len(told) == 1, kind
+        assert told[0].startswith(start)
+
+
+class Scaled(UndroppedMean):
+    """A sum, in a way that its graph doesn't show."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return 0.5 * F.cross_entropy(x, y, reduction="none").sum()
+
+
+class Divided(UndroppedMean):
+    """A mean, in a way that its graph doesn't show."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (torch.einsum("nd,nd->d", x, x) / len(x)).sum()
+
+
+class Correlated(UndroppedMean):
+    """Barlow Twins'."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x.T @ x / len(x) - torch.eye(WIDTH)).square().sum()
+
+
+def said(kind: type[Module]) -> list[str]:
+    L.seed_everything(1, verbose=False)
+    data = TensorDataset(torch.randn(32, WIDTH), torch.randint(0, WIDTH, (32,)))
+    trainer = L.Trainer(max_epochs=1, devices=2, strategy=HybridShardStrategy(pipeline_parallel_size=2), **QUIET)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.fit(kind(), DataLoader(data, batch_size=16))
+    return [text[:24] for each in found if (text := str(each.message)).startswith("The training loss ")]
+
+
+def test_whether_a_loss_is_a_sum_is_measured() -> None:
+    is_sum, compares = "The training loss is a sum over samples"[:24], "The training loss of a batch isn't"[:24]
+    expected = {Scaled: [is_sum], Divided: [], Correlated: [compares]}
+    assert {kind: run_ranks(said, 2, kind, elastic=True) for kind in expected} == {
+        kind: [texts, []] for kind, texts in expected.items()
+    }
+
+
 def drop_paths(batch_size: int) -> list[str]:
     found = []
     for seed in range(12):
@@ -488,7 +594,7 @@ def logged(**settings: Any) -> tuple[list[float], list[str]]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer.fit(Weighted(), loader, [loader, loader])
-    return keeps.logged, re.findall(r"self.log\('(.*?)', …\) logs", " ".join(str(each.message) for each in said))
+    return keeps.logged, re.findall(r"self.log\('(.*?)', …\) (?:logs|of)", " ".join(str(each.message) for each in said))
 
 
 def test_logs_by_one_name_are_combined_by_their_order_and_weights_that_are_forgotten_are_told_of() -> None:
@@ -531,9 +637,12 @@ def logs_told_of(settings: dict[str, Any], batch_size: int = 16) -> dict[str, li
             warnings.simplefilter("always")
             run(module, loader) if method == "test" else run(module, loader, loader)
         found[method] = [
-            name for each in said for name in re.findall(r"self.log\('(.*?)', …\) logs", str(each.message))
+            name for each in said for name in re.findall(r"self.log\('(.*?)', …\) (?:logs|of)", str(each.message))
         ]
     return found
+
+
+ODD_LOGS = ["!F1", "!codes", "!metric RMSE", "!metric sum", "!perplexity", "!root", "!size"]
 
 
 @pytest.mark.parametrize("batch_size", [16, 4])  # the second of one sample for each microbatch
@@ -542,7 +651,7 @@ def logs_told_of(settings: dict[str, Any], batch_size: int = 16) -> dict[str, li
 )
 def test_logs_that_are_no_means_are_told_of_once(settings: dict[str, Any], batch_size: int) -> None:
     told = run_ranks(logs_told_of, 2, settings, batch_size, elastic=True)[0]
-    other = [] if "microbatches" in settings else ["!F1", "!codes", "!perplexity", "!root", "!size"]
+    other = [*ODD_LOGS] if "microbatches" not in settings else []
     if batch_size == 4 and other:
         other.remove("!F1")  # is 0 of the first two samples, and of both
     assert {method: sorted(names) for method, names in told.items()} == {"test": other, "fit": other}

@@ -113,6 +113,22 @@ OF_HALVES = PLAN | {"enter.0": "colwise", "leave.0": "rowwise"}
 del OF_HALVES["enter"], OF_HALVES["leave"]
 
 
+class NormFirst(OfBackbone):
+    """Its norm is placed on the first stage and used after the blocks: a split head gets what no stage has at first."""
+
+    def __init__(self) -> None:
+        super().__init__("each")
+        self.norm, self.layers = nn.LayerNorm(WIDTH), self.net.layers
+        self.out = nn.Linear(WIDTH, WIDTH)
+        del self.net, self.head
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = batch["x"]
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(self.out(self.norm(x)), batch["y"])
+
+
 def batches() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(2)
     return [{name: torch.randn(8, WIDTH, generator=generator) for name in "xy"} for _ in range(2)]
@@ -127,6 +143,11 @@ def test_layers_beside_blocks_with_code_for_each_feature_between_them_train_alik
 def test_so_they_do_on_data_ranks_and_where_parts_hand_on_split_features() -> None:
     assert_trains_alike(partial(OfItself, "each"), batches, ["dp2 x tp2"], tensor_parallel_plan=PLAN)
     assert_trains_alike(partial(Halves, "each"), batches, ["tp2"], tensor_parallel_plan=OF_HALVES)
+
+
+def test_a_split_head_behind_a_norm_of_the_first_stage() -> None:
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "out": "colwise_gather_output"}
+    assert_trains_alike(NormFirst, batches, "pp2 x tp2", tensor_parallel_plan=plan)
 
 
 def refusals() -> list[str]:

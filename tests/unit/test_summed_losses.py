@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_shard.pipeline.dataflow.mixed_samples import LossOf
 from lightning_shard.plugin.steps.checks.summed_losses import SummedLosses, is_sum_over_samples, warn_of_balancing
 
 SAMPLES = 6
@@ -52,16 +53,35 @@ def test_means_and_scaled_sums_are_not(loss_of: Callable[[Tensor], Tensor]) -> N
     assert not is_sum_over_samples(loss_of(torch.ones(SAMPLES, 3, requires_grad=True) * 1), SAMPLES)
 
 
+def told(looks: SummedLosses, found: LossOf | None, loss: Tensor) -> bool:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        looks.note(loss, SAMPLES)
+        assert looks.end_step(found) == bool(said)
+    return any("is a sum over samples" in str(each.message) and "1/4 of those" in str(each.message) for each in said)
+
+
 def test_a_sum_is_warned_of_once_and_only_in_several_microbatches() -> None:
     loss = torch.ones(SAMPLES, requires_grad=True).mul(1).sum()
     looks = SummedLosses(4)
-    with pytest.warns(UserWarning, match="is a sum over samples.*1/4 of those"):
-        looks.note(loss, SAMPLES)
-    looks.end_step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        looks.note(loss, SAMPLES)
-        SummedLosses(1).note(loss, SAMPLES)
+    assert [told(looks, None, loss) for _ in range(3)] == [True, False, False]
+    assert not told(SummedLosses(1), None, loss)
+
+
+@pytest.mark.parametrize(
+    ("found", "of_sum", "of_mean"),
+    [
+        (LossOf.SUM, True, True),
+        (LossOf.MEAN, False, False),
+        (LossOf.MIXED, False, False),
+        (LossOf.NEITHER, True, False),
+        (None, True, False),
+    ],
+)
+def test_what_is_known_of_a_loss_counts_more_than_its_graph(found: LossOf | None, of_sum: bool, of_mean: bool) -> None:
+    losses = torch.ones(SAMPLES, requires_grad=True).mul(1)
+    assert told(SummedLosses(4), found, losses.sum()) == of_sum
+    assert told(SummedLosses(4), found, losses.mean()) == of_mean
 
 
 def test_balanced_experts_are_warned_of_where_a_batch_has_parts() -> None:

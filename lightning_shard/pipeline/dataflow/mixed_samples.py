@@ -10,8 +10,8 @@ compared. Microbatches of one sample have no halves, so only the last of these r
 Where samples lie in what a stage received isn't always clear: each reading is tried (``exchanged_samples.py``), and
 samples are compared if they are by all.
 
-Each stage checks its own part, on the values that it received. All runs draw the same random numbers. Where the step
-calls other data ranks, these agree before they run it again.
+Each stage checks its own part, on the values that it received. All runs draw the same random numbers. Where the step,
+or its forwards, call other data ranks, these agree before they run it again.
 
 Limits: with microbatches of one sample, what earlier stages compare, random numbers on the last one, and steps that
 call data ranks; what only later steps compare; differences below rounding; gradients that compare samples where losses
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,16 @@ LOSS, LOG = "loss", "log"
 _SENT = "sent"
 """Numbers that an earlier stage sends, such as a codebook's use."""
 _OF_STAGE = (LOSS, _SENT)
+_THE_LOSS = (LOSS, "")
+
+
+class LossOf(Enum):
+    """What the loss of two microbatches at once is of their losses."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    NEITHER = "neither, though no sample was seen to change another's"
+    MIXED = "samples are compared"
 
 
 class Number(NamedTuple):
@@ -87,12 +98,12 @@ NumbersOf = Callable[[Any, Any], _Numbers]
 
 @dataclass(frozen=True)
 class Peers:
-    """The data ranks, which a step may call.
+    """The data ranks, which a step and its forwards may call.
 
     Attributes:
         holds_on_any: Whether a condition holds on any of those that have to run alike in a kind of step; a collective
             call of these.
-        are_called: Whether the step has called them.
+        are_called: Whether the step calls them, as far as known.
     """
 
     holds_on_any: Callable[[str, bool], bool] = lambda _, condition: condition
@@ -109,11 +120,13 @@ class Findings:
 
     Attributes:
         stages: Whose loss, or output, compares samples.
+        loss: What the loss is, as far as known.
         logs: Names of logs that aren't the mean of their microbatches', or their sum.
         means: Names of logs that are, though the microbatches' differ: no function of a mean would be.
     """
 
     stages: list[Stage] = field(default_factory=list)
+    loss: LossOf | None = None
     logs: list[str] = field(default_factory=list)
     means: list[str] = field(default_factory=list)
 
@@ -146,7 +159,8 @@ class _Runs:
         alone: Of the second one, with the random numbers of the first, as the following.
         together: Of the first one with half of the second one's samples; ``None`` if they have one each.
         rest: Of the second one with half of the first one's; ``None`` too if there are no numbers to add up.
-        joined: Of both as one; ``None`` if there are no numbers, or the code can't run on as many samples.
+        joined: Of both as one; ``None`` on earlier stages, which send as many samples as agreed on; without numbers;
+            or if the code can't run on as many samples.
     """
 
     one: _Run
@@ -166,13 +180,23 @@ class _Runs:
         if self.together is not None:
             before, alone = self.one.sent, self.alone.sent
             rows = (_has_rows(sent, before[key], alone[key], size) for key, sent in self.together.sent.items())
-            if not all(rows):
+            if not all(rows) or not self._adds_up():
                 return True
-            if self.rest is not None:
-                numbers = (self.one.numbers, self.alone.numbers, self.together.numbers, self.rest.numbers)
-                if not _add_up(*numbers):
-                    return True
-        return any(kind in _OF_STAGE for kind, _ in self._unlike())
+        is_sum = self.loss() is LossOf.SUM
+        return any(key[0] in _OF_STAGE and not (is_sum and key == _THE_LOSS) for key in self._unlike())
+
+    def loss(self) -> LossOf | None:
+        """What the loss is; ``None`` if there is none, or it isn't known."""
+        if _THE_LOSS not in self.one.numbers:
+            return None
+        if not self._adds_up():
+            return LossOf.MIXED
+        if self.joined is None or _THE_LOSS not in self._repeated():
+            return None
+        if _THE_LOSS not in self._unlike():
+            return LossOf.MEAN
+        total = self.one.numbers[_THE_LOSS].value + self.alone.numbers[_THE_LOSS].value
+        return LossOf.SUM if _is_close(self.joined.numbers[_THE_LOSS].value, total) else LossOf.NEITHER
 
     def logs(self) -> tuple[list[str], list[str]]:
         """The names of logs that aren't means, and of those that are and couldn't be if they were functions of one."""
@@ -181,6 +205,11 @@ class _Runs:
         one, alone = self.one.numbers, self.alone.numbers
         telling = [name for name in means if _differ_much(one[LOG, name], alone[LOG, name])]
         return [name for _, name in unlike], [name for name in telling if (LOG, name) not in unlike]
+
+    def _adds_up(self) -> bool:
+        if self.together is None or self.rest is None:
+            return True
+        return _add_up(self.one.numbers, self.alone.numbers, self.together.numbers, self.rest.numbers)
 
     def _repeated(self) -> _Numbers:
         return _repeated(self.one.numbers, self.alone.numbers, self.other.numbers)
@@ -220,13 +249,14 @@ class MixedSamples:
         self._checked.add((kind, stage.index))
         del self._first[stage.index]
         pair = Pair(microbatches[one.i], microbatches[i], one.received, other.received)
-        compares, clean = True, None
+        compares, clean, loss = True, None, None
         for reading in range(READINGS):
             given = self._to_run(kind, pair, reading, has_numbers=bool(one.numbers), is_last=stage.is_last)
             if not given:
                 break
             runs = self._runs(ran, run, numbers_of, given, one, other, pair.size)
             if clean is None:
+                loss = runs.loss() if runs is not None else None
                 compares = compares and runs is not None and runs.compares(pair.size)
                 clean = runs if runs is not None and not compares else None
             is_open = compares and reading + 1 < pair.readings()
@@ -234,6 +264,7 @@ class MixedSamples:
                 if compares:
                     self._found.stages.append(stage)
                 break
+        self._found.loss = loss if stage.is_last else self._found.loss
         if clean is not None and clean.joined is not None:
             logs, means = clean.logs()
             self._found.logs += logs
@@ -272,8 +303,8 @@ class MixedSamples:
             if self._peers.holds_on_any(kind, joined is None):
                 return ()
             return pair.second, None, None, joined
-        joined = joined_pair(pair) if has_numbers and pair.readings() == 1 else None
-        if has_numbers and self._peers.holds_on_any(kind, joined is None):
+        joined = joined_pair(pair) if is_last and has_numbers and pair.readings() == 1 else None
+        if is_last and has_numbers and self._peers.holds_on_any(kind, joined is None):
             joined = None
         mixed, remaining = halves
         return pair.second, mixed, remaining if has_numbers else None, joined
@@ -320,10 +351,10 @@ class MixedSamples:
 
 
 _FAILED = (
-    "The step calls other data ranks, and failed when it ran on other samples of the same batch, as it does in the"
-    " first batch to find out whether it compares samples. The others would wait for this rank: make it independent"
-    " of what a batch's samples have in common, such as an order by length, or use microbatches=1 or"
-    " data_parallel_size=1."
+    "The step calls other data ranks (itself, or in its forwards), and failed when it ran on other samples of the same"
+    " batch, as it does in the first batch to find out whether it compares samples. The others would wait for this rank:"
+    " make it independent of what a batch's samples have in common, such as an order by length, or use microbatches=1"
+    " or data_parallel_size=1."
 )
 
 

@@ -87,7 +87,7 @@ class PipelinedStep:
         remember: Takes a snapshot of what a step may change beside gradients.
         of_any: Whether a condition holds on any data rank, where forwards make collective calls over data ranks: then
             all ranks run a microbatch as often as the one that runs it most often.
-        peers: The data ranks, as far as the step itself calls them.
+        peers: The data ranks, which a step and its forwards may call.
     """
 
     def __init__(

@@ -16,8 +16,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
+from lightning_shard.layout import TENSOR_AXIS
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
 from lightning_shard.pipeline.dataflow.backward_hooks import (
     has_hooks,
@@ -245,6 +247,8 @@ class Stage:
             if isinstance(part, nn.Module):
                 hollow = [tensor for fqn, tensor in self.hollow.items() if fqn.startswith(f"{name}.")]
                 part.register_forward_pre_hook(partial(self._enter_part, hollow), prepend=True, with_kwargs=True)
+                if _is_on_tensor_axis(part):
+                    part.register_forward_pre_hook(partial(self._enter_split, name), prepend=True, with_kwargs=True)
                 part.register_forward_hook(partial(self._leave_part, name))
         # The step itself runs inside a call of root. So if the network is root, only root's third call is a second one.
         root.get_submodule(self.network).register_forward_pre_hook(
@@ -271,6 +275,10 @@ class Stage:
             raise StepError(str(late)) from None
 
     # Hooks
+
+    def _enter_split(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.is_shown and self.in_step and self._trace is not None:
+            refuse((args, kwargs), name)  # what DTensor computes of unknown values isn't marked
 
     def _enter_part(self, hollow: Sequence[Hollow], part: nn.Module, args: Any, kwargs: Any) -> None:
         if self.is_shown and self.in_step and self._trace is not None:
@@ -416,6 +424,11 @@ class Stage:
         if index in self.owned:
             return None
         return self.given.pop(index, output)  # discards what hooks return here: the received output includes it
+
+
+def _is_on_tensor_axis(part: nn.Module) -> bool:
+    names = (each.device_mesh.mesh_dim_names for each in part.parameters() if isinstance(each, DTensor))
+    return any(TENSOR_AXIS in (axes or ()) for axes in names)
 
 
 def _around_all(blocks: Sequence[str]) -> list[str]:

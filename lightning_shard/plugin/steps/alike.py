@@ -28,9 +28,9 @@ class Alike:
         self._groups = groups
         self._own_calls = own_calls
         self._has_peers = data_ranks > 1
-        self._runs_alike = forwards_call
+        self._forwards_call = self._runs_alike = forwards_call and self._has_peers
         self._begun: set[str] = set()
-        self.peers = Peers(self._holds_on_any, lambda: own_calls.made and self._has_peers)
+        self.peers = Peers(self._holds_on_any, lambda: self._has_peers and (forwards_call or own_calls.made))
 
     @property
     def is_needed(self) -> bool:
@@ -57,7 +57,9 @@ class Alike:
                 self._runs_alike |= any(self._groups.gather_over_stages(made))
 
     def _holds_on_any(self, kind: str, condition: bool) -> bool:
-        """On data ranks evaluations agree in the first batch of their kind only, and may be looked at later."""
+        """Evaluations are looked at in other batches on each data rank, unless forwards call the others."""
         if not self._has_peers:
             return condition
-        return self._groups.of_any_peer(condition) if kind == TRAIN else condition or self._own_calls.made
+        if kind == TRAIN or self._forwards_call:
+            return self._groups.of_any_peer(condition)
+        return condition or self._own_calls.made

@@ -128,12 +128,21 @@ class HeldLogs:
         return put_back
 
     def latest(self) -> dict[str, Given]:
-        """What the microbatch has logged, by name; metrics, which combine their own states, are left out."""
-        return {
-            name: Given(torch.as_tensor(value).reshape(()), size, _reduction(options) == "sum")
-            for name, (value, size, options) in self._now.items()
-            if not isinstance(value, LoggedMetric)
-        }
+        """What the microbatch has logged, by name; of a metric its value for the step, if that is logged."""
+        found = {}
+        for name, (value, size, options) in self._now.items():
+            if not isinstance(value, LoggedMetric):
+                found[name] = Given(torch.as_tensor(value).reshape(()), size, _reduction(options) == "sum")
+            elif value.of_step is not None and value.of_step.numel() == 1 and self._is_of_step(options):
+                reduce = self._reduce(value.path)
+                if reduce in (torch.mean, torch.sum):
+                    found[name] = Given(value.of_step.reshape(()), adds_up=reduce is torch.sum)
+        return found
+
+    def _is_of_step(self, options: dict[str, Any]) -> bool:
+        """Whether a log has a value for the step; by default it has one in training."""
+        on_step = options.get("on_step")
+        return bool(self._step == "training_step" if on_step is None else on_step)
 
     def trust(self, names: Iterable[str]) -> None:
         """Don't warn of logs of this step that are known to be the mean of their parts'."""
@@ -144,7 +153,12 @@ class HeldLogs:
         for name in names:
             if self._suspected.get((self._step, name), ("", 1))[1]:
                 self._suspected[self._step, name] = "", 0
-                self._warn_of_log(name, "something other than a mean over samples")
+                value = next(record.values[0] for record in self._records.values() if record.name == name)
+                if isinstance(value, LoggedMetric):
+                    text = nonlinear_logs.text_of_metric(name, adds_up=self._reduce(value.path) is torch.sum)
+                else:
+                    text = nonlinear_logs.text(name, "something other than a mean over samples")
+                self._warn_of_log(name, text)
 
     def combined(self) -> list[tuple[str, Any, dict[str, Any]]]:
         """Return ``(name, value, options)`` of each log, in the order of first calls."""
@@ -187,13 +201,13 @@ class HeldLogs:
         is_another = nonlinear_logs.is_another(function, record.values)
         self._suspected[self._step, record.name] = function, 0 if is_another else left - 1
         if is_another:
-            self._warn_of_log(record.name, function)
+            self._warn_of_log(record.name, nonlinear_logs.text(record.name, function))
 
-    def _warn_of_log(self, name: str, what: str) -> None:
+    def _warn_of_log(self, name: str, text: str) -> None:
         """Once, in whatever steps it is logged."""
         if name not in self._warned_of_logs:
             self._warned_of_logs.add(name)
-            rank_zero_warn(nonlinear_logs.text(name, what))
+            rank_zero_warn(text)
 
     def _warn_of_sum(self, name: str) -> None:
         if name not in self._warned_of_sums:
@@ -237,9 +251,7 @@ class HeldLogs:
         last = record.values[-1]
         if isinstance(last, LoggedMetric):
             of_step = [value.of_step.float() for value in record.values if value.of_step is not None]
-            metric = self._module.get_submodule(last.path)
-            reduce: Any = next((by for kind, by in _OF_AGGREGATORS.items() if isinstance(metric, kind)), torch.mean)
-            return LoggedMetric(last.path, reduce(torch.stack(of_step), 0) if of_step else None)
+            return LoggedMetric(last.path, self._reduce(last.path)(torch.stack(of_step), 0) if of_step else None)
         if len(record.values) == 1:
             return last
         values = _together(record.values, self._module.device)
@@ -252,6 +264,11 @@ class HeldLogs:
             if counted:  # with only empty parts, each has the value of an empty set, as one process would
                 mean = torch.stack(counted).sum() / sum(record.batch_sizes)
         return mean if isinstance(last, Tensor) and last.dtype == torch.float64 else mean.to(torch.float32)
+
+    def _reduce(self, path: str) -> Any:
+        """What makes a metric's value of a batch from its microbatches'."""
+        metric = self._module.get_submodule(path)
+        return next((by for kind, by in _OF_AGGREGATORS.items() if isinstance(metric, kind)), torch.mean)
 
     def _own(self, logged: LoggedMetric) -> Metric:
         metric: Any = self._module.get_submodule(logged.path)

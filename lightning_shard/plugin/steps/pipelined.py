@@ -153,8 +153,8 @@ class PipelinedSteps:
         self._uneven_lists = UnevenLists()
         self._bypassed = bypassed
         self._sums = SummedLosses(schedule.microbatches)
-        warns, runs_again = layout.data_rank == layout.tensor_rank == 0, not alike.is_needed
-        self._compared = ComparedSamples(module, self._logs, weights, _loss, runs_again=runs_again, warns=warns)
+        warns = layout.data_rank == layout.tensor_rank == 0
+        self._compared = ComparedSamples(module, self._logs, weights, _loss, warns=warns)
 
     def reset_crossings(self) -> None:
         """Forget what crosses between stages, to find it again: when other parameters train. On all stages together."""
@@ -226,11 +226,9 @@ class PipelinedSteps:
                 log_whole_backwards(self._schedule, self._step)
                 self._logs_whole_backwards = False
             self._has_trained = True
-            told = self._stages.is_last and self._means.warn()
-            if self._stages.is_last:
-                self._sums.end_step()
-            told = told or self._sums.has_warned
-            self._compared.tell(self._step.mixed.take(), len(parts), is_known=told)
+            found = self._step.mixed.take()
+            told = self._stages.is_last and any((self._means.warn(), self._sums.end_step(found.loss)))
+            self._compared.tell(found, len(parts), is_known=told)
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
             # where no hook receives the other results, only the losses are shared
             results = losses if "training_step" in self._unused_results else with_losses(results, losses)

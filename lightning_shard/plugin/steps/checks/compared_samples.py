@@ -26,7 +26,6 @@ class ComparedSamples:
 
     Args:
         loss_of: The loss of what a training step returned.
-        runs_again: Whether steps may run once more for this.
         warns: Whether this rank does.
     """
 
@@ -37,21 +36,19 @@ class ComparedSamples:
         weights: LossWeights,
         loss_of: Callable[[Any], Tensor],
         *,
-        runs_again: bool,
         warns: bool,
     ) -> None:
         self._module = module
         self._logs = logs
         self._weights = weights
         self._loss_of = loss_of
-        self._runs_again = runs_again
         self._warns = warns
         self._begun: set[tuple[Any, ...]] = set()
 
     def looks(self, method: str, args: Sequence[Any], microbatches: int) -> NumbersOf | None:
         """What takes the numbers of a step with these arguments; ``None`` if nothing is to be looked at."""
         kind = (method, *args[1:])
-        if not self._runs_again or microbatches == 1 or kind in self._begun:
+        if microbatches == 1 or kind in self._begun:
             return None
         self._begun.add(kind)
         return None if normalizes_over_samples(self._module) else self._numbers_of

@@ -100,6 +100,21 @@ def text(name: str, function: str) -> str:
     )
 
 
+def text_of_metric(name: str, *, adds_up: bool) -> str:
+    """The warning about a metric's values of steps.
+
+    Args:
+        adds_up: Whether its values are added up.
+    """
+    what, remedy = "mean", "Its value of the epoch is right: log it with on_step=False, on_epoch=True"
+    if adds_up:
+        what, remedy = "sum", "Give it sums over samples"
+    return (
+        f"self.log({name!r}, …) of a torchmetrics.Metric: with several pipeline stages its value of a step is the"
+        f" {what} of its values of the microbatches, which isn't that of the batch. {remedy}, or use {WHOLE_BATCHES}."
+    )
+
+
 def is_another(function: str, values: list[Any]) -> bool:
     """Whether the mean of microbatches' values isn't the batch's value, as a learned temperature's is. Waits for the
     device.

@@ -4,8 +4,9 @@ Microbatches are averaged, as batches are where gradients are accumulated. Of a 
 batch's. Of a sum it is one process's divided by the number of microbatches, and so are its gradients. A loss that
 balances experts isn't linear in its tokens: that of the whole batch is another one.
 
-Limits: sums are read from the autograd graph of the first steps. One that is multiplied or divided by anything on its
-way to the loss isn't taken for one, nor is one inside of a custom or compiled function.
+Whether it is a sum is known where two microbatches ran as one (``pipeline/dataflow/mixed_samples.py``). Elsewhere, as
+where random numbers are drawn, it is read from the autograd graph of the first steps. One that is multiplied or divided
+by anything on its way to the loss isn't taken for one then, nor is one inside of a custom or compiled function.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+
+from lightning_shard.pipeline.dataflow.mixed_samples import LossOf
 
 _STEPS = 2
 _NODES = 64
@@ -102,22 +105,36 @@ class SummedLosses:
     def __init__(self, microbatches: int) -> None:
         self._microbatches = microbatches
         self._left = _STEPS if microbatches > 1 else 0
-        self.has_warned = False
+        self._seems_a_sum = False
 
     def note(self, loss: Any, size: int) -> None:
-        """Look at a microbatch's loss, before its backward frees the graph; warns once."""
+        """Look at a microbatch's loss, before its backward frees the graph."""
         if self._left and isinstance(loss, Tensor) and is_sum_over_samples(loss, size):
-            self._left = 0
-            self.has_warned = True
+            self._seems_a_sum = True
+
+    def end_step(self, found: LossOf | None) -> bool:
+        """Warn once, after a batch's microbatches.
+
+        Args:
+            found: What the loss is, if that is known.
+
+        Returns:
+            Whether it has warned now.
+        """
+        if not self._left:
+            return False
+        self._left -= 1
+        is_sum = self._seems_a_sum if found in (None, LossOf.NEITHER) else found is LossOf.SUM
+        if is_sum:
             rank_zero_warn(
                 "The training loss is a sum over samples, and the microbatches of a pipeline are averaged: loss and"
                 f" gradients are 1/{self._microbatches} of those of one process that has the batch at once. Divide the"
                 " loss by the number of samples (reduction='mean'), which is the same on every layout, or use"
                 " microbatches=1."
             )
-
-    def end_step(self) -> None:
-        self._left = max(0, self._left - 1)
+        if is_sum or found is not None:
+            self._left = 0
+        return is_sum
 
 
 def warn_of_balancing(module: nn.Module, parts: int) -> None:
