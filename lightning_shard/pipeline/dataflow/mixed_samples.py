@@ -352,9 +352,9 @@ class MixedSamples:
 
 _FAILED = (
     "The step calls other data ranks (itself, or in its forwards), and failed when it ran on other samples of the same"
-    " batch, as it does in the first batch to find out whether it compares samples. The others would wait for this rank:"
-    " make it independent of what a batch's samples have in common, such as an order by length, or use microbatches=1"
-    " or data_parallel_size=1."
+    " batch, as it does in the first batch to find out whether it compares samples. The others would wait for this"
+    " rank: make it independent of what a batch's samples have in common, such as an order by length, or use"
+    " microbatches=1 or data_parallel_size=1."
 )
 
 
