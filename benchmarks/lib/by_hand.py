@@ -66,6 +66,13 @@ def _network(size: Size) -> GPT:
     return network(size).to(size.device)
 
 
+def _both_ranks(size: Size) -> DeviceMesh:
+    """Over a group as torch makes it by default: the world's, which a mesh of one axis takes, is of the strategy."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return DeviceMesh.from_group(group, size.device)
+
+
 def _whole_step(model: nn.Module, window: Tensor) -> Tensor:
     loss = loss_of(model(window[:, :-1]), window)
     loss.backward()
@@ -75,7 +82,7 @@ def _whole_step(model: nn.Module, window: Tensor) -> Tensor:
 def data(watch: Watch, size: Size, *, recomputes: bool = False, offloads: bool = False, compiles: bool = False) -> None:
     """Fully sharded over two ranks, with torch's own ways to save memory or time."""
     model = _network(size)
-    mesh = init_device_mesh(size.device, (2,))
+    mesh = _both_ranks(size)
     if recomputes:
         for number, block in enumerate(model.blocks):
             model.blocks[number] = checkpoint_wrapper(block)
@@ -191,7 +198,7 @@ class DispatchedExperts(nn.Module):
 def experts(watch: Watch, size: Size) -> None:
     """Fully sharded over two ranks but for experts, of which each rank has a half."""
     model = _network(size)
-    mesh = init_device_mesh(size.device, (2,))
+    mesh = _both_ranks(size)
     own: list[nn.Parameter] = []
     for block in model.blocks:
         block.mlp.experts = DispatchedExperts(block.mlp.experts, mesh.get_group())
