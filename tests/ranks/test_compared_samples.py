@@ -497,20 +497,21 @@ class Correlated(UndroppedMean):
         return (x.T @ x / len(x) - torch.eye(WIDTH)).square().sum()
 
 
-def said(kind: type[Module]) -> list[str]:
+def said(kind: type[Module], batch_size: int) -> list[str]:
     L.seed_everything(1, verbose=False)
-    data = TensorDataset(torch.randn(32, WIDTH), torch.randint(0, WIDTH, (32,)))
+    data = TensorDataset(torch.randn(64, WIDTH), torch.randint(0, WIDTH, (64,)))
     trainer = L.Trainer(max_epochs=1, devices=2, strategy=HybridShardStrategy(pipeline_parallel_size=2), **QUIET)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        trainer.fit(kind(), DataLoader(data, batch_size=16))
+        trainer.fit(kind(), DataLoader(data, batch_size=batch_size))
     return [text[:24] for each in found if (text := str(each.message)).startswith("The training loss ")]
 
 
-def test_whether_a_loss_is_a_sum_is_measured() -> None:
+@pytest.mark.parametrize("batch_size", [16, 4 * WIDTH])  # microbatches of the second have as many samples as features
+def test_whether_a_loss_is_a_sum_is_measured(batch_size: int) -> None:
     is_sum, compares = "The training loss is a sum over samples"[:24], "The training loss of a batch isn't"[:24]
     expected = {Scaled: [is_sum], Divided: [], Correlated: [compares]}
-    assert {kind: run_ranks(said, 2, kind, elastic=True) for kind in expected} == {
+    assert {kind: run_ranks(said, 2, kind, batch_size, elastic=True) for kind in expected} == {
         kind: [texts, []] for kind, texts in expected.items()
     }
 

@@ -41,9 +41,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp import dtensor_random
+from lightning_shard.parallel.fsdp.data_writes import data_of, watch_data
 from lightning_shard.sharding import full_tensor, local_part
 
-_DATA: Any = torch.Tensor.data
 _SET: Any = torch.Tensor.__setitem__
 _END = "_dispatch_fast_path_python_tail"
 _PLAN = "_propagate_op_sharding_dispatch_slow_path"
@@ -56,9 +56,10 @@ _REDUCING = {
 
 
 def behave_as_tensors() -> None:
-    """Patch the class DTensor, and so all DTensors of this process."""
+    """Patch the class DTensor, and so all DTensors of this process, and what ``data`` of a parameter is."""
+    watch_data()
     sharded: Any = DTensor
-    sharded.data = property(_DATA.__get__, _assign)
+    sharded.data = property(data_of, _assign)
     handlers = sharded._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = _number
     handlers[torch.ops.aten.copy_.default] = _copy

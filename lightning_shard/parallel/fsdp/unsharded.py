@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.fsdp.data_writes import show_writes
 from lightning_shard.sharding import parameter_like, share_attributes
 
 _OF: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
@@ -111,6 +112,8 @@ class UnshardedParameters:
             if not self.in_microbatches and held.requires_grad and held not in self._watched:
                 self._watched.add(held)
                 running.register_post_accumulate_grad_hook(partial(self._move_at_once, held))
+            if self.in_microbatches:
+                show_writes(running)
             put(name, running)
         self._versions = self._seen_versions()
         self.is_gathered = True

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.fsdp.data_writes import show_writes
 from lightning_shard.parallel.fsdp.units import gathered_of, groups_of, is_unit, remember_units, sharded_units
 
 
@@ -45,7 +46,8 @@ class _Watched:
             *zip(info.shared_modules, info.shared_param_names),
         ]
         self._local = parameter.sharded_param._local_tensor
-        self._version: int | None = None
+        self._gathered: Any = None
+        self._version = 0
 
     def before_gather(self) -> None:
         """Check before the all-gather for a step; take over a shard that was assigned by ``p.data = …``."""
@@ -55,17 +57,30 @@ class _Watched:
             held.reset_sharded_param()  # FSDP2 itself has still the old local tensor
             self._local = held.sharded_param._local_tensor
 
+    def after_gather(self) -> None:
+        gathered = gathered_of(self._parameter)
+        if gathered is not self._gathered:
+            self._gathered, self._version = gathered, gathered._version
+            show_writes(gathered)
+
     def after_forward(self) -> None:
         """Check after the unit's forward, before the parameter is freed; take over ``requires_grad``."""
         if not self._group.is_unsharded:
             return
         self.check_in_place()
-        sharded, gathered = self._parameter.sharded_param, gathered_of(self._parameter)
-        version, self._version = self._version, gathered._version
-        if version not in (None, self._version) or not self._is_over_gathered_memory(gathered):
-            raise StepError(self._text("was changed in place while it was unsharded (all-gathered) for a step", _LOST))
+        self.check_unchanged()
+        sharded, gathered = self._parameter.sharded_param, self._gathered
         if sharded.requires_grad != gathered.requires_grad:
             sharded.requires_grad_(gathered.requires_grad)
+
+    def check_unchanged(self) -> None:
+        """Check that the gathered parameter, if there is one, was left as it was gathered."""
+        gathered = self._gathered
+        if gathered is None:
+            return
+        is_elsewhere = self._group.is_unsharded and not self._is_over_gathered_memory(gathered)
+        if is_elsewhere or gathered._version != self._version:
+            raise StepError(self._text("was changed in place while it was unsharded (all-gathered) for a step", _LOST))
 
     def _is_over_gathered_memory(self, gathered: Any) -> bool:
         """False after ``p.data = …`` in a step: the parameter would keep that memory, and not be all-gathered again."""
@@ -113,11 +128,12 @@ def watch_parameters(root: nn.Module) -> None:
         _WATCHED[unit] = ref(own)
         # prepended: before FSDP2's hook that all-gathers, and before the one that frees
         unit.register_forward_pre_hook(check_before_gather, prepend=True)
+        unit.register_forward_pre_hook(partial(_after_gather, own))
         unit.register_forward_hook(partial(_after_forward, own), prepend=True)
     if is_unit(root):
         everything = _WatchedList(parameter for own in held.values() for parameter in own)
         _WATCHED[root] = ref(everything)
-        root.register_forward_hook(partial(_all_in_place, everything), prepend=True)
+        root.register_forward_hook(partial(_at_end, everything), prepend=True)
 
 
 def check_before_gather(called: nn.Module, *_: Any) -> None:
@@ -132,9 +148,17 @@ def check_before_gather(called: nn.Module, *_: Any) -> None:
             parameter.before_gather()
 
 
-def _all_in_place(held: Iterable[_Watched], *_: Any) -> None:
-    for parameter in held:
-        parameter.check_in_place()
+def _at_end(held: Iterable[_Watched], *_: Any) -> None:
+    with torch._C.DisableTorchFunction():
+        for parameter in held:
+            parameter.check_in_place()
+            parameter.check_unchanged()
+
+
+def _after_gather(held: Iterable[_Watched], *_: Any) -> None:
+    with torch._C.DisableTorchFunction():
+        for parameter in held:
+            parameter.after_gather()
 
 
 def _after_forward(held: Iterable[_Watched], *_: Any) -> None:

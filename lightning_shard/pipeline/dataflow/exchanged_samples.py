@@ -48,16 +48,14 @@ class Pair:
         )
 
     def is_clear(self) -> bool:
-        """Whether what was received is alike, and has a row for each sample, or is the same for all."""
+        """Whether what was received is alike, and has a place for the samples, or is the same for all."""
         return self.is_alike() and all(
-            is_number(value) or _counts_samples(key, value, self.size) or torch.equal(value, self.other_received[key])
+            is_number(value) or _places(key, value, self.size) or torch.equal(value, self.other_received[key])
             for key, value in self.received.items()
         )
 
     def readings(self) -> int:
         """In how many ways the samples may lie in what was received."""
-        if self.size < 2:
-            return 1  # it isn't cut
         return max((len(_places(key, value, self.size)) for key, value in self.received.items()), default=1) or 1
 
 
@@ -93,22 +91,27 @@ def exchanged_halves(pair: Pair, reading: int) -> tuple[Given, Given] | None:
     return (parts[0], given[0]), (parts[1], given[1])
 
 
-def joined_pair(pair: Pair) -> Given | None:
-    """One microbatch of the samples of both; ``None`` if they can't be joined."""
+def joined_pair(pair: Pair, reading: int) -> Given | None:
+    """One microbatch of the samples of both, and what was received for them; ``None`` if they can't be joined.
+
+    Args:
+        reading: Which of the ways in which the samples may lie in what was received.
+    """
     if not pair.is_clear():
         return None
     given = {}
     for key, value in pair.received.items():
-        if pair.size == 1 and torch.equal(value, pair.other_received[key]):
-            given[key] = value  # all samples may share it
+        twin = pair.other_received[key]
+        if torch.equal(value, twin) and (pair.size == 1 or value.is_floating_point()):
+            given[key] = value  # a table that all samples share, whatever its size
         elif pair.size == 1 and value.ndim <= 1:
             return None  # it may be of the sample, a mean or a sum
         elif is_number(value):
-            given[key] = (value + pair.other_received[key]) / 2
-        elif not _counts_samples(key, value, pair.size):
-            given[key] = value
+            given[key] = (value + twin) / 2
+        elif places := _places(key, value, pair.size):
+            given[key] = joined(value, twin, places[min(reading, len(places) - 1)])
         else:
-            given[key] = torch.cat([value, pair.other_received[key]])
+            given[key] = value
     try:
         return tree.joined(pair.one, pair.other, pair.size), given
     except BatchError:
@@ -117,10 +120,6 @@ def joined_pair(pair: Pair) -> Given | None:
 
 def is_number(value: Tensor) -> bool:
     return value.ndim == 0 and value.is_floating_point()
-
-
-def _counts_samples(key: Key, value: Tensor, size: int) -> bool:
-    return key[0] != "parameter" and value.ndim > 0 and value.size(0) == size
 
 
 class Place(NamedTuple):
@@ -135,6 +134,8 @@ def _places(key: Key, value: Tensor, size: int) -> list[Place]:
     if key[0] == "parameter" or not value.ndim:
         return []
     shape = tuple(value.shape)
+    if size == 1:
+        return [Place(shape, 0)] if shape[0] == 1 else []
     found = [Place(shape, dim) for dim in range(min(2, value.ndim)) if shape[dim] == size]
     several, rest = divmod(shape[0], size)
     if several > 1 and not rest:
@@ -147,3 +148,9 @@ def exchanged(tensor: Tensor, other: Tensor, place: Place) -> Tensor:
     mine, others, half = tensor.reshape(shape), other.reshape(shape), shape[dim] // 2
     both = torch.cat([others.narrow(dim, 0, half), mine.narrow(dim, half, shape[dim] - half)], dim)
     return both.reshape(tensor.shape)
+
+
+def joined(tensor: Tensor, other: Tensor, place: Place) -> Tensor:
+    shape, dim = place
+    both = torch.cat([tensor.reshape(shape), other.reshape(shape)], dim)
+    return both.flatten(0, 1) if len(shape) > tensor.ndim else both

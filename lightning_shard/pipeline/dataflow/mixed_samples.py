@@ -299,11 +299,13 @@ class MixedSamples:
         if self._peers.holds_on_any(kind, halves is None) or halves is None:
             # a run that fails would be one call less of data ranks: if the step calls these, it isn't begun
             can_join = is_last and has_numbers and pair.size == 1 and not self._peers.are_called()
-            joined = joined_pair(pair) if can_join else None
+            joined = joined_pair(pair, reading) if can_join else None
             if self._peers.holds_on_any(kind, joined is None):
                 return ()
             return pair.second, None, None, joined
-        joined = joined_pair(pair) if is_last and has_numbers and pair.readings() == 1 else None
+        # on a wrong reading it fails
+        can_join = is_last and has_numbers and (pair.readings() == 1 or not self._peers.are_called())
+        joined = joined_pair(pair, reading) if can_join else None
         if is_last and has_numbers and self._peers.holds_on_any(kind, joined is None):
             joined = None
         mixed, remaining = halves
