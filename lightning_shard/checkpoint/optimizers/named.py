@@ -8,7 +8,7 @@ the same form, so a Trainer and a plain loop can resume from each other's checkp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,13 +97,15 @@ def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str
     return tensors, rest
 
 
-def merge_stages(rests: Iterable[list[dict[str, Any]]], order: Mapping[str, int]) -> list[dict[str, Any]]:
+def merge_stages(
+    rests: Iterable[list[dict[str, Any]]], order_of: Callable[[int], Mapping[str, int]]
+) -> list[dict[str, Any]]:
     """Merge all stages' descriptions of the optimizers; each stage has the same groups, with its own parameters.
 
     Args:
         rests: Each stage's second result of :func:`flatten_optimizer_states`.
-        order: Each parameter's position in the whole module. A group that is in that order on every stage is in that
-            order in the result, too, as on one process.
+        order_of: Each parameter's position in the optimizer of a number, as one process would make it. A group that is
+            in that order on every stage is in that order in the result, too.
     """
     merged: list[dict[str, Any]] = []
     in_order: dict[tuple[int, int], bool] = {}
@@ -114,12 +116,13 @@ def merge_stages(rests: Iterable[list[dict[str, Any]]], order: Mapping[str, int]
                 merged.append({**own, "values": {}, "param_groups": groups})
             merged[index]["values"].update(own["values"])
             for number, (group, own_group) in enumerate(zip(merged[index]["param_groups"], own["param_groups"])):
+                order = order_of(index)
                 places = [order[name] for name in own_group["params"]]
                 in_order[index, number] = in_order.get((index, number), True) and places == sorted(places)
                 group["params"] = group["params"] + own_group["params"]
     for (index, number), kept in in_order.items():
         if kept:
-            merged[index]["param_groups"][number]["params"].sort(key=order.__getitem__)
+            merged[index]["param_groups"][number]["params"].sort(key=order_of(index).__getitem__)
     return merged
 
 

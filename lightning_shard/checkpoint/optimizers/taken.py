@@ -163,7 +163,7 @@ def _merged(everyone: list[tuple[tuple[int, ...], list[dict[str, Any]]]]) -> lis
             for group in optimizer["param_groups"]:
                 for name in group["params"]:
                     order.setdefault(name, len(order))
-    return merge_stages(stages, order)
+    return merge_stages(stages, lambda _: order)
 
 
 def _with_states(trainer_state: Any, described: list[dict[str, Any]]) -> dict[Any, Any]:

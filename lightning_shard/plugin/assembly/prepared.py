@@ -249,7 +249,7 @@ class PreparedStrategy(CheckpointedStrategy):
                 " pipeline_parallel_size=1."
             )
         tied = {name for tie in self._assembly.ties for name in tie.names}
-        prepare(self.optimizers, parameters, self._built, tied, self.layout, self.groups)
+        self._given = prepare(self.optimizers, parameters, self._built, tied, self.layout, self.groups)
 
     def _what_trains(self) -> list[dict[str, bool]]:
         """Which parameters train, by name, for each stage; a collective call over the pipeline."""

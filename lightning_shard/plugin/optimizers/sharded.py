@@ -31,7 +31,7 @@ def prepare(
     tied: Collection[str],
     layout: Layout,
     groups: Groups,
-) -> None:
+) -> list[dict[str, int]]:
     """Make optimizers step this rank's parameters, or refuse them; a collective call over the pipeline.
 
     Args:
@@ -39,20 +39,32 @@ def prepare(
         built: The module's parameters before sharding, if it was sharded for this run.
         tied: Names of parameters that other stages hold too.
 
+    Returns:
+        For each optimizer the positions of all stages' parameters among those that it was made with, by name.
+
     Raises:
         ConfigurationError: An optimizer holds other parameters, can't be right on the layout, or would step the copies
             of a tied parameter differently.
     """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    given = groups.gather_over_stages([_positions(optimizer, names, built) for optimizer in optimizers])
     if built is not None:
         built.replace(optimizers, parameters)
         built.refuse_gradients(parameters)
-    names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers:
         _leave_out_others(optimizer, names)
     _check_same_groups(groups.gather_over_stages(_groups_of(optimizers, names, tied)))
     for optimizer in optimizers:
         refuse(optimizer, layout)
         update_shards(optimizer)
+    return [{name: place for each in of_stages for name, place in each.items()} for of_stages in zip(*given)]
+
+
+def _positions(optimizer: torch.optim.Optimizer, names: Mapping[int, str], built: Built | None) -> dict[str, int]:
+    """Where this rank's parameters are among all stages', which an optimizer holds when it is made."""
+    listed = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    named = (names.get(id(each)) or (built.name_of(each) if built is not None else None) for each in listed)
+    return {name: place for place, name in enumerate(named) if name is not None}
 
 
 class Built:
@@ -80,7 +92,7 @@ class Built:
             if optimizer.state or hasattr(optimizer, "_params"):  # LBFGS
                 continue
             for group in optimizer.param_groups:
-                names = [self._name_of(parameter) for parameter in group["params"]]
+                names = [self.name_of(parameter) for parameter in group["params"]]
                 group["params"] = [
                     parameter if name is None else parameters[name]
                     for parameter, name in zip(group["params"], names)
@@ -94,7 +106,8 @@ class Built:
             if before is not None and before is not parameters.get(name) and before.requires_grad:
                 before.register_hook(partial(_refuse_gradient, name))
 
-    def _name_of(self, parameter: Tensor) -> str | None:
+    def name_of(self, parameter: Tensor) -> str | None:
+        """Its name, if it is one from before."""
         reference, name = self._known.get(id(parameter), (None, None))
         return name if reference is not None and reference() is parameter else None
 

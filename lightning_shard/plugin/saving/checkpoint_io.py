@@ -44,7 +44,7 @@ class Site:
     Attributes:
         mesh: The mesh of the ranks that hold this rank's stage.
         gather_over_stages: All-gathers a value over the pipeline.
-        places: Each parameter's index in the whole module.
+        order_of: Each parameter's position in the optimizer of a number, as one process would make it.
         timeout: The timeout of collective operations.
         host: All ranks, over gloo. With NCCL alone, rank 0 would have to join what all ranks wrote.
     """
@@ -53,7 +53,7 @@ class Site:
     layout: Layout
     device: torch.device
     gather_over_stages: Callable[[Any], list[Any]]
-    places: Mapping[str, int]
+    order_of: Callable[[int], Mapping[str, int]]
     timeout: timedelta | None = None
     host: Any = None
 
@@ -152,7 +152,7 @@ class ShardedCheckpointIO(CheckpointIO):
         if site is not None:
             extra = {name: value for part in site.gather_over_stages(extra) for name, value in part.items()}
             if described is not None:
-                described = merge_stages(site.gather_over_stages(described), site.places)
+                described = merge_stages(site.gather_over_stages(described), site.order_of)
         rest.pop("hparams_type", None)  # a class; the hyperparameters' values are saved as plain ones
         leave_out_of(rest)
         rest, sharded = lift(rest, "state", with_siblings=True)

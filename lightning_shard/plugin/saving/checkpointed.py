@@ -58,6 +58,8 @@ class CheckpointedStrategy(ConnectedStrategy):
         self._assembly: Assembly | None = None
         self._names: dict[int, str] = {}
         """``id(parameter)`` to name, of this rank's parameters, which are those that its optimizers hold."""
+        self._given: list[dict[str, int]] = []
+        """For each optimizer, the positions of all stages' parameters when it was made."""
         self._generators: dict[str, Tensor] | None = None
         """This rank's generator states, loaded and not restored yet."""
         self._loaded_from = ""
@@ -277,9 +279,14 @@ class CheckpointedStrategy(ConnectedStrategy):
             named = [[self._names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
             groups = [{"params": [name for name in names if name not in others]} for names in named]
             own.append({"values": {}, "param_groups": groups})
-        assert self._assembly is not None
-        merged = merge_stages(self.groups.gather_over_stages(own), self._assembly.places)
+        merged = merge_stages(self.groups.gather_over_stages(own), self._order_in_optimizer)
         return [[group["params"] for group in optimizer["param_groups"]] for optimizer in merged]
+
+    def _order_in_optimizer(self, index: int) -> Mapping[str, int]:
+        """All stages' parameters, as ``configure_optimizers`` gave them to it, and behind them those added later."""
+        assert self._assembly is not None
+        given = self._given[index] if index < len(self._given) else {}
+        return {name: len(given) + place for name, place in self._assembly.places.items()} | given
 
     def _names_of_other_stages(self) -> list[str]:
         assert self.lightning_module is not None
@@ -294,7 +301,7 @@ class CheckpointedStrategy(ConnectedStrategy):
                 layout=self.layout,
                 device=self.root_device,
                 gather_over_stages=self.groups.gather_over_stages,
-                places=self._assembly.places,
+                order_of=self._order_in_optimizer,
                 timeout=self._timeout,
                 host=self.groups.host,
             ),
