@@ -287,6 +287,15 @@ class ChangesLater(Plain):
         return super().training_step(batch, batch_idx)
 
 
+class ChangesDataLater(Plain):
+    """As momentum encoders are: in the first step they are equal to what they follow, and so aren't changed."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            self.net.last.weight.data.mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
 class AssignsLater(Plain):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == 2:
@@ -302,12 +311,13 @@ REFUSED = {
     AddsToPlain: "A plain tensor is changed in place by a sharded one",
     Lists: "Outside of steps a parameter, and its gradient, is a DTensor of which each rank has a part",
     ChangesLater: "was changed in place",
+    ChangesDataLater: "was changed in place",
     AssignsLater: "was changed in place",
     ChangesRows: "It is a copy, gathered from the ranks that hold it, so the change would be lost",
     ChangesRowsOfGradients: "It is a copy, gathered from the ranks that hold it, so the change would be lost",
 }
 #: Where the memory is the same, they are right.
-RIGHT_ON_ONE_RANK = [ChangesLater, AssignsLater, ChangesRows, ChangesRowsOfGradients]
+RIGHT_ON_ONE_RANK = [ChangesLater, ChangesDataLater, AssignsLater, ChangesRows, ChangesRowsOfGradients]
 
 
 def fit(kind: type[Plain], data_ranks: int | None, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
@@ -401,6 +411,7 @@ ON_STAGES = {
     TeachesByName: "another one holds",
     TeachesByLookup: "which stage [01] holds",
     TeachesByState: "iterates over the state_dict of net. .* which doesn't match what is whole",
+    ChangesDataLater: "was changed in place in a step, which runs once for each microbatch",
     Averages: "update_parameters .* iterates over the parameters of net",
 }
 
