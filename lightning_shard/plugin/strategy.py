@@ -171,6 +171,8 @@ class HybridShardStrategy(PreparedStrategy):
             self.checkpoint_io = checkpoint_io
         self._loss_weight = loss_weight
         self._samples: bool | None = None
+        self._loaders = 0  # of those that were asked for together, so many are processed
+        self._seed_of_evaluation = 0
         self._in_groups: list[int] | None = None  # how many parameters optimizers' groups have had, when last checked
         self._ahead: BatchesAhead | None = None
 
@@ -250,11 +252,21 @@ class HybridShardStrategy(PreparedStrategy):
             dataloader,
             data_rank=self.layout.data_rank,
             data_size=self.layout.data_parallel_size,
-            seed=self._seed,
+            seed=self._seed_of_next_loader(),
             train=trainer.training,
             batches_trained=partial(batches_trained, trainer),
+            epoch=lambda: trainer.current_epoch,
             ranks=Ranks.of(self.groups.host),
         )
+
+    def barrier(self, name: str | None = None) -> None:
+        super().barrier(name)
+        if name is not None and name.endswith("_dataloader()"):  # Lightning has asked for loaders; it processes each
+            self._loaders = 0
+
+    def _seed_of_next_loader(self) -> int:
+        number, self._loaders = self._loaders, self._loaders + 1
+        return randomness.derive(self._seed, "loader", number) if number else self._seed
 
     def _report(self, exception: BaseException) -> None:
         if self._assembly is not None and self._assembly.stages is not None and not self._assembly.stages.is_last:
@@ -367,7 +379,7 @@ class HybridShardStrategy(PreparedStrategy):
         assert self._first_checks is not None
 
         def draw(arguments: tuple[Any, ...]) -> int:
-            return randomness.derive(self._seed, method, *arguments[1:])
+            return randomness.derive(self._seed_of_evaluation, method, *arguments[1:])
 
         if args[1:2] == (0,):
             self._share_metrics()
@@ -404,6 +416,7 @@ class HybridShardStrategy(PreparedStrategy):
         module = self.lightning_module
         assert module is not None
         trainer = module.trainer
+        self._seed_of_evaluation = randomness.derive(self._seed, trainer_private.batches_started(trainer))
         loop = trainer_private.evaluating(trainer)
         trainer_private.before_end_hooks(loop, self._free_gathered)
         broadcast_statistics(module, self.groups.gradient)

@@ -287,7 +287,7 @@ def test_a_place_in_another_epoch_is_not_gone_to_but_its_seed_is_kept():
 
 def test_before_it_is_begun_a_loaded_place_is_saved_as_it_was():
     (sampler,) = samplers(lambda: ORDERS["random"](24), 1)
-    state = {"epoch": 2, "position": 10, "unit": "samples", "seed": 3}
+    state = {"epoch": 2, "pass": 0, "position": 10, "unit": "samples", "seed": 3}
     sampler.load_state_dict(state)
     assert sampler.state_dict(7) == state
 

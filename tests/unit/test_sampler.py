@@ -348,4 +348,4 @@ def test_only_a_training_loader_with_a_count_carries_its_place():
     assert not has_state(batches_trained=lambda: 0, train=False)
     assert not has_state()
     sharded = shard(DataLoader(range(8), batch_size=2), batches_trained=lambda: 1)
-    assert sharded.state_dict() == {"epoch": 0, "position": 4, "unit": "samples", "seed": 5}
+    assert sharded.state_dict() == {"epoch": 0, "pass": 0, "position": 4, "unit": "samples", "seed": 5}

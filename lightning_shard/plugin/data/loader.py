@@ -9,6 +9,7 @@ know the indices of predictions.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +37,7 @@ def shard_dataloader(
     seed: int,
     train: bool,
     batches_trained: Callable[[], int] | None = None,
+    epoch: Callable[[], int] = int,
     ranks: Ranks | None = None,
 ) -> Any:
     """A copy of the loader that reads data rank ``data_rank``'s part, of ``data_size``, of its own sampler's order.
@@ -50,6 +52,7 @@ def shard_dataloader(
             than one for evaluation.
         batches_trained: The training loop's count of this epoch's batches. With it, a training loader gets
             ``state_dict`` and ``load_state_dict``, by which Lightning saves and restores the place.
+        epoch: The present epoch, for loaders that keep their own samplers, or have none.
         ranks: All ranks. Their loaders must have equal lengths, and they end an IterableDataset together; creating the
             loader is then a collective call.
 
@@ -80,6 +83,7 @@ def shard_dataloader(
             repeats=not is_predicting,
             unit=unit,
             worker_generator=worker_generator,
+            counts_passes=train,
         )
 
     sampler = None
@@ -102,7 +106,8 @@ def shard_dataloader(
         sharded = _with_samplers(dataloader, sampler, _IndexBatchSamplerWrapper(dealt) if is_predicting else dealt)
         if train and batches_trained is not None:
             _carry_place(sharded, sampler, batches_trained)
-    _seed_fetches(sharded, worker_generator, sampler, derive(seed, "fetch", train, data_rank))
+    place = _EpochsAndPasses(epoch) if sampler is None else sampler
+    _seed_fetches(sharded, worker_generator, place, derive(seed, "fetch", train, data_rank))
     if ranks is not None:
         check_lengths(sharded, ranks)
         if isinstance(dataloader.dataset, IterableDataset) and data_size > 1:
@@ -210,7 +215,7 @@ def _with_samplers(dataloader: DataLoader, sampler: ShardedSampler, batch_sample
 
 
 def _seed_fetches(
-    dataloader: Any, worker_generator: torch.Generator, sampler: ShardedSampler | None, seed: int
+    dataloader: Any, worker_generator: torch.Generator, sampler: ShardedSampler | _EpochsAndPasses, seed: int
 ) -> None:
     """Seed what a dataset draws, in workers or in this process, equally on the ranks of one data rank."""
     dataloader.generator = worker_generator
@@ -225,15 +230,33 @@ def _keep_seeds(worker: int) -> None:
     """Does nothing: torch seeds a worker's generators from the loader's; Lightning would reseed them by global rank."""
 
 
+class _EpochsAndPasses:
+    """Counts the iterations of a loader whose sampler isn't ours; after a resume from 0, as its data begins anew."""
+
+    data_size = batch_size = 1
+    next_start = 0
+
+    def __init__(self, epoch: Callable[[], int]) -> None:
+        self._epoch = epoch
+        self._begun: Counter[int] = Counter()
+
+    @property
+    def pass_of_epoch(self) -> tuple[int, ...]:
+        epoch = self._epoch()
+        self._begun[epoch] += 1
+        return epoch, self._begun[epoch] - 1
+
+
 class _SeededFetches:
     """The batches of a loader without workers, each made under generators that are seeded by its place in the data."""
 
-    def __init__(self, batches: Iterator[Any], sampler: ShardedSampler | None, seed: int) -> None:
+    def __init__(self, batches: Iterator[Any], sampler: ShardedSampler | _EpochsAndPasses, seed: int) -> None:
         self._batches = batches
         self._sampler = sampler
         self._seed = seed
         self._count = 0
         self._first = 0
+        self._pass: tuple[int, ...] = ()
 
     def __iter__(self) -> _SeededFetches:
         return self
@@ -244,13 +267,11 @@ class _SeededFetches:
         self._count += 1
         return batch
 
-    def _place(self) -> tuple[int, int]:
-        if self._sampler is None:
-            return 0, self._count
+    def _place(self) -> tuple[int, ...]:
         if self._count == 0:
             # not in __init__: Lightning creates the first iterator before it sets the epoch
-            self._first = self._sampler.next_start
-        return self._sampler.epoch, self._first + self._count * self._sampler.data_size * self._sampler.batch_size
+            self._first, self._pass = self._sampler.next_start, self._sampler.pass_of_epoch
+        return *self._pass, self._first + self._count * self._sampler.data_size * self._sampler.batch_size
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)

@@ -49,6 +49,7 @@ class ShardedSampler(Sampler[Any]):
             smaller. If false, as for predictions, positions repeat only where a rank would lack a batch.
         unit: What a position is, "samples" or "batches".
         worker_generator: Reseeded for every epoch; the seeds of the DataLoader's workers are drawn from it.
+        counts_passes: Begin another order where an epoch iterates it again, as beside a longer loader.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ShardedSampler(Sampler[Any]):
         repeats: bool = True,
         unit: str = "samples",
         worker_generator: torch.Generator | None = None,
+        counts_passes: bool = False,
     ) -> None:
         self.order = order
         self.data_rank = data_rank
@@ -73,12 +75,15 @@ class ShardedSampler(Sampler[Any]):
         self.repeats = repeats
         self.unit = unit
         self.worker_generator = worker_generator
+        self.counts_passes = counts_passes
         self.epoch = 0
         # the position at which this epoch was begun or resumed
         self._start = 0
         # the position at which the next iteration begins. A loader that is shorter than others beside it is iterated
         # several times in an epoch, from the second time on from 0
         self._next_start = 0
+        # how many times it was iterated to its end in this epoch, and by then when the epoch was begun or resumed
+        self._passes = self._passes_before = 0
         # the training loop's batch count at `_start`; None between loading a state and beginning from it
         self._batches_before: int | None = 0
         self.set_epoch(0)
@@ -91,7 +96,7 @@ class ShardedSampler(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of this epoch; if it is the current epoch, keep the place in it."""
         if epoch != self.epoch:
-            self._start = self._next_start = self._batches_before = 0
+            self._start = self._next_start = self._batches_before = self._passes = self._passes_before = 0
         self.epoch = epoch
         for part in self._user_samplers():
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -113,6 +118,7 @@ class ShardedSampler(Sampler[Any]):
             yield dealt[self.data_rank]
             taken += 1
         self._next_start = 0
+        self._passes += self.counts_passes
 
     def __len__(self) -> int:
         """Positions of a whole epoch on this rank, even if a part of it was done before a resume.
@@ -134,7 +140,7 @@ class ShardedSampler(Sampler[Any]):
 
     def _positions(self) -> Iterator[Any]:
         """Yield the epoch's global order from its start; generators that others use are restored."""
-        seed = randomness.derive(self.seed, "order", self.epoch)
+        seed = randomness.derive(self.seed, "order", *self.pass_of_epoch)
         own = [
             g for part in self._user_samplers() if isinstance(g := getattr(part, "generator", None), torch.Generator)
         ]
@@ -178,22 +184,31 @@ class ShardedSampler(Sampler[Any]):
         """The global position at which the next iteration begins."""
         return self._next_start
 
+    @property
+    def pass_of_epoch(self) -> tuple[int, ...]:
+        """The epoch, and which of its passes over the data the next iteration is, if it isn't the first."""
+        return (self.epoch, self._passes) if self._passes else (self.epoch,)
+
     def position(self, batches: int) -> int:
         """The global position after training on ``batches`` batches of this epoch, as the training loop counts them.
 
         Not the number of batches handed out, since workers and fetchers run ahead of training.
         """
+        return self._pass_and_position(batches)[1]
+
+    def _pass_and_position(self, batches: int) -> tuple[int, int]:
         if self._batches_before is None:
-            return self._start
+            return self._passes_before, self._start
         done = batches - self._batches_before
         per_batch = self.data_size * self.batch_size
         if (length := self._order_length()) is None:
-            return self._start + done * per_batch
+            return self._passes_before, self._start + done * per_batch
         first_pass = self._batches(length - self._start)
         whole_pass = self._batches(length)
         if done > first_pass and whole_pass:
-            return min((done - first_pass) % whole_pass * per_batch, length)
-        return min(self._start + done * per_batch, length)
+            passes, rest = divmod(done - first_pass, whole_pass)
+            return self._passes_before + 1 + passes, min(rest * per_batch, length)
+        return self._passes_before, min(self._start + done * per_batch, length)
 
     def batches_until(self, position: int) -> int:
         """How many batches of an epoch on this layout come before ``position``.
@@ -206,7 +221,8 @@ class ShardedSampler(Sampler[Any]):
 
     def state_dict(self, batches: int) -> dict[str, Any]:
         """The place after ``batches`` batches of this epoch; equal on all ranks."""
-        return {"epoch": self.epoch, "position": self.position(batches), "unit": self.unit, "seed": self.seed}
+        passes, position = self._pass_and_position(batches)
+        return {"epoch": self.epoch, "pass": passes, "position": position, "unit": self.unit, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a place saved on any layout, in the order of the seed it was saved with; call :meth:`begin` next.
@@ -222,20 +238,22 @@ class ShardedSampler(Sampler[Any]):
         self.seed = state["seed"]
         self.set_epoch(state["epoch"])
         self._start = self._next_start = state["position"]
+        self._passes = self._passes_before = state.get("pass", 0)
         self._batches_before = None
         self._seed_workers()
 
     def skip(self, epoch: int, batches: int) -> None:
         """Go to the place after ``batches`` batches of an epoch on this layout; call :meth:`begin` next."""
         self.set_epoch(epoch)
-        self._start = self._batches_before = 0
-        self.start = self.position(batches)
+        self._start = self._batches_before = self._passes_before = 0
+        passes, self.start = self._pass_and_position(batches)
+        self._passes = self._passes_before = passes
 
     def begin(self, epoch: int, batches: int) -> None:
         """Begin ``epoch`` at the loaded place if it is in it, else at 0. The loop has counted ``batches`` so far."""
         is_same = epoch == self.epoch
         self.set_epoch(epoch)
-        self._next_start = self._start
+        self._next_start, self._passes = self._start, self._passes_before
         self._batches_before = batches if is_same else 0
         self._seed_workers()
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -95,7 +94,7 @@ class ConnectedStrategy(ModelParallelStrategy):
             for mesh in filter(None, (self._device_mesh, self._expert_mesh)):
                 set_timeout(mesh, self._rendezvous().timeout)
             self._groups = Groups.make(self.layout, self._device_mesh, self._timeout, both_ways=self._sends_both_ways)
-            self._seed = randomness.agree(self.broadcast)
+        self._seed = randomness.agree(self.broadcast)
         if self.world_size > 1 and self._watch is None:
             self._watch = FailureWatch(self._rendezvous())
         self.lightning_module._device_mesh = self._device_mesh
@@ -105,9 +104,11 @@ class ConnectedStrategy(ModelParallelStrategy):
         trainer_private.drop_repeated_predictions(trainer)
 
     def _setup_distributed(self) -> None:
-        """As the parent's method, but with a store whose keys belong to this round of torchrun."""
+        """As the parent's method, but with a store whose keys belong to this round of torchrun.
+
+        The generators aren't reset to the seed of ``seed_everything``: one process's go on from run to run.
+        """
         assert self.cluster_environment is not None
-        reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         if dist.is_initialized():

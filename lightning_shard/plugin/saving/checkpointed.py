@@ -154,10 +154,11 @@ class CheckpointedStrategy(ConnectedStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._loaded_from = as_path(self.broadcast(checkpoint_path))
         loaded = self.checkpoint_io.open_checkpoint(self._loaded_from, together=True)
-        self._seed = loaded.get("lightning_shard", {}).get("seed", self._seed)
-        self._generators = loaded.pop("rank_state", None)
         module = self.lightning_module
         assert module is not None
+        if module.trainer.state.fn == TrainerFn.FITTING:  # an evaluation isn't resumed
+            self._seed = loaded.get("lightning_shard", {}).get("seed", self._seed)
+        self._generators = loaded.pop("rank_state", None)
         own = module.state_dict(keep_vars=True)
         elsewhere = set(self._names_of_other_stages()) - own.keys()
         live = {name: value for name, value in own.items() if isinstance(value, Tensor)}

@@ -9,7 +9,6 @@ each with its own seed, since stages would draw different amounts from them.
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,16 +27,15 @@ OwnGenerator = torch.Generator | np.random.Generator | np.random.RandomState | r
 
 
 def agree(broadcast: Callable[[int], int]) -> int:
-    """The run's seed, equal on every rank: that of ``seed_everything``, else rank 0's initial seed.
+    """The seed of a run (a fit or an evaluation), equal on every rank; a collective call.
 
-    Without ``seed_everything`` the processes' global generators differ. Then all are seeded with it, since ranks that
-    read the same batch must also draw the same augmentations.
+    It is drawn from rank 0's generator, and so decided by ``seed_everything`` and another one in each run of a process,
+    as one process's numbers are. All ranks' generators are seeded with it: without ``seed_everything`` they differ, and
+    ranks that read the same batch must also draw the same augmentations.
     """
-    chosen = os.environ.get("PL_GLOBAL_SEED")
-    seed = broadcast(int(chosen) if chosen is not None else torch.initial_seed() % 2**63)
-    if chosen is None:
-        torch.manual_seed(seed)  # also of devices that aren't initialized yet
-        seed_all(seed)
+    seed = broadcast(int(torch.randint(2**63 - 1, ())))
+    torch.manual_seed(seed)  # also of devices that aren't initialized yet
+    seed_all(seed)
     return seed
 
 
