@@ -82,6 +82,7 @@ class AsyncSaver:
         storage_options: dict[str, Any] | None = None,
         fsync: bool = True,
         digests: bool = True,
+        own_disks: bool = False,
         afterwards: Callable[[Ranks], None] | None = None,
     ) -> None:
         """Copy the tensors, and write them in the background. Changes after this returns don't affect the save.
@@ -105,7 +106,7 @@ class AsyncSaver:
             self.drain()
             if waits and ranks.first:
                 self._say_that_it_waits()
-            order = Order(absolute(path), dict(storage_options or {}), plain(layout), fsync, digests)
+            order = Order(absolute(path), dict(storage_options or {}), plain(layout), fsync, digests, own_disks)
             part = plan_part(
                 state,
                 optimizer=optimizer,

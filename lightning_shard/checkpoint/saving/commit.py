@@ -44,7 +44,14 @@ def look_before_saving(store: Store) -> Earlier:
     return look(store)
 
 
-def check_files(store: Store, by_host: Mapping[str, Iterable[FileEntry]], own_host: str, began_s: float) -> None:
+def check_files(
+    store: Store,
+    by_host: Mapping[str, Iterable[FileEntry]],
+    own_host: str,
+    began_s: float,
+    *,
+    own_disks: bool = False,
+) -> None:
     """Check that all files that the manifest will name exist and have their sizes, just before the commit.
 
     Each rank has checked its own files. On a disk the first rank checks all of them again, which takes microseconds. In
@@ -53,9 +60,10 @@ def check_files(store: Store, by_host: Mapping[str, Iterable[FileEntry]], own_ho
 
     Args:
         began_s: When the save began, by ``time.monotonic()``.
+        own_disks: Whether hosts may have disks of their own.
 
     Raises:
-        CheckpointError: A file is missing or has another size.
+        CheckpointError: A file is missing or has another size; or a host has a disk of its own, and may not.
     """
     if store.is_remote and time.monotonic() - began_s < LEFTOVER_AGE_S / 2:
         return
@@ -64,7 +72,10 @@ def check_files(store: Store, by_host: Mapping[str, Iterable[FileEntry]], own_ho
             entries = list(files)
             looks = (pool.map if pool else map)(partial(_fault, store), entries)
             lost = [fault for fault in looks if fault]
-            if lost and (host == own_host or len(lost) < len(entries)):
+            if lost and host != own_host and len(lost) == len(entries):
+                if not own_disks:
+                    raise CheckpointError(_on_own_disk(store, host, own_host))
+            elif lost:
                 raise CheckpointError(_lost(store, lost))
 
 
@@ -92,6 +103,15 @@ def _lost(store: Store, lost: list[str]) -> str:
         f"{store.root}: files that were just written are missing or have another size ({', '.join(lost[:3])}{more}):"
         " another program may be removing files there. Nothing has been committed, and an earlier checkpoint is as it"
         " was."
+    )
+
+
+def _on_own_disk(store: Store, host: str, own_host: str) -> str:
+    return (
+        f"{store.root}: none of the files that {host} has just written is there on {own_host}: it is a disk of each"
+        " machine's own, and no machine could load what is saved so. Save to a path that all machines see; a disk of"
+        " each one's own may be ShardedCheckpointIO's local= folder, from which saves are carried to such a path."
+        " Nothing has been committed, and an earlier checkpoint is as it was."
     )
 
 

@@ -83,6 +83,7 @@ def save(
     storage_options: dict[str, Any] | None = None,
     fsync: bool = True,
     digests: bool = True,
+    own_disks: bool = False,
 ) -> SaveReport:
     """Write a checkpoint. With a process group, a collective call: each rank writes its part.
 
@@ -109,6 +110,8 @@ def save(
         storage_options: For fsspec.
         fsync: Survive a crash of the machine; False for scratch.
         digests: Record a 128-bit hash of every block, so that a load detects damage.
+        own_disks: Machines may have disks of their own at ``path``, each with its ranks' files. Such a checkpoint can't
+            be loaded before it is carried to a place that all see. Else it is refused.
 
     Raises:
         UnsupportedStateError: The format can't hold a value; the error names its key.
@@ -119,7 +122,7 @@ def save(
         RankFailure: A rank ended, was stopped or hangs, and the process group's timeout has expired.
     """
     ranks = Ranks.of(group)
-    order = Order(os.fspath(path), storage_options, layout, fsync, digests)
+    order = Order(os.fspath(path), storage_options, layout, fsync, digests, own_disks)
     optimizer, trainer_state = take_apart(optimizer, state, trainer_state, mesh, ranks)
 
     def plan() -> RankPart:
@@ -145,6 +148,7 @@ class Order:
     layout: Any
     fsync: bool
     digests: bool
+    own_disks: bool = False
 
 
 def write_together(order: Order, ranks: Ranks, plan: Callable[[], RankPart]) -> SaveReport:
@@ -237,7 +241,8 @@ class _Saving:
         assert self._merged is not None
         attempt, digests = self._part.attempt, self._order.digests
         manifest = self._merged.manifest(attempt=attempt, layout=self._layout, writer=WRITER, digests=digests)
-        check_files(self._store, self._merged.files_by_host, self._host, self._began_s)
+        own_disks = self._order.own_disks
+        check_files(self._store, self._merged.files_by_host, self._host, self._began_s, own_disks=own_disks)
         try:
             commit(self._store, manifest, self._earlier, durable=self._order.fsync)
         except BaseException as error:

@@ -171,6 +171,7 @@ class ShardedCheckpointIO(CheckpointIO):
             "storage_options": {**self._storage_options, **(storage_options or {})},
             "fsync": self._fsync,
             "digests": self._digests,
+            "own_disks": self.local is not None,
         }
         path = absolute(path)
         first, carry = path, None

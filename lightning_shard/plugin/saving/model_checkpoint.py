@@ -48,7 +48,6 @@ from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.catalog import commits, is_file, names_in
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.store import as_path, open_filesystem
-from lightning_shard.checkpoint.tiers import LocalTier
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.saving.checkpoint_io import SEVERAL_RANKS, ShardedCheckpointIO
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
@@ -98,8 +97,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             raise ConfigurationError(SEVERAL_RANKS)  # here, so that every rank raises, not only the one that saves
         self.dirpath = dirpath = trainer.strategy.broadcast(_normalised(self.__resolve_ckpt_dir(trainer)))
         self._refuse_remote_link()
-        if io.local is not None and self._last_is_resumed_from:
-            self._check_that_all_found_last(io.local)
+        if self._last_is_resumed_from:
+            self._check_that_all_found_last(io)
         self._fs, _ = open_filesystem(dirpath, io.storage_options)
         if stage == TrainerFn.FITTING:
             _on_first_rank(trainer, lambda: self._tell_if_not_empty(dirpath, io))
@@ -207,15 +206,21 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         committed, name = found
         return {_FoundPath(posixpath.join(dirpath, name), committed)}
 
-    def _check_that_all_found_last(self, local: LocalTier) -> None:
-        """Refuse a last checkpoint on some machines' local disks only: ranks that don't find it wouldn't resume."""
+    def _check_that_all_found_last(self, io: ShardedCheckpointIO) -> None:
+        """Refuse a last checkpoint that some ranks only see: the others would begin anew, and all would wait."""
         found, missed = Ranks.of().any(self._finds_last, not self._finds_last)
-        if found and missed:
+        if not (found and missed):
+            return
+        if io.local is not None:
             raise ConfigurationError(
-                f'ckpt_path="last" finds a checkpoint on the local disks of some machines only ({local.root}), and none'
-                f" in {self.dirpath}: the run ended before its first one was carried there, and a machine has gone"
+                f'ckpt_path="last" finds a checkpoint on the local disks of some machines only ({io.local.root}), and'
+                f" none in {self.dirpath}: the run ended before its first one was carried there, and a machine has gone"
                 " since. To begin anew, remove that folder on all machines."
             )
+        raise ConfigurationError(
+            f'ckpt_path="last" finds a checkpoint in {self.dirpath} on some ranks only: each machine has a folder of'
+            " its own there (use one that all see), or it was still being written when they looked (start again)."
+        )
 
     @property
     def last_is_resumed_from(self) -> bool:
