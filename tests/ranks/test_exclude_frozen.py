@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -299,3 +300,23 @@ def test_contents_differ_where_tensors_do(tmp_path: Path, dtype: torch.dtype) ->
     assert len({found["a"], found["other"], found["swapped"]}) == 3
     checkpoint.save(state, tmp_path / "c")
     assert {name: content_of_stored(stored) for name, stored in checkpoint.read(tmp_path / "c").items()} == found
+
+
+def average(name: str, steps: int, folder: str, resume: str | None) -> list[float]:
+    """Lightning's average is of frozen parameters too, and is what such a checkpoint has as the module's state."""
+    strategy = HybridShardStrategy(**LAYOUTS[name], checkpoint_io=ShardedCheckpointIO(fsync=False, exclude_frozen=True))
+    module = Adapted()
+    keeps = ModelCheckpoint(folder, f"{name}-{{step}}", every_n_train_steps=SAVED, save_top_k=-1)
+    options = {**QUIET, "enable_checkpointing": True, "callbacks": [WeightAveraging(), keeps]}
+    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=steps, **options)
+    trainer.fit(module, loader(GLOBAL_BATCH // LAYOUTS[name]["data_parallel_size"]), ckpt_path=resume)
+    return module.losses
+
+
+@pytest.mark.parametrize(("name", "other"), [("dp2", "pp2"), ("pp2", "dp2")])
+def test_averages_of_partly_frozen_networks_go_on(name: str, other: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    whole = run_ranks(average, 2, other, TRAINED + 1, folder, None, elastic=True)[0]
+    run_ranks(average, 2, name, SAVED, folder, None, elastic=True)
+    resumed = run_ranks(average, 2, other, TRAINED, folder, f"{folder}/{name}-step={SAVED}.ckpt", elastic=True)[0]
+    assert resumed == pytest.approx(whole[SAVED:TRAINED], rel=1e-5)

@@ -170,6 +170,8 @@ class CheckpointedStrategy(ConnectedStrategy):
             return found
 
         load_together(pairs)
+        if "current_model_state" in loaded:  # the other one is an average, of frozen parameters too
+            _complete_average(loaded)
         reopen_epoch(loaded.get("loops", {}).get("fit_loop", {}))
         self._gave_lazy = edits_checkpoints(module)
         if self._gave_lazy:
@@ -311,3 +313,12 @@ class CheckpointedStrategy(ConnectedStrategy):
         self._left_out = None
         if self.checkpoint_io.exclude_frozen:
             self._frozen()
+
+
+def _complete_average(loaded: dict[str, Any]) -> None:
+    """Give the average of a module's state the frozen parameters that were left out of it, from the module's own."""
+    average, module = loaded["state_dict"], loaded["current_model_state"]
+    if (excluded := excluded_of(loaded, average)) is not None:
+        names = (name for name in excluded["tensors"] if name in module)  # others are other stages'
+        loaded["state_dict"] = {name: module[name] for name in names} | dict(average)
+        loaded["lightning_shard"] = {key: each for key, each in loaded["lightning_shard"].items() if key != "excluded"}
