@@ -16,6 +16,7 @@ from lightning_shard.plugin.steps.checks.summed_losses import SummedLosses, is_s
 
 SAMPLES = 6
 TARGETS = torch.arange(SAMPLES) % 3
+WEIGHTS = nn.Parameter(torch.ones(SAMPLES, 3))
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,7 @@ def test_sums_over_samples_are_seen(loss_of: Callable[[Tensor], Tensor]) -> None
         lambda x: x.repeat(1, 2).square().mean(0).sum(),  # over as many features as samples
         lambda x: (x.repeat(1, 4).mean(-2) * 2).exp().sum(),
         lambda x: F.kl_div(x, x.detach(), reduction="batchmean"),
+        lambda x: x.mean() + (1e-3 * WEIGHTS.abs()).sum() + WEIGHTS.sigmoid().square().sum(),
     ],
 )
 def test_means_and_scaled_sums_are_not(loss_of: Callable[[Tensor], Tensor]) -> None:

@@ -97,6 +97,6 @@ def _numbered(index: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor
 
 def _forget_place_in_data(content: dict[str, Any]) -> None:
     loops = content.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    loaders = [state for state in loops.get("combined_loader", []) if set(state) != _DATA_PLACE]
+    loaders = [state for state in loops.get("combined_loader", []) if not _DATA_PLACE.issubset(state)]
     if "combined_loader" in loops:
         loops["combined_loader"] = loaders

@@ -75,8 +75,8 @@ def exchanged_halves(pair: Pair, reading: int) -> tuple[Given, Given] | None:
         twin = pair.other_received[key]
         if is_number(value):
             both = (value + twin) / 2, (value + twin) / 2  # right for means; the stage that sends it checks that
-        elif places := _places(key, value, size):
-            place = places[min(reading, len(places) - 1)]
+        elif found := _places(key, value, size):
+            place = found[min(reading, len(found) - 1)]
             both = exchanged(value, twin, place), exchanged(twin, value, place)
         elif torch.equal(value, twin):
             both = value, twin
@@ -108,8 +108,8 @@ def joined_pair(pair: Pair, reading: int) -> Given | None:
             return None  # it may be of the sample, a mean or a sum
         elif is_number(value):
             given[key] = (value + twin) / 2
-        elif places := _places(key, value, pair.size):
-            given[key] = joined(value, twin, places[min(reading, len(places) - 1)])
+        elif found := _places(key, value, pair.size):
+            given[key] = joined(value, twin, found[min(reading, len(found) - 1)])
         else:
             given[key] = value
     try:
@@ -130,13 +130,15 @@ class Place(NamedTuple):
 
 
 def _places(key: Key, value: Tensor, size: int) -> list[Place]:
-    """Where so many samples may lie in a received tensor, the most likely first."""
-    if key[0] == "parameter" or not value.ndim:
+    return [] if key[0] == "parameter" else places(tuple(value.shape), size)
+
+
+def places(shape: tuple[int, ...], size: int) -> list[Place]:
+    """Where so many samples may lie in a tensor of this shape, the most likely first."""
+    if not shape:
         return []
-    shape = tuple(value.shape)
-    if size == 1:
-        return [Place(shape, 0)] if shape[0] == 1 else []
-    found = [Place(shape, dim) for dim in range(min(2, value.ndim)) if shape[dim] == size]
+    dims = (0,) if size == 1 else range(min(2, len(shape)))
+    found = [Place(shape, dim) for dim in dims if shape[dim] == size]
     several, rest = divmod(shape[0], size)
     if several > 1 and not rest:
         found += [Place((size, several, *shape[1:]), 0), Place((several, size, *shape[1:]), 1)]

@@ -35,11 +35,11 @@ from lightning_shard.pipeline.dataflow.exchanged_samples import (
     READINGS,
     Given,
     Pair,
-    Place,
     exchanged,
     exchanged_halves,
     is_number,
     joined_pair,
+    places,
 )
 from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.search import Memory, Ran, rerun
@@ -249,21 +249,22 @@ class MixedSamples:
         self._checked.add((kind, stage.index))
         del self._first[stage.index]
         pair = Pair(microbatches[one.i], microbatches[i], one.received, other.received)
-        compares, clean, loss = True, None, None
+        verdicts: list[bool | None] = []
+        clean, loss = None, None
         for reading in range(READINGS):
             given = self._to_run(kind, pair, reading, has_numbers=bool(one.numbers), is_last=stage.is_last)
             if not given:
                 break
             runs = self._runs(ran, run, numbers_of, given, one, other, pair.size)
-            if clean is None:
-                loss = runs.loss() if runs is not None else None
-                compares = compares and runs is not None and runs.compares(pair.size)
-                clean = runs if runs is not None and not compares else None
-            is_open = compares and reading + 1 < pair.readings()
+            if clean is None and runs is not None:
+                loss = runs.loss() or loss
+                verdicts.append(runs.compares(pair.size))
+                clean = None if verdicts[-1] else runs
+            is_open = clean is None and reading + 1 < pair.readings()
             if not self._peers.holds_on_any(kind, is_open):
-                if compares:
-                    self._found.stages.append(stage)
                 break
+        if verdicts and clean is None:
+            self._found.stages.append(stage)
         self._found.loss = loss if stage.is_last else self._found.loss
         if clean is not None and clean.joined is not None:
             logs, means = clean.logs()
@@ -417,16 +418,16 @@ def _is_close(one: Tensor, other: Tensor, share: float = 1.0) -> bool:
 def _has_rows(together: Tensor, one: Tensor, alone: Tensor, size: int) -> bool:
     """Whether a stage's output is the first run's, with half of the samples of the other's.
 
-    Of an output of which several dimensions have that size any may count them: a recurrent layer's states have them
-    second.
+    Of an output in which they may lie in several places any may be right: a recurrent layer's states have them second.
+    A vector may be of features.
     """
-    if not together.is_floating_point() or not together.ndim or together.size(0) != size:
-        return True
-    if not one.shape == alone.shape == together.shape:
+    if not together.is_floating_point() or not one.shape == alone.shape == together.shape:
         return True
     shape = tuple(together.shape)
-    places = [Place(shape, dim) for dim in range(together.ndim) if shape[dim] == size]
-    return any(_are_same(together, exchanged(one, alone, place)) for place in places)
+    if len(shape) == 1 and shape[0] != size:
+        return True
+    found = places(shape, size)
+    return not found or any(_are_same(together, exchanged(one, alone, place)) for place in found)
 
 
 def _are_same(found: Tensor, expected: Tensor) -> bool:

@@ -27,7 +27,7 @@ from lightning_shard.checkpoint.store import LocalStore, absolute, as_path, forg
 from lightning_shard.checkpoint.tiers import LocalTier
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
-from lightning_shard.plugin.saving.hyperparameters import leave_out_of
+from lightning_shard.plugin.saving.hyperparameters import leave_out_of, name_types
 from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE, weights_alone
 from lightning_shard.plugin.steps import randomness
 
@@ -153,7 +153,7 @@ class ShardedCheckpointIO(CheckpointIO):
             extra = {name: value for part in site.gather_over_stages(extra) for name, value in part.items()}
             if described is not None:
                 described = merge_stages(site.gather_over_stages(described), site.order_of)
-        rest.pop("hparams_type", None)  # a class; the hyperparameters' values are saved as plain ones
+        name_types(rest)
         leave_out_of(rest)
         rest, sharded = lift(rest, "state", with_siblings=True)
         if site is not None:

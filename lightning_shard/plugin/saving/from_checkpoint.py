@@ -82,11 +82,13 @@ def _read_ours(path: str | os.PathLike[str], map_location: Any) -> dict[str, Any
 
     from lightning_shard.errors import CheckpointNotFoundError
     from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
+    from lightning_shard.plugin.saving.hyperparameters import find_types
 
     try:
         loaded = ShardedCheckpointIO().load_checkpoint(path)
     except CheckpointNotFoundError:
         return None
+    find_types(loaded)
     if isinstance(map_location, (str, torch.device)):
         state = loaded["state_dict"]
         loaded["state_dict"] = {k: v.to(map_location) if isinstance(v, Tensor) else v for k, v in state.items()}

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.errors import UnsupportedStateError
 
+_TYPES = (pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE, pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE)
 _KEYS = (pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
 
 
@@ -28,6 +29,22 @@ def leave_out_of(checkpoint: dict[str, Any]) -> None:
             checkpoint[key] = {name: value for name, value in kept.items() if name not in unstorable}
         for name, reason in unstorable.items():
             rank_zero_warn(_text(name, "save_hyperparameters()", reason))
+
+
+def name_types(checkpoint: dict[str, Any]) -> None:
+    """Replace the class of omegaconf's configs, which Lightning saves beside their values, by its name."""
+    for key in _TYPES:
+        if isinstance(kind := checkpoint.get(key), type):
+            checkpoint[key] = kind.__name__
+
+
+def find_types(checkpoint: dict[str, Any]) -> None:
+    """Replace these names by the classes, which ``load_from_checkpoint`` makes of the values."""
+    for key in _TYPES:
+        if checkpoint.get(key) == "DictConfig":
+            from omegaconf import DictConfig
+
+            checkpoint[key] = DictConfig
 
 
 def unstorable_in(kept: dict[str, Any]) -> dict[str, UnsupportedStateError]:

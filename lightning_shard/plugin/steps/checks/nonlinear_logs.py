@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_shard import tree
 from lightning_shard.errors import WHOLE_BATCHES
 from lightning_shard.pipeline.dataflow.trace import observing
 
@@ -37,6 +38,7 @@ _KEEP_SUMS = {
     *("detach", "clone", "squeeze", "reshape", "view", "add", "__add__", "__radd__"),
 }
 _NOTED = "_lightning_shard_function"
+_OF_PARAMETERS = "_lightning_shard_of_parameters"
 _JOINED = "_lightning_shard_joined"
 """Set on stacks of numbers, such as the losses of several tasks, and what is computed of each."""
 
@@ -54,12 +56,16 @@ def _note(samples: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     if type(result) is not Tensor:
         return
     name = getattr(func, "__name__", "")
+    given = tree.tensors(args)
+    if given and all(isinstance(each, nn.Parameter) or getattr(each, _OF_PARAMETERS, False) is True for each in given):
+        setattr(result, _OF_PARAMETERS, True)  # the same in all microbatches
+        return
     if result.ndim:
         if name == "stack" or any(_is_joined(each) and each.shape == result.shape for each in args):
             setattr(result, _JOINED, True)
         return
     scalars = [each for each in args if isinstance(each, Tensor) and each.ndim == 0]
-    if name in _NONLINEAR and not all(isinstance(each, nn.Parameter) for each in scalars):
+    if name in _NONLINEAR:
         noted: str | None = f"{name.strip('_')} of a number"
     elif name in _OF_MANY and not scalars:
         noted = f"{name} over the values"

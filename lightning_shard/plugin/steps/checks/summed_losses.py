@@ -25,6 +25,7 @@ _SUM = 2
 """How autograd nodes store ``reduction="sum"``."""
 _OF_EACH = ("Mul", "Div", "Add", "Sub", "Neg", "Exp", "Alias")
 """Operations on each of several losses."""
+_OF_WEIGHTS = ("Abs", "Pow", "Sqrt", "Sigmoid", "Tanh", "Relu", "Softplus", "Log", "Softmax", "LogSoftmax")
 _UNCHANGED = ("Add", "Clone", "Alias", "View", "UnsafeView", "Squeeze", "Unsqueeze", "ToCopy")
 """Operations that leave a sum a sum."""
 
@@ -48,7 +49,7 @@ def is_sum_over_samples(loss: Tensor, size: int) -> bool:
         if kind == "Sum":
             sizes = getattr(node, "_saved_self_sym_sizes", None) or (0,)
             may_count = len(sizes) and math.prod(sizes) > 1 and sizes[0] and sizes[0] % size == 0
-            if may_count and not _joins(following) and not _are_means(following, size):
+            if may_count and not (_joins(following) or _are_means(following, size) or _are_of_parameters(following)):
                 return True
         elif getattr(node, "_saved_reduction", None) == _SUM:
             return True
@@ -89,6 +90,26 @@ def _are_means(following: list[Any], size: int) -> bool:
                 return False
             found = True
         elif kind in (*_OF_EACH, *_UNCHANGED, "Pow", "Sqrt", "Abs"):
+            pending += [before for before, _ in node.next_functions if before is not None]
+        else:
+            return False
+    return False
+
+
+def _are_of_parameters(following: list[Any]) -> bool:
+    """Whether all that is added up is computed of parameters alone, each element by itself, as a penalty on weights."""
+    pending = [node for node in following if node is not None]
+    found = False
+    for _ in range(_NODES):
+        if not pending:
+            return found
+        node = pending.pop()
+        kind = node.name().partition("Backward")[0]
+        if hasattr(node, "variable"):
+            if not isinstance(node.variable, nn.Parameter):
+                return False
+            found = True
+        elif kind in (*_OF_EACH, *_UNCHANGED, *_OF_WEIGHTS):
             pending += [before for before, _ in node.next_functions if before is not None]
         else:
             return False
