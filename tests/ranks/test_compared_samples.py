@@ -152,6 +152,16 @@ class Dropping(UndroppedMean):
         return F.cross_entropy(x, y)
 
 
+class Penalized(Dropping):
+    """By functions of parameters, while nothing can be measured."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        gates, weight = self.blocks[0].linear.bias, self.head.weight
+        loss = super().loss(x, y) + (1e-3 * weight.abs()).sum() + gates.sigmoid().sum()
+        self.log_dict({"gates": gates.sigmoid().sum(), "loss": loss * (-self.head.bias[0]).exp()})
+        return loss
+
+
 class Kendall(UndroppedMean):
     def __init__(self) -> None:
         super().__init__()
@@ -308,9 +318,18 @@ def test_means_over_samples_are_not(kind: type[Module], settings: dict[str, Any]
 
 
 def test_samples_are_compared_wherever_they_lie_in_what_blocks_get() -> None:
-    for kind in (ContrastiveTimeFirst, ContrastiveFrames, ContrastiveViews):
-        told = [text for texts, _ in run_ranks(fit, 2, kind, STAGES, elastic=True) for text in texts]
-        assert len(told) == 1, kind
+    last, first = "The training loss", "What pipeline stage 0"
+    for kind, batch_size, start in (
+        (ContrastiveTimeFirst, 16, last),
+        (ContrastiveFrames, 16, last),
+        (ContrastiveViews, 16, last),
+        (ContrastiveViews, 4, last),  # of one sample for each microbatch, and two rows
+        (VarianceOfViews, 16, last),
+        (CentredFrames, 16, first),
+        (CentredTimeFirst, 16, first),
+    ):
+        told = [text for texts, _ in run_ranks(fit, 2, kind, STAGES, batch_size, elastic=True) for text in texts]
+        assert [text[: len(start)] for text in told] == [start], (kind, batch_size)
     on_two = {**STAGES, "data_parallel_size": 2}  # which agree on each run
     told = [text for texts, _ in run_ranks(fit, 4, ContrastiveViews, on_two, 16, 4, elastic=True) for text in texts]
     assert len(told) == 1
@@ -364,6 +383,34 @@ class Views(UndroppedMean):
 
 class ContrastiveViews(Views, UndroppedContrastive):
     pass
+
+
+class VarianceOfViews(Views):
+    """Compares the samples of each view by itself."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = torch.cat([batch[0], batch[0].flip(1)])
+        for block in self.blocks:
+            x = block(x)
+        one, other = self.head(x).chunk(2)
+        return -(one.var(0).mean() + other.var(0).mean())
+
+
+class CentredRows(Undropped):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - x.mean((0, 1) if x.ndim == 3 else 0)
+
+
+class CentredFrames(Frames):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = CentredRows()
+
+
+class CentredTimeFirst(TimeFirst):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = CentredRows()
 
 
 class Path(Undropped):
@@ -551,7 +598,7 @@ def told_of(kind: type[Module]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", [Dropping, Kendall, Recurrent, BothWays, TimeFirst, Frames, Views])
+@pytest.mark.parametrize("kind", [Dropping, Penalized, Kendall, Recurrent, BothWays, TimeFirst, Frames, Views])
 def test_what_is_as_in_one_process_is_not(kind: type[Module]) -> None:
     assert run_ranks(told_of, 2, kind, elastic=True) == [[], []]
 
