@@ -9,6 +9,7 @@ the same form, so a Trainer and a plain loop can resume from each other's checkp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -107,6 +108,7 @@ def merge_stages(
         order_of: Each parameter's position in the optimizer of a number, as one process would make it. A group that is
             in that order on every stage is in that order in the result, too.
     """
+    order_of = cache(order_of)
     merged: list[dict[str, Any]] = []
     in_order: dict[tuple[int, int], bool] = {}
     for rest in rests:

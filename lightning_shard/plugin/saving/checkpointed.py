@@ -209,8 +209,13 @@ class CheckpointedStrategy(ConnectedStrategy):
         if excluded is not None:
             self._frozen().check(excluded)
         elif checkpoint.get(WEIGHTS_ALONE) and self.checkpoint_io.exclude_frozen:
-            of_hooks = {name for name, value in stored.items() if not isinstance(value, StoredTensor)}
-            self._frozen().begin_with(self._loaded_from, without={*missing, *of_hooks})
+            own = self.lightning_module.state_dict()
+            as_stored_there = {
+                name
+                for name, value in stored.items()
+                if isinstance(value, StoredTensor) and name in own and value.dtype == own[name].dtype
+            }
+            self._frozen().begin_with(self._loaded_from, without={*missing, *(own.keys() - as_stored_there)})
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         tensors, states = checkpoint["optimizer_tensors"], checkpoint["optimizer_states"]

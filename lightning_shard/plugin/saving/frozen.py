@@ -80,7 +80,10 @@ class Frozen:
         return dict(self._module.named_parameters(remove_duplicate=False))
 
     def begin_with(self, path: str, without: Collection[str]) -> None:
-        """Record that the module was filled from a checkpoint of weights, except for the names in ``without``."""
+        """Record that the module was filled from a checkpoint of weights, except for the names in ``without``.
+
+        These aren't in it, or as values of another dtype, and are saved.
+        """
         self._begin({name: p for name, p in self._parameters().items() if name not in without}, path)
 
     def leave_out(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], Record | None]:
