@@ -327,10 +327,9 @@ def _wanted(pairs: Iterable[Pair], cast: bool) -> list[Wanted]:
             view = local
             if place.box.sizes != local.shape:
                 view = narrow(local, Box(place.local_offsets, place.box.sizes))
-            # tied tensors are one memory, which the first name's tensor fills, also if they were saved untied
+            # tied tensors are one memory: the last name's tensor fills it, as torch's load_state_dict would
             key = (view.data_ptr(), view.device, view.shape, view.stride(), view.dtype)
-            if key not in wanted:
-                wanted[key] = Wanted(stored.checkpoint, tensor.spread, Read(stored.name, stored.entry, place.box, view))
+            wanted[key] = Wanted(stored.checkpoint, tensor.spread, Read(stored.name, stored.entry, place.box, view))
     return list(wanted.values())
 
 
