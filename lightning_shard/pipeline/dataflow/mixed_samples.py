@@ -249,21 +249,19 @@ class MixedSamples:
         self._checked.add((kind, stage.index))
         del self._first[stage.index]
         pair = Pair(microbatches[one.i], microbatches[i], one.received, other.received)
-        verdicts: list[bool | None] = []
-        clean, loss = None, None
+        judged, clean, loss = False, None, None
         for reading in range(READINGS):
             given = self._to_run(kind, pair, reading, has_numbers=bool(one.numbers), is_last=stage.is_last)
             if not given:
                 break
             runs = self._runs(ran, run, numbers_of, given, one, other, pair.size)
             if clean is None and runs is not None:
-                loss = runs.loss() or loss
-                verdicts.append(runs.compares(pair.size))
-                clean = None if verdicts[-1] else runs
+                judged, loss = True, runs.loss() or loss
+                clean = None if runs.compares(pair.size) else runs
             is_open = clean is None and reading + 1 < pair.readings()
             if not self._peers.holds_on_any(kind, is_open):
                 break
-        if verdicts and clean is None:
+        if judged and clean is None:
             self._found.stages.append(stage)
         self._found.loss = loss if stage.is_last else self._found.loss
         if clean is not None and clean.joined is not None:

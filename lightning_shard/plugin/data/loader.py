@@ -231,7 +231,7 @@ def _keep_seeds(worker: int) -> None:
 
 
 class _EpochsAndPasses:
-    """Counts the iterations of a loader whose sampler isn't ours; after a resume from 0, as its data begins anew."""
+    """Counts the passes over a loader whose sampler isn't ours; after a resume from 0, as its data begins anew."""
 
     data_size = batch_size = 1
     next_start = 0
@@ -240,8 +240,8 @@ class _EpochsAndPasses:
         self._epoch = epoch
         self._begun: Counter[int] = Counter()
 
-    @property
-    def pass_of_epoch(self) -> tuple[int, ...]:
+    def next_pass(self) -> tuple[int, ...]:
+        """The epoch, and which of its passes begins; to be called once for each."""
         epoch = self._epoch()
         self._begun[epoch] += 1
         return epoch, self._begun[epoch] - 1
@@ -270,7 +270,7 @@ class _SeededFetches:
     def _place(self) -> tuple[int, ...]:
         if self._count == 0:
             # not in __init__: Lightning creates the first iterator before it sets the epoch
-            self._first, self._pass = self._sampler.next_start, self._sampler.pass_of_epoch
+            self._first, self._pass = self._sampler.next_start, self._sampler.next_pass()
         return *self._pass, self._first + self._count * self._sampler.data_size * self._sampler.batch_size
 
     def __getattr__(self, name: str) -> Any:

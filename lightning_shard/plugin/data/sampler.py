@@ -140,7 +140,7 @@ class ShardedSampler(Sampler[Any]):
 
     def _positions(self) -> Iterator[Any]:
         """Yield the epoch's global order from its start; generators that others use are restored."""
-        seed = randomness.derive(self.seed, "order", *self.pass_of_epoch)
+        seed = randomness.derive(self.seed, "order", *self.next_pass())
         own = [
             g for part in self._user_samplers() if isinstance(g := getattr(part, "generator", None), torch.Generator)
         ]
@@ -184,8 +184,7 @@ class ShardedSampler(Sampler[Any]):
         """The global position at which the next iteration begins."""
         return self._next_start
 
-    @property
-    def pass_of_epoch(self) -> tuple[int, ...]:
+    def next_pass(self) -> tuple[int, ...]:
         """The epoch, and which of its passes over the data the next iteration is, if it isn't the first."""
         return (self.epoch, self._passes) if self._passes else (self.epoch,)
 
