@@ -171,7 +171,7 @@ class HybridShardStrategy(PreparedStrategy):
             self.checkpoint_io = checkpoint_io
         self._loss_weight = loss_weight
         self._samples: bool | None = None
-        self._loaders = 0  # of those that were asked for together, so many are processed
+        self._loaders: list[object] = []  # those processed so far of the ones that were asked for together
         self._seed_of_evaluation = 0
         self._in_groups: list[int] | None = None  # how many parameters optimizers' groups have had, when last checked
         self._ahead: BatchesAhead | None = None
@@ -248,25 +248,23 @@ class HybridShardStrategy(PreparedStrategy):
             return dataloader
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        self._loaders.append(dataloader)
         return shard_dataloader(
             dataloader,
             data_rank=self.layout.data_rank,
             data_size=self.layout.data_parallel_size,
-            seed=self._seed_of_next_loader(),
+            seed=self._seed,
             train=trainer.training,
             batches_trained=partial(batches_trained, trainer),
             epoch=lambda: trainer.current_epoch,
+            beside=self._loaders[:-1],
             ranks=Ranks.of(self.groups.host),
         )
 
     def barrier(self, name: str | None = None) -> None:
         super().barrier(name)
         if name is not None and name.endswith("_dataloader()"):  # Lightning has asked for loaders; it processes each
-            self._loaders = 0
-
-    def _seed_of_next_loader(self) -> int:
-        number, self._loaders = self._loaders, self._loaders + 1
-        return randomness.derive(self._seed, "loader", number) if number else self._seed
+            self._loaders = []
 
     def _report(self, exception: BaseException) -> None:
         if self._assembly is not None and self._assembly.stages is not None and not self._assembly.stages.is_last:

@@ -158,3 +158,20 @@ def test_loaders_beside_each_other_and_fits_after_each_other_draw_other_numbers(
     assert one.seen != other.seen
     for module in members:
         assert module.seen != module.beside
+
+
+def test_loaders_of_one_generator_differ_and_those_of_equal_ones_are_alike() -> None:
+    def beside(first: torch.Generator, second: torch.Generator) -> Module:
+        module = Module()
+        loaders = [DataLoader(Numbered(), batch_size=2, shuffle=True, generator=each) for each in (first, second)]
+        trainer(max_epochs=1).fit(module, {"short": loaders[0], "other": loaders[1]})
+        return module
+
+    def seeded() -> torch.Generator:
+        return torch.Generator().manual_seed(7)
+
+    one = seeded()
+    module = beside(one, one)
+    assert module.seen != module.beside
+    module = beside(seeded(), seeded())
+    assert module.seen == module.beside

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ def shard_dataloader(
     train: bool,
     batches_trained: Callable[[], int] | None = None,
     epoch: Callable[[], int] = int,
+    beside: Sequence[Any] = (),
     ranks: Ranks | None = None,
 ) -> Any:
     """A copy of the loader that reads data rank ``data_rank``'s part, of ``data_size``, of its own sampler's order.
@@ -53,6 +54,8 @@ def shard_dataloader(
         batches_trained: The training loop's count of this epoch's batches. With it, a training loader gets
             ``state_dict`` and ``load_state_dict``, by which Lightning saves and restores the place.
         epoch: The present epoch, for loaders that keep their own samplers, or have none.
+        beside: Loaders that are iterated together with this one, those of before. Which of them this is decides what
+            it draws, since in one process they draw one after the other.
         ranks: All ranks. Their loaders must have equal lengths, and they end an IterableDataset together; creating the
             loader is then a collective call.
 
@@ -68,7 +71,11 @@ def shard_dataloader(
     if hasattr(dataloader, "state_dict"):
         _check_dealt_itself(dataloader, data_rank, data_size)
         return dataloader
-    seed = _seed_of(dataloader, seed)
+    own = dataloader.generator
+    if isinstance(own, torch.Generator):
+        seed, beside = own.initial_seed(), [each for each in beside if getattr(each, "generator", None) is own]
+    if beside:
+        seed = derive(seed, "loader", len(beside))
     worker_generator = torch.Generator()
     worker_generator.manual_seed(derive(seed, "workers", train, data_rank))
 
@@ -77,7 +84,7 @@ def shard_dataloader(
             order,
             data_rank=data_rank,
             data_size=data_size,
-            seed=_seed_of(order, seed),
+            seed=_seed_of(order, seed, apart_from=own),
             batch_size=batch_size,
             drop_last=drop_last,
             repeats=not is_predicting,
@@ -139,9 +146,10 @@ def _carry_place(dataloader: Any, sampler: ShardedSampler, batches_trained: Call
     dataloader.load_state_dict = sampler.load_state_dict
 
 
-def _seed_of(owner: Any, seed: int) -> int:
-    own = getattr(owner, "generator", None)
-    return own.initial_seed() if isinstance(own, torch.Generator) else seed
+def _seed_of(order: Any, seed: int, *, apart_from: torch.Generator | None) -> int:
+    """The seed of a sampler's own generator, if it isn't the loader's."""
+    own = getattr(order, "generator", None)
+    return own.initial_seed() if isinstance(own, torch.Generator) and own is not apart_from else seed
 
 
 def _for_one_rank(sampler: Any) -> Any:
