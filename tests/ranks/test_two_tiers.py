@@ -157,7 +157,8 @@ def test_a_run_killed_while_carrying_goes_on_from_the_newest_that_is_whole(tmp_p
 
 
 def save(path: str, step: int) -> None:
-    checkpoint.save({"w": torch.arange(300_000) + step}, path, trainer_state={"global_step": step}, fsync=False)
+    state = {"w": torch.arange(300_000) + step}
+    checkpoint.save(state, path, trainer_state={"global_step": step}, fsync=False, own_disks=True)
 
 
 def step_at(path: str) -> int:

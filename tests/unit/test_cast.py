@@ -110,6 +110,29 @@ class Binary(Projection):
         return F.linear(x, self.weight.sign())
 
 
+class Biased(Projection):
+    """As layers are written by hand: autocast casts its product, and adds the bias in 32 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class Centred(Biased):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x - self.bias, self.weight)
+
+
+class Checked(Biased):
+    """Arithmetic, but of no parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x * 2, self.weight, self.bias if self.bias is not None else None)
+
+
 class With(Block):
     def __init__(self, kind: type[nn.Module], count: int = 1) -> None:
         super().__init__()
@@ -157,6 +180,11 @@ def test_a_small_matrix_of_a_block_is_left_alone_and_a_large_one_leaves_its_bloc
     assert is_cast(block)
     alone = {name for name, p in block.named_parameters() if p in not_cast(block)}
     assert alone == {"norm.weight", "norm.bias", "more.30.weight"}
+
+
+@pytest.mark.parametrize(("kind", "casts"), [(Biased, False), (Centred, False), (Checked, True)])
+def test_parameters_in_sums_and_differences_keep_their_bits(kind: type[nn.Module], casts: bool) -> None:
+    assert is_cast(With(kind)) == casts
 
 
 def test_what_is_called_without_autocast_is_not_cast() -> None:

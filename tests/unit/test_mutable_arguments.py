@@ -6,11 +6,12 @@ import copy
 import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -22,6 +23,7 @@ from lightning_shard.sharding import full_tensor
 from tests.unit.pipelines import Root
 from tests.unit.test_crossing import (
     Appends,
+    Block,
     ChangesDict,
     ChangesState,
     Net,
@@ -47,6 +49,31 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+class AppendingWithin(Block):
+    def forward(self, x: Tensor, state: Any) -> Any:  # type: ignore[override]
+        hidden = super().forward(x)
+        state["means"].append(hidden.mean())
+        return hidden, {"again": (state,)}
+
+
+class AppendsWithin(Net):
+    """Blocks fill a list within the dict that they are given, and return the dict within another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AppendingWithin() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, means = self.embed(x), []
+        state: Any = {"means": means}
+        for block in self.blocks:
+            hidden, returned = block(hidden, state)
+            [state] = returned["again"]
+        assert state["means"] is means
+        assert len(means) == 4
+        return self.head(self.norm(hidden)) * sum(means)
+
+
 class Sharded(Root):
     def forward(self, x: Tensor) -> Tensor:
         return loss(self, x)
@@ -69,7 +96,7 @@ SEES_DATACLASSES = torch.__version__ >= "2.12"
 
 def test_what_is_changed_is_seen_around_them() -> None:
     dataclasses = [PassesState, ChangesState] if SEES_DATACLASSES else []
-    for network in (PassesDict, PassesList, ChangesDict, Appends, *dataclasses):
+    for network in (PassesDict, PassesList, ChangesDict, Appends, AppendsWithin, *dataclasses):
         root, plain = sharded(network)
         [x, *_] = batches()
         bypassed = BypassedUnits(root, dist.group.WORLD, torch.device("cpu"))

@@ -116,9 +116,43 @@ def _is_known(module: nn.Module) -> bool:
         return isinstance(module, nn.MultiheadAttention) or not (own or names & weights)
     if not own:
         return True
+    if own & _names_in_arithmetic(_class_of(module)):
+        return False
     if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) and type(module).forward.__module__.startswith("torch."):
         return own <= {"weight", "bias"}  # with other names, a hook computes the weight from them
     return bool(names & _PRODUCTS) and names <= _PRODUCTS | _HARMLESS | set(dir(module))
+
+
+@lru_cache(maxsize=1024)
+def _names_in_arithmetic(cls: Any) -> frozenset[str]:
+    """Attributes that a class's forward and steps add, multiply or compare, otherwise than in matrix products."""
+    seen: set[FunctionType] = set()
+    for method in _STARTS:
+        seen.update(_functions(getattr(cls, method, None), cls, set()))
+    found: set[str] = set()
+    for function in seen:
+        for node in (node for statement in code_of(function) for node in ast.walk(statement)):
+            if _is_arithmetic(node):
+                found.update(_attributes_in(node))
+    return frozenset(found)
+
+
+def _is_arithmetic(node: ast.AST) -> bool:
+    if isinstance(node, ast.Compare):
+        return not all(isinstance(each, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for each in node.ops)
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.USub)
+    return isinstance(node, (ast.BinOp, ast.AugAssign)) and not isinstance(node.op, ast.MatMult)
+
+
+def _attributes_in(node: ast.AST) -> Iterator[str]:
+    """Names of attributes among the operands, but those of calls and matrix products in them."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call) or (isinstance(child, ast.BinOp) and isinstance(child.op, ast.MatMult)):
+            continue
+        if isinstance(child, ast.Attribute):
+            yield child.attr
+        yield from _attributes_in(child)
 
 
 def _class_of(module: nn.Module) -> Any:

@@ -2,14 +2,14 @@
 
 With gradients enabled, FSDP2 passes copies of such containers to a unit (torch 2.11 to 2.13). So code around the unit
 wouldn't see the unit's changes, and would use the old entries. The entries of a changed copy are put into the original,
-and the original is returned where the unit returns the copy. Gradients of entries that the unit doesn't return enter it
-elsewhere than at its output (``bypassed_units.py``).
+and originals take the place of copies in these and in what the unit returns, at any depth. Gradients of entries that
+the unit doesn't return enter it elsewhere than at its output (``bypassed_units.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -55,15 +55,47 @@ class _Call:
         _refuse_unseen(unit, [*tree.containers(output), *(c for _, c, old in copies if _differs(old, c))])
         if not copies:
             return output
-        given_for: dict[int, Any] = {}
+        originals = _Originals({id(copy): given for given, copy, _ in copies})
         for given, copy, before in copies:
-            if not _differs(before, copy):
-                continue
-            _fill(given, copy)
-            given_for[id(copy)] = given
-        if type(output) is tuple:
-            return tuple(given_for.get(id(each), each) for each in output)
-        return given_for.get(id(output), output)
+            if _differs(before, copy):
+                _fill(given, copy)
+                originals.put_into(given)
+        return originals.of(output)
+
+
+class _Originals:
+    """Puts the caller's containers in the place of their copies.
+
+    Args:
+        given_for: The caller's, by the ids of the copies.
+    """
+
+    def __init__(self, given_for: Mapping[int, Any]) -> None:
+        self._given_for = given_for
+        self._done = set(map(id, given_for.values()))  # those that have changed are filled by themselves
+
+    def of(self, value: Any) -> Any:
+        """The value; the original of a copy; or a new tuple, if there are copies in it."""
+        if id(value) in self._given_for:
+            return self._given_for[id(value)]
+        if isinstance(value, tuple):
+            entries = _entries(value)
+            originals = [self.of(each) for each in entries]
+            return value if tree.same_entries(entries, originals) else tree.rebuild(value, originals)
+        if id(value) not in self._done:
+            self._done.add(id(value))
+            self.put_into(value)
+        return value
+
+    def put_into(self, container: Any) -> None:
+        """Replace copies among the entries, and in containers that the unit has made."""
+        if isinstance(container, list):
+            container[:] = map(self.of, container)
+        elif isinstance(container, dict):
+            container.update({key: self.of(each) for key, each in container.items()})
+        elif dataclasses.is_dataclass(container) and not isinstance(container, type):
+            for field in dataclasses.fields(container):
+                object.__setattr__(container, field.name, self.of(getattr(container, field.name)))
 
 
 def _isnt_seen(container: Any) -> bool:

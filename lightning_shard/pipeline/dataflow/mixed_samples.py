@@ -295,15 +295,13 @@ class MixedSamples:
         Empty if nothing can be judged; the same on all peers.
         """
         halves = exchanged_halves(pair, reading) if has_numbers or not is_last else None
+        # a run that fails would be one call less of data ranks: if these are called, it isn't begun
+        can_join = is_last and has_numbers and not self._peers.are_called()
         if self._peers.holds_on_any(kind, halves is None) or halves is None:
-            # a run that fails would be one call less of data ranks: if the step calls these, it isn't begun
-            can_join = is_last and has_numbers and pair.size == 1 and not self._peers.are_called()
-            joined = joined_pair(pair, reading) if can_join else None
+            joined = joined_pair(pair, reading) if can_join and pair.size == 1 else None
             if self._peers.holds_on_any(kind, joined is None):
                 return ()
             return pair.second, None, None, joined
-        # on a wrong reading it fails
-        can_join = is_last and has_numbers and (pair.readings() == 1 or not self._peers.are_called())
         joined = joined_pair(pair, reading) if can_join else None
         if is_last and has_numbers and self._peers.holds_on_any(kind, joined is None):
             joined = None
