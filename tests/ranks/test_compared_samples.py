@@ -378,7 +378,10 @@ class Views(UndroppedMean):
         for block in self.blocks:
             x = block(x)
         one, other = self.head(x).chunk(2)
-        return self.loss(one * other, batch[1])
+        return self.of_views(one, other, batch[1])
+
+    def of_views(self, one: Tensor, other: Tensor, y: Tensor) -> Tensor:
+        return self.loss(one * other, y)
 
 
 class ContrastiveViews(Views, UndroppedContrastive):
@@ -388,11 +391,7 @@ class ContrastiveViews(Views, UndroppedContrastive):
 class VarianceOfViews(Views):
     """Compares the samples of each view by itself."""
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = torch.cat([batch[0], batch[0].flip(1)])
-        for block in self.blocks:
-            x = block(x)
-        one, other = self.head(x).chunk(2)
+    def of_views(self, one: Tensor, other: Tensor, y: Tensor) -> Tensor:
         return -(one.var(0).mean() + other.var(0).mean())
 
 

@@ -126,11 +126,8 @@ def _is_known(module: nn.Module) -> bool:
 @lru_cache(maxsize=1024)
 def _names_in_arithmetic(cls: Any) -> frozenset[str]:
     """Attributes that a class's forward and steps add, multiply or compare, otherwise than in matrix products."""
-    seen: set[FunctionType] = set()
-    for method in _STARTS:
-        seen.update(_functions(getattr(cls, method, None), cls, set()))
     found: set[str] = set()
-    for function in seen:
+    for function in _functions_of(cls):
         for node in (node for statement in code_of(function) for node in ast.walk(statement)):
             if _is_arithmetic(node):
                 found.update(_attributes_in(node))
@@ -165,9 +162,7 @@ def _names_in_code(cls: Any) -> tuple[frozenset[str], frozenset[str]]:
 
     Follows calls of the class's methods and of functions, but not into torch.
     """
-    seen: set[FunctionType] = set()
-    for method in _STARTS:
-        seen.update(_functions(getattr(cls, method, None), cls, set()))
+    seen = _functions_of(cls)
     beside: set[str] = set()
     for function in seen:
         names = _where_autocast_is_set(function)
@@ -193,6 +188,11 @@ def _of_nodes(nodes: Iterable[ast.AST]) -> set[str]:
     return {node.attr for node in inner if isinstance(node, ast.Attribute)} | {
         node.id for node in inner if isinstance(node, ast.Name)
     }
+
+
+def _functions_of(cls: Any) -> set[FunctionType]:
+    """Those that a class's forward and steps call, directly or not."""
+    return {each for start in _STARTS for each in _functions(getattr(cls, start, None), cls, set())}
 
 
 def _functions(function: Any, cls: type, seen: set[FunctionType]) -> Iterator[FunctionType]:

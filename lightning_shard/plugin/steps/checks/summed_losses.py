@@ -12,6 +12,7 @@ by anything on its way to the loss isn't taken for one then, nor is one inside o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -75,29 +76,33 @@ def _joins(following: list[Any]) -> bool:
 
 def _are_means(following: list[Any], size: int) -> bool:
     """Whether all that is added up are means over samples, such as one for each feature."""
-    pending = [node for node in following if node is not None]
-    found = False
-    for _ in range(_NODES):
-        if not pending:
-            return found
-        node = pending.pop()
-        kind = node.name().partition("Backward")[0]
-        if kind == "Mean":
-            dims: Any = getattr(node, "_saved_dim", None) or ()
-            sizes: Any = getattr(node, "_saved_self_sym_sizes", ())
-            first = {0, 2**64 - len(sizes)}  # negative dimensions are kept as unsigned numbers
-            if not (first & set(dims) and sizes[0] % size == 0):
-                return False
-            found = True
-        elif kind in (*_OF_EACH, *_UNCHANGED, "Pow", "Sqrt", "Abs"):
-            pending += [before for before, _ in node.next_functions if before is not None]
-        else:
-            return False
-    return False
+
+    def is_mean(node: Any, kind: str) -> bool | None:
+        if kind != "Mean":
+            return None
+        dims: Any = getattr(node, "_saved_dim", None) or ()
+        sizes: Any = getattr(node, "_saved_self_sym_sizes", ())
+        first = {0, 2**64 - len(sizes)}  # negative dimensions are kept as unsigned numbers
+        return bool(first & set(dims) and sizes[0] % size == 0)
+
+    return _begin_at(following, is_mean, (*_OF_EACH, *_UNCHANGED, "Pow", "Sqrt", "Abs"))
 
 
 def _are_of_parameters(following: list[Any]) -> bool:
     """Whether all that is added up is computed of parameters alone, each element by itself, as a penalty on weights."""
+
+    def is_parameter(node: Any, _: str) -> bool | None:
+        return isinstance(node.variable, nn.Parameter) if hasattr(node, "variable") else None
+
+    return _begin_at(following, is_parameter, (*_OF_EACH, *_UNCHANGED, *_OF_WEIGHTS))
+
+
+def _begin_at(following: list[Any], ends: Callable[[Any, str], bool | None], kinds: Collection[str]) -> bool:
+    """Whether all ways from these nodes, over nodes of some kinds, end at ones that fit.
+
+    Args:
+        ends: Whether a node of this kind fits; ``None`` if it isn't an end.
+    """
     pending = [node for node in following if node is not None]
     found = False
     for _ in range(_NODES):
@@ -105,14 +110,12 @@ def _are_of_parameters(following: list[Any]) -> bool:
             return found
         node = pending.pop()
         kind = node.name().partition("Backward")[0]
-        if hasattr(node, "variable"):
-            if not isinstance(node.variable, nn.Parameter):
-                return False
-            found = True
-        elif kind in (*_OF_EACH, *_UNCHANGED, *_OF_WEIGHTS):
-            pending += [before for before, _ in node.next_functions if before is not None]
-        else:
+        fits = ends(node, kind)
+        if fits is False or (fits is None and kind not in kinds):
             return False
+        if fits is None:
+            pending += [before for before, _ in node.next_functions if before is not None]
+        found = found or bool(fits)
     return False
 
 
