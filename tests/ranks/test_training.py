@@ -243,6 +243,23 @@ class Unpadded(Padded):
         return {"loss": loss}
 
 
+class PaddedByHand(Padded):
+    """Two losses of a step, over unlike numbers of which only the second's is another on each data rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.model(batch["x"]).square().mean())
+        outputs = super().training_step(batch, batch_idx)
+        self.manual_backward(outputs["loss"])
+        optimizer.step()
+        return {"loss": outputs["loss"].detach()}
+
+
 def what_is_said_of_means(sizes: dict[str, int], kind: Any, **options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -251,17 +268,21 @@ def what_is_said_of_means(sizes: dict[str, int], kind: Any, **options: Any) -> l
 
 
 @pytest.mark.parametrize(
-    ("sizes", "parts"),
-    [(layout(pipeline=2), "4 microbatches"), (layout(data=2), "2 data ranks")],
-    ids=["pp2", "dp2"],
+    ("sizes", "kind", "parts"),
+    [
+        (layout(pipeline=2), Padded, "4 microbatches"),
+        (layout(data=2), Padded, "2 data ranks"),
+        (layout(data=2), PaddedByHand, "2 data ranks"),
+    ],
+    ids=["pp2", "dp2", "dp2, manual optimization"],
 )
 def test_means_over_unequal_numbers_are_told_of_once_where_nothing_weighs_them(
-    sizes: dict[str, int], parts: str
+    sizes: dict[str, int], kind: type[Model], parts: str
 ) -> None:
-    first, other = run_ranks(what_is_said_of_means, 2, sizes, Padded, elastic=True)
+    first, other = run_ranks(what_is_said_of_means, 2, sizes, kind, elastic=True)
     assert (len(first), other) == (1, [])
     assert parts in first[0]
-    assert run_ranks(what_is_said_of_means, 2, sizes, Padded, loss_weight=tokens, elastic=True) == [[], []]
+    assert run_ranks(what_is_said_of_means, 2, sizes, kind, loss_weight=tokens, elastic=True) == [[], []]
     assert run_ranks(what_is_said_of_means, 2, sizes, Unpadded, elastic=True) == [[], []]
 
 

@@ -26,7 +26,7 @@ _MATRIX_PRODUCT = "@"
 _SWITCHES = {"autocast", "maybe_autocast", "decorate_autocast", "decorate_fwd"}
 """Names in code that sets autocast itself: ``maybe_autocast`` is transformers', ``decorate_*`` are torch.amp's."""
 _PRODUCTS = {
-    *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear", _MATRIX_PRODUCT),
+    *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", _MATRIX_PRODUCT),
     *(f"conv{transposed}{dims}d" for transposed in ("", "_transpose") for dims in (1, 2, 3)),
 }
 """Names, in code, of operations that autocast runs in its dtype."""

@@ -83,7 +83,7 @@ class SingleStageSteps:
             result = self._run("training_step", draw, args, kwargs)
         if automatic:
             self._means.note(result.get("loss") if isinstance(result, dict) else result)
-            self._means.warn()
+        self._means.warn()
         if result is None and automatic:  # what the end of its backward would have done
             if not self._gradients.is_accumulating:
                 self._gradients.synchronize()
@@ -101,6 +101,8 @@ class SingleStageSteps:
             if whole is not None and self._sees_parameters:
                 whole.gather(module)  # blocks may be recomputed; elsewhere FSDP2 gathers for the backward
             self._gradients.begin_backward()
+        else:
+            self._means.note_next(loss)
         if self._bypassed is not None:
             self._bypassed.gather(loss)
         return weighted_for_backward(loss, self._weight.of_gradient)

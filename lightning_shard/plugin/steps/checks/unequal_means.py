@@ -20,6 +20,8 @@ from lightning_shard.plugin.steps.checks.loss_divisors import divisions
 
 _DIVISORS = 4
 """Largest number of divisors of one loss that are compared, in the order of the graph."""
+_LOSSES = 4
+"""Largest number of a step's losses that are compared: with manual optimization it may have several backwards."""
 
 
 class UnequalMeans:
@@ -39,12 +41,19 @@ class UnequalMeans:
         self._parts = parts
         self._is_done = is_weighted or parts * self._ranks == 1
         self._step = 1
-        self._seen: list[tuple[Tensor, list[Tensor | float]]] = []  # losses and their divisors
+        self._seen: list[tuple[int, Tensor, list[Tensor | float]]] = []  # places of losses, losses and their divisors
 
     def note(self, loss: Any) -> None:
         """Read the divisors of a part's loss, before its backward frees the graph."""
-        if self._looks() and isinstance(loss, Tensor):
-            self._seen.append((loss.detach(), [number for _, number in divisions(loss)]))
+        self._note(0, loss)
+
+    def note_next(self, loss: Any) -> None:
+        """The same for the next of a step's losses, which is compared with those in its place on other data ranks."""
+        self._note(len(self._seen), loss)
+
+    def _note(self, place: int, loss: Any) -> None:
+        if self._looks() and place < _LOSSES and isinstance(loss, Tensor):
+            self._seen.append((place, loss.detach(), [number for _, number in divisions(loss)]))
 
     def warn(self) -> bool:
         """Warn once, after a batch's parts; a collective call over the data ranks in the steps that are looked at.
@@ -72,11 +81,11 @@ class UnequalMeans:
 
     def _extremes(self) -> tuple[list[float], list[float]]:
         """Minimum and maximum of each divisor over all parts that have it."""
-        rows = [_row(loss, divisors) for loss, divisors in self._seen]
-        bounds = torch.full((2, _DIVISORS), -torch.inf, dtype=torch.float64)
-        for row in rows:
-            own = torch.tensor(row, dtype=torch.float64)
-            bounds[:, : len(row)] = torch.maximum(bounds[:, : len(row)], torch.stack([-own, own]))
+        bounds = torch.full((2, _LOSSES * _DIVISORS), -torch.inf, dtype=torch.float64)
+        for place, loss, divisors in self._seen:
+            own = torch.tensor(_row(loss, divisors), dtype=torch.float64)
+            of_loss = bounds[:, place * _DIVISORS :][:, : len(own)]
+            of_loss.copy_(torch.maximum(of_loss, torch.stack([-own, own])))
         bounds = bounds.to(self._device)
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._group)
         return (-bounds[0]).tolist(), bounds[1].tolist()
