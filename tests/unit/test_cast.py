@@ -133,6 +133,13 @@ class Checked(Biased):
         return F.linear(x * 2, self.weight, self.bias if self.bias is not None else None)
 
 
+class Bilinear(nn.Bilinear):
+    """Autocast runs it in the inputs' type: on CUDA the widest one's."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, WIDTH)
+
+
 class With(Block):
     def __init__(self, kind: type[nn.Module], count: int = 1) -> None:
         super().__init__()
@@ -165,7 +172,19 @@ def test_what_is_only_multiplied_is_cast(block: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [InWholeBits, Decorated, ByAFunction, Penalized, WithTable, Hooked, Parametrized, Recurrent, nn.LayerNorm, Scaling],
+    [
+        InWholeBits,
+        Decorated,
+        ByAFunction,
+        Penalized,
+        WithTable,
+        Hooked,
+        Parametrized,
+        Recurrent,
+        nn.LayerNorm,
+        Scaling,
+        Bilinear,
+    ],
 )
 def test_what_may_need_all_its_bits_is_not(make: Any) -> None:
     block = make(WIDTH) if make is nn.LayerNorm else make()
