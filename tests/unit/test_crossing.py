@@ -1622,25 +1622,6 @@ class Twice(Net):
         return super().forward(x) + super().forward(x)
 
 
-class Listing(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = super().forward(x)
-        self.losses.append(result.square().mean())
-        return result
-
-
-class Lists(Net):
-    """What blocks put into lists of their own was missing from the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Listing() for _ in range(4))
-
-
 class ValuesDecide(Conditioned):
     """What crosses depends on a batch's values."""
 
@@ -1679,7 +1660,6 @@ class DropsAtFirst(Net):
         (PreHooksOfSkips, r"net\.blocks\.0 has a backward pre-hook.*a part of the gradient on each"),
         (PreHooksOfParts, r"net\.embed has a backward pre-hook"),
         (Freezes, r"gradients switched off.*requires_grad_\(False\)"),
-        (Lists, r"net\.blocks\.0 changes its list losses"),
         (Differentiates, r"takes gradients itself \(grad\)"),
         (Functionalized, r"turned finite values into NaN.*scripted function"),
         (CheckpointedTogether, "recomputes net.blocks.[12] together with blocks or other code"),

@@ -189,7 +189,7 @@ class Passage:
         return self.entered_at is not None
 
     def wants(self, kind: str, block: int) -> bool:
-        """Whether effects of this kind (``"inside"``, ``"kept"``, ``"changed"``) of a block must be recorded."""
+        """Whether effects of this kind (``"inside"``, ``"changed"``) of a block must be recorded."""
         return self.searching or self.is_asked_for(kind, block)
 
     def is_asked_for(self, kind: str, block: int) -> bool:

@@ -14,9 +14,9 @@ from lightning_shard.pipeline.dataflow.objects import Path, holds_tensors, is_fu
 
 Key = tuple[Any, ...]
 """A value's name: ``("operation", number, leaf, function)``, ``("parameter", name)``, or a value of a block's call
-(:class:`BlockCall`): ``("block", block, leaf)``, ``("inside", block, call, leaf)``, ``("kept", block, attribute,
-leaf)``, ``("changed", block, argument)``, ``("object", block, slot)``. What is computed where no operations are counted
-has no name of its own, and doesn't cross: ``("untraced", 0)``."""
+(:class:`BlockCall`): ``("block", block, leaf)``, ``("inside", block, call, leaf)``, ``("kept", block, submodule,
+attribute, leaf)``, ``("changed", block, argument)``, ``("object", block, slot)``. What is computed where no operations
+are counted has no name of its own, and doesn't cross: ``("untraced", 0)``."""
 
 
 class Counted(NamedTuple):
@@ -76,12 +76,43 @@ class Slot(tree.Leaf):
         return leaf
 
 
+@dataclass(frozen=True)
+class Number(tree.Leaf):
+    """Stands in a message for a number that a block keeps, which may be another one for each microbatch."""
+
+    kind: type
+
+    @property
+    def slot(self) -> Slot:
+        """That of the tensor as which it is sent."""
+        return Slot((), {bool: torch.bool, int: torch.int64, float: torch.float64}[self.kind], False)
+
+
+@dataclass(frozen=True)
+class Kept(tree.Leaf):
+    """An attribute or buffer that a submodule of a block set or changed.
+
+    Attributes:
+        module: The submodule's path from the block.
+        name: The attribute's name.
+        value: The value; in a message, with slots and numbers in place of tensors and numbers.
+        in_place: Whether it was the attribute's value before.
+    """
+
+    module: str
+    name: str
+    value: Any
+    in_place: bool
+
+
 def described(slots: Any) -> str:
     """A nested value, for a message: the dtypes and shapes of tensors that slots stand for, and other values."""
 
     def text(leaf: Any) -> str:
         if isinstance(leaf, Held):
             return leaf.kind
+        if isinstance(leaf, Number):
+            return f"a number ({leaf.kind.__name__})"
         if not isinstance(leaf, Slot):
             return repr(leaf)
         dtype = str(leaf.dtype).removeprefix("torch.")
@@ -117,8 +148,7 @@ class BlockCall(tree.Leaf):
     Attributes:
         output: The return value.
         inside: What the forward hooks of submodules saw: a submodule's name, and its arguments and output.
-        kept: Attributes that submodules set: the submodule's name, the attribute's name, and the value; ``None`` for a
-            value without tensors.
+        kept: Attributes that submodules set or changed.
         changed: Indices of the leaves among its arguments that it wrote to.
         returned_containers: Lists, dicts, dataclasses among its arguments that it returned: the index in the returned
             tuple (``None`` if the container is the whole output), and the index among the arguments' containers.
@@ -127,7 +157,7 @@ class BlockCall(tree.Leaf):
 
     output: Any
     inside: tuple[tuple[str, Any], ...] = ()
-    kept: tuple[tuple[str, str, Any], ...] = ()
+    kept: tuple[Kept, ...] = ()
     changed: tuple[int, ...] = ()
     returned_containers: tuple[tuple[int | None, int], ...] = ()
     objects: tuple[Change, ...] = ()

@@ -1,8 +1,8 @@
 """Detects side effects of a block's call (arguments written to, attributes set); refuses those that can't be sent.
 
 A block's state before the call is noted, and compared after it. Tensor arguments written to in place, attributes and
-buffers that were set, and what was set in lists, dicts and objects among the arguments, can be sent to other stages.
-Changes of lists that a block keeps, and of globals can't.
+buffers that were set or changed (``kept.py``), and what was set in lists, dicts and objects among the arguments, can be
+sent to other stages. Changes of globals, and of sets and the like that a block keeps, can't.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import is_machinery, namespaces
+from lightning_shard.pipeline.dataflow.kept import OF_TORCH, Attributes, version_of
 from lightning_shard.pipeline.dataflow.messages import Change, Held, Slot
 from lightning_shard.pipeline.dataflow.objects import Path, held_by, is_object, is_opaque, objects, rebuilt
 from lightning_shard.pipeline.dataflow.objects import entries as entries_of
-from lightning_shard.scripted import is_scripted
 
 _GIVEN = "a dataclass with slots that it is given"
 _LISTS = (list, dict, set, deque)
-_SIMPLE = (Tensor, bool, int, float, str, tuple)
-"""Types of values that a user's code keeps in attributes with a leading underscore; libraries keep others there."""
-_OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
-"""Attributes of every module, such as its hooks, and ``forward``, which a stand-in replaces."""
+_OTHER_LISTS = (set, deque)
+"""Those of them that aren't sent."""
 _IN_OBJECTS = "Blocks may set and add tensors and numbers there; or return what is new."
 _CACHES = "transformers.cache_utils"
 _SLOTTED = {"builtins", "torch", "numpy", "datetime", "decimal", "fractions", "pathlib", "uuid"}
@@ -48,12 +46,11 @@ class Before:
 
     Attributes:
         arguments: The leaves of its arguments, with the versions of tensors.
-        lists: Lists, dicts, sets, deques and dataclasses that it could add to: a description, the container, and its
-            entries.
+        lists: Lists, dicts and dataclasses among the arguments, sets and deques of its own, and lists, dicts, sets and
+            deques in globals that it could add to: a description, the container, and its entries.
         objects: All mutable objects among the arguments, by path, each with a copy of its entries and the versions of
             the tensors among these.
-        attributes: For each submodule that isn't scripted: its path, the submodule, and its attributes and buffers,
-            with the versions of tensors.
+        attributes: Those of its submodules.
         unfollowed: Deques, sets, objects with slots, callable objects and bound methods among the arguments, and
             objects that its submodules hold: a description, the value, what it held, and whether only what has
             gradients matters.
@@ -65,7 +62,7 @@ class Before:
     arguments: list[tuple[Any, int]]
     lists: list[tuple[str, Any, list[Any]]]
     objects: dict[Path, tuple[Any, dict[Any, Any], dict[Any, int]]]
-    attributes: list[tuple[str, nn.Module, dict[str, tuple[Any, int]]]]
+    attributes: Attributes
     unfollowed: list[tuple[str, Any, list[Any], bool]]
     globals_before: dict[str, Any] | None
 
@@ -75,29 +72,25 @@ class Before:
         Args:
             compares_globals: Whether to include globals and attributes of classes and functions, which takes longer.
         """
-        noted = [(leaf, _version(leaf)) for _, leaf in tree.walk(arguments)]
+        noted = [(leaf, version_of(leaf)) for _, leaf in tree.walk(arguments)]
         given = [(_GIVEN, each, _entries(each)) for each in tree.containers(arguments)]
         held = {path: (each, *_noted(each)) for path, each in objects(arguments, deepest=DEEPEST)}
-        own = [
+        own: list[tuple[str, Any, list[Any]]] = [
             (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, _entries(value))
             for path, module in block.named_modules()
             for key, value in vars(module).items()
-            if isinstance(value, _LISTS) and key not in _OF_TORCH
+            if isinstance(value, _OTHER_LISTS) and key not in OF_TORCH
         ]
         outside = _globals_of(block) if compares_globals else None
         own += [(f"the {type(v).__name__} {n}", v, _entries(v)) for n, v in outside or () if isinstance(v, _LISTS)]
-        attributes = [
-            (path, module, dict(_attributes(module)))
-            for path, module in block.named_modules()
-            if not is_scripted(module)  # whose buffers stages can't exchange
-        ]
+        attributes = Attributes.of(block, looks_into_objects=compares_globals)
         unfollowed = [*_unfollowed(arguments, held)]
         if compares_globals:
             unfollowed += [
                 (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, held_by(value), True)
                 for path, module in block.named_modules()
                 for key, value in vars(module).items()
-                if key not in _OF_TORCH and is_opaque(value) and not is_machinery(value)
+                if key not in OF_TORCH and is_opaque(value) and not is_machinery(value)
             ]
         globals_before = None if outside is None else dict(outside)
         return cls(block, noted, [*given, *own], held, attributes, unfollowed, globals_before)
@@ -108,10 +101,15 @@ class Before:
         Raises:
             StepError: It is an object with tensors, a module or a function, and no argument.
         """
-        place = next((place for place, (argument, _) in enumerate(self.arguments) if argument is leaf), None)
+        place, version = next(
+            ((place, version) for place, (argument, version) in enumerate(self.arguments) if argument is leaf),
+            (None, 0),
+        )
         if place is not None and is_object(leaf):
             return Held(type(leaf).__name__, place)
         slot = Slot.of(leaf)
+        if isinstance(leaf, Tensor) and leaf.requires_grad and version_of(leaf) == version:
+            return slot  # for another microbatch the block may compute it (stochastic depth)
         if isinstance(slot, Held) and place is None:
             raise StepError(_unsendable(name, leaf))
         return replace(slot, argument=place) if isinstance(slot, (Slot, Held)) else slot
@@ -133,8 +131,8 @@ class Before:
 
         Raises:
             StepError: The block changed a dataclass with slots that it doesn't return, or another argument whose
-                changes aren't followed; or it added values that require gradients to a list or an object of its own or
-                to a global. Other values in lists and globals, such as masks that are created once, are allowed.
+                changes aren't followed; or it added values that require gradients to a set, a deque or an object of its
+                own or to a global. Other values in globals, such as masks that are created once, are allowed.
         """
         returned = {id(each) for each in tree.containers(output)}
         for what, each, entries in self.lists:
@@ -157,7 +155,7 @@ class Before:
             if value is not (self.globals_before or {}).get(key) and _has_gradients([value]):
                 raise StepError(f"{name} sets {key}, which the other pipeline stages don't see: {_RETURN_IT}")
         places = enumerate(self.arguments)
-        return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and _version(leaf) != version]
+        return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and version_of(leaf) != version]
 
     def changed_objects(self, name: str, output: Any) -> tuple[tuple[Change, ...], list[Tensor]]:
         """The changes of objects among the arguments, and the tensors that their slots stand for, in order.
@@ -211,14 +209,14 @@ class Before:
         above = (self.objects[path[:length]][0] for length in range(len(path) + 1) if path[:length] in self.objects)
         return any(kind.__module__ == _CACHES for each in above for kind in type(each).__mro__)
 
-    def kept(self) -> list[tuple[str, str, Any]]:
-        """The attributes and buffers that submodules set or wrote to: submodule path, name, and value."""
-        return [
-            (path, key, value)
-            for path, module, before in self.attributes
-            for key, (value, version) in _attributes(module)
-            if before.get(key, (before, 0))[0] is not value or before[key][1] != version
-        ]
+    def changes_elsewhere(self) -> bool:
+        """Whether anything in globals, or in objects that it was given or holds, is another one than before."""
+        before = self.globals_before or {}
+        return (
+            any(value is not before.get(key) for key, value in _globals_of(self.block))
+            or any(not tree.same_entries(entries, _entries(each)) for _, each, entries in self.lists)
+            or any(not tree.same_entries(entries, held_by(each)) for _, each, entries, _ in self.unfollowed)
+        )
 
 
 def check_sendable(name: str, output: Any) -> None:
@@ -246,12 +244,6 @@ def _unsendable(name: str, leaf: Any) -> str:
     )
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, int]]]:
-    for key, value in chain(vars(module).items(), module._buffers.items()):
-        if key not in _OF_TORCH and (not key.startswith("_") or isinstance(value, _SIMPLE)):
-            yield key, (value, _version(value))
-
-
 def _globals_of(block: nn.Module) -> list[tuple[str, Any]]:
     """Globals and attributes of classes and functions that the block's code uses, and attributes of objects there."""
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in block.modules())
@@ -275,10 +267,6 @@ def _has_gradients(values: list[Any]) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in tree.walk(values))
 
 
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
 def _unfollowed(
     arguments: Any, objects: Mapping[Path, tuple[Any, dict[Any, Any], Any]]
 ) -> Iterator[tuple[str, Any, list[Any], bool]]:
@@ -300,4 +288,4 @@ def _unfollowed(
 
 def _noted(value: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
     before = dict(entries_of(value))
-    return before, {key: _version(each) for key, each in before.items() if isinstance(each, Tensor)}
+    return before, {key: version_of(each) for key, each in before.items() if isinstance(each, Tensor)}

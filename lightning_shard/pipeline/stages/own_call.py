@@ -6,16 +6,20 @@ objects that it was given, and what hooks of its submodules saw.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow import kept
 from lightning_shard.pipeline.dataflow.crossing import Passage, value_of
-from lightning_shard.pipeline.dataflow.messages import BlockCall, Change, Held, Key, Slot, described
+from lightning_shard.pipeline.dataflow.kept import Name
+from lightning_shard.pipeline.dataflow.messages import BlockCall, Change, Held, Kept, Key, Slot, described
 from lightning_shard.pipeline.dataflow.objects import alike, entries, objects
 from lightning_shard.pipeline.dataflow.side_effects import DEEPEST, Before, check_sendable
 from lightning_shard.pipeline.dataflow.taint import REMEDY, Unknown, refuse
@@ -30,6 +34,8 @@ class OwnCall:
         name: The block's name.
         index: Its place.
         passage: That of the microbatch.
+        kept_once: What submodules of the block were found to keep in all searches; completed here.
+        device: Where the stage computes.
         is_last: Whether no stage follows.
         hands_on: Whether the next stage gets the block's output as its hidden state.
         call_by_call: Whether the step runs call by call: changes of objects are exchanged after the call then
@@ -44,6 +50,8 @@ class OwnCall:
         block: nn.Module,
         arguments: Any,
         *,
+        kept_once: dict[Name, None],
+        device: torch.device,
         is_last: bool,
         hands_on: bool,
         call_by_call: bool,
@@ -51,6 +59,10 @@ class OwnCall:
         self._name = name
         self._index = index
         self._passage = passage
+        self._block = block
+        self._arguments = arguments
+        self._kept_once = kept_once
+        self._device = device
         self._is_last = is_last
         self._hands_on = hands_on
         self._call_by_call = call_by_call
@@ -64,7 +76,7 @@ class OwnCall:
             return  # no later stage, or none that asks
         if passage.wants("inside", index):
             self._watch_inside(block)
-        if passage.wants("kept", index) or passage.wants("changed", index) or changes_objects:
+        if passage.wants("changed", index) or changes_objects:
             self._before = Before.of(block, arguments, compares_globals=passage.searching)
 
     def end(self, output: Any) -> None:
@@ -130,30 +142,61 @@ class OwnCall:
                 if isinstance(leaf, Tensor) and (self._hands_on or key in passage.wanted):
                     passage.send(key, leaf)
         if before is not None:
-            changed, kept = before.changed(self._name, output), before.kept()
-            self._note_effects(changed, kept)
+            changed = before.changed(self._name, output)
+            for place, tensor in changed:
+                passage.produced(("changed", index, place), tensor, written=True)
             in_objects = self._note_objects(output, before)
         if not passage.searching:
             self._check_as_agreed(output)
+            self._note_kept_as_agreed()
             return
         assert before is not None
         passage.blocks[index] = BlockCall(
             tree.map_leaves(partial(before.slot, self._name), output),
             tuple(self._seen_inside),
-            tuple((path, key, _slots(value)) for path, key, value in kept),
+            self._note_kept(before),
             tuple(place for place, _ in changed),
             before.returned_containers(output),
             in_objects,
         )
 
-    def _note_effects(self, changed: list[tuple[int, Tensor]], kept: list[tuple[str, str, Any]]) -> None:
+    def _note_kept(self, before: Before) -> tuple[Kept, ...]:
+        """What submodules keep: also what they kept in an earlier microbatch, and this call has left alone."""
+        found = before.attributes.changed(self._kept_once)
+        self._kept_once.update({(each.module, each.name): None for each in found})
+        for each in found:
+            self._send_kept(each)
+        return tuple(replace(each, value=kept.slots(each.value)) for each in found)
+
+    def _note_kept_as_agreed(self) -> None:
+        """Send what later stages use of what the block keeps, whether or not this call has set it anew.
+
+        Raises:
+            StepError: It is of another kind, or a text or ``None`` where these aren't.
+        """
         passage, index = self._passage, self._index
-        for place, tensor in changed:
-            passage.produced(("changed", index, place), tensor, written=True)
-        for number, (_, _, value) in enumerate(kept):
-            for place, leaf in enumerate(tree.leaves(value)):
-                if isinstance(leaf, Tensor):
-                    passage.produced(("kept", index, number, place), leaf)
+        if not passage.blocks[index].kept:
+            return
+        asked = {key[2:4] for key in passage.wanted if key[:2] == ("kept", index)}
+        for agreed in passage.blocks[index].kept:
+            is_asked = (agreed.module, agreed.name) in asked
+            value = getattr(self._block.get_submodule(agreed.module), agreed.name, None)
+            if is_asked:
+                self._send_kept(replace(agreed, value=value))
+            elif value is not None and not isinstance(agreed.value, (str, type(None))):
+                continue  # no later stage uses it
+            if (slots := kept.slots(value)) != agreed.value:
+                path = ".".join(filter(None, (self._name, agreed.module, agreed.name)))
+                raise StepError(
+                    f"{path} is {described(slots)}, and was {described(agreed.value)} for an earlier microbatch of the"
+                    " same shapes: what a block keeps may depend on a batch's shapes, not on its values or on earlier"
+                    " batches. Or use pipeline_parallel_size=1."
+                )
+
+    def _send_kept(self, each: Kept) -> None:
+        for place, leaf in enumerate(kept.leaves(each.value)):
+            if (tensor := kept.as_tensor(leaf, self._device)) is not None:
+                self._passage.produced(("kept", self._index, each.module, each.name, place), tensor)
 
     def _note_objects(self, output: Any, before: Before) -> tuple[Change, ...]:
         passage, index = self._passage, self._index
@@ -177,6 +220,7 @@ class OwnCall:
         if self._index not in blocks:
             raise StepError(called_now(self._name))
         agreed = blocks[self._index].output
+        self._check_handed_on(agreed, output)
         slots = _slots_like(agreed, output) if self._hands_on or tree.is_node(output) else None
         if slots not in (None, agreed):
             raise StepError(
@@ -185,6 +229,18 @@ class OwnCall:
                 " (pad it), and what needs gradients may change where an epoch begins (on_train_epoch_start). Or use"
                 " pipeline_parallel_size=1."
             )
+
+    def _check_handed_on(self, agreed: Any, output: Any) -> None:
+        """Check that the arguments that the block returned for an earlier microbatch are returned."""
+        arguments = tree.leaves(self._arguments)
+        for slot, leaf in zip(tree.leaves(agreed), tree.leaves(output)):
+            place = getattr(slot, "argument", None)
+            if place is not None and arguments[place] is not leaf:
+                raise StepError(
+                    f"{self._name} returns something new in place of an argument that it returned for an earlier"
+                    " microbatch of the same shapes, which later pipeline stages take for it: return a copy"
+                    " (x.clone()) where it is left as it is, or use pipeline_parallel_size=1."
+                )
 
 
 def _unknown_in(arguments: Any) -> dict[Unknown, int]:
@@ -202,8 +258,3 @@ def _slots_like(agreed: Any, output: Any) -> Any:
         return known if isinstance(known, Held) and known.kind == type(leaf).__name__ else Slot.of(leaf)
 
     return tree.map_leaves(slot, output)
-
-
-def _slots(value: Any) -> Any:
-    """A nested value with slots for tensors. ``None`` if it holds none: a number would be the first microbatch's."""
-    return tree.map_leaves(Slot.of, value) if tree.tensors(value) else None

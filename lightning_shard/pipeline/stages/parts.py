@@ -54,7 +54,7 @@ class ForeignPart:
         runs = passage.in_block or self._has_parameters(passage)
         if kind is None or runs or self._has_hooks_inside() or any(True for _ in checkpoints()):
             return self.forward(*args, **kwargs)
-        if kind not in self.returned:
+        if passage.searching or kind not in self.returned:  # what its code does may have changed meanwhile
             return self._run(kind, args, kwargs)
         if self.returned[kind] is None:
             return self.forward(*args, **kwargs)
@@ -65,7 +65,7 @@ class ForeignPart:
         return self.stage.passage.unknown(slot, ("part", self.name), text, self.stage.device)
 
     def _run(self, kind: Hashable, args: Any, kwargs: Any) -> Any:
-        before, drawn = Before.of(self.part, (args, kwargs)), _generators()
+        before, drawn = Before.of(self.part, (args, kwargs), compares_globals=True), _generators()
         output = self.forward(*args, **kwargs)
         given = {id(leaf) for _, leaf in tree.walk((args, kwargs))}
         is_new = all(
@@ -88,7 +88,13 @@ class ForeignPart:
         """A key of what its output's shapes depend on; ``None`` if that can't be determined."""
         device = self.stage.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        kinds: list[Hashable] = [self.part.training, torch.is_grad_enabled(), autocast]
+        kinds: list[Hashable] = [torch.is_grad_enabled(), autocast]
+        kinds += [
+            (path, key, value)
+            for path, module in self.part.named_modules()
+            for key, value in vars(module).items()
+            if type(value) in (bool, int, float, str)  # such as ``training``, or a rate that a schedule changes
+        ]
         for path, leaf in tree.walk(arguments):
             if isinstance(leaf, Tensor):
                 values: Any = None
@@ -125,7 +131,8 @@ def is_foreign(part: nn.Module, stage: Stage, name: str) -> bool:
 
 def _changes(before: Before, name: str, output: Any) -> bool:
     try:
-        return bool(before.changed(name, output) or before.kept() or before.changed_objects(name, output)[0])
+        written = before.changed(name, output) or before.changed_objects(name, output)[0]
+        return bool(written or before.attributes.changed() or before.changes_elsewhere())
     except StepError:  # it changes what can't be sent: it must do so on each stage
         return True
 

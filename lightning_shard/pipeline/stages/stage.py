@@ -38,9 +38,9 @@ from lightning_shard.pipeline.dataflow.crossing import (
     provenance,
     unknown_states,
 )
+from lightning_shard.pipeline.dataflow.kept import Attributes, Name
 from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, Request, Slot
 from lightning_shard.pipeline.dataflow.padding_masks import masks_made_as_given
-from lightning_shard.pipeline.dataflow.side_effects import Before
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, recording_provenance, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.dataflow.uncalled import none_called
@@ -120,7 +120,8 @@ class Stage:
         self._root: nn.Module | None = None
         self._drawn: dict[int, Callable[[], None]] = {}
         self._own_call: OwnCall | None = None
-        self._parts_before: list[Before] = []
+        self._parts_before: list[Attributes] = []
+        self._kept_once: defaultdict[int, dict[Name, None]] = defaultdict(dict)
         self.is_first = self.index == 0
         self.is_last = self.index == self.count - 1
 
@@ -283,13 +284,14 @@ class Stage:
     def _enter_part(self, hollow: Sequence[Hollow], part: nn.Module, args: Any, kwargs: Any) -> None:
         if self.is_shown and self.in_step and self._trace is not None:
             if self.passage.searching:
-                self._parts_before.append(Before.of(part, ()))
+                self._parts_before.append(Attributes.of(part))
             self._trace.begins((args, kwargs, hollow))
 
     def _leave_part(self, name: str, part: nn.Module, _args: Any, output: Any) -> Any:
         if not self.is_shown or not self.in_step or self._trace is None:
             return output
-        kept = [(path, key) for path, key, _ in self._parts_before.pop().kept()] if self.passage.searching else None
+        changed = self._parts_before.pop().changed() if self.passage.searching else None
+        kept = None if changed is None else [(each.module, each.name) for each in changed]
         result = self._trace.ends(name, output, part=part, kept=kept)
         if result is not output:
             refuse_hooks(name, part)  # the output was received from another stage
@@ -368,6 +370,8 @@ class Stage:
             passage,
             block,
             (args, kwargs),
+            kept_once=self._kept_once[index],
+            device=self.device,
             is_last=self.is_last,
             hands_on=index == self.owned[-1],
             call_by_call=self.calls is not None,

@@ -7,19 +7,19 @@ it returns the block's output, and repeats its side effects. Values that weren't
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow import kept
 from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints, function_of
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
-from lightning_shard.pipeline.dataflow.messages import BlockCall, End, Held, Key, Slot
+from lightning_shard.pipeline.dataflow.messages import BlockCall, End, Held, Kept, Key, Number, Slot
 from lightning_shard.pipeline.dataflow.objects import at, entries, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
 from lightning_shard.pipeline.dataflow.uncalled import called_now, out_of_order
@@ -33,12 +33,15 @@ class StandIn:
 
     Attributes:
         own: The block's own forward, if this stage runs it too, at other places.
+        _set: By place, submodule and name, the attributes that were set: what the block's own stage told, and the
+            leaves of what they were set to here.
     """
 
     stage: Stage
     name: str
     block: nn.Module
     own: Callable[..., Any] | None = None
+    _set: dict[tuple[int, str, str], tuple[Any, list[Any]]] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         passage, index = self.stage.passage, self.stage.place
@@ -86,8 +89,8 @@ class StandIn:
             )
         for call, (path, seen) in enumerate(done.inside):
             self._run_hooks(path, self._fill_slots(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
-        if done.kept and (passage.searching or any(key[:2] == ("kept", index) for key in passage.received)):
-            self._keep(done, index)  # else they were set to unknown values in the search
+        if done.kept:
+            self._keep(done, index)
         if passage.follows(index):
             self._change_objects(done, index, (args, kwargs))
         arguments = partial(tree.leaves, (args, kwargs))
@@ -100,12 +103,26 @@ class StandIn:
         return given
 
     def _keep(self, done: BlockCall, index: int) -> None:
-        """Set the attributes and buffers that submodules of the block set on its own stage."""
-        for number, (path, key, value) in enumerate(done.kept):
-            text = f"what {self.name} keeps as {key}"
-            scalar = Slot((), torch.get_default_dtype(), False)
-            filled = self._fill_slots(scalar if value is None else value, ("kept", index, number), text)
-            self.stage.keep(self.block.get_submodule(path), key, filled)
+        """Set the attributes and buffers that submodules of the block set on its own stage, or change containers.
+
+        What isn't received is unknown, as it was set in the search.
+        """
+        passage = self.stage.passage
+        arrives = {key[2:4] for key in passage.received if key[:2] == ("kept", index)}
+        for each in done.kept:
+            module, name = self.block.get_submodule(each.module), (each.module, each.name)
+            held = getattr(module, each.name, None)
+            if not passage.searching and name not in arrives and self._is_as_set(index, each, held):
+                continue
+            filled = self._fill_slots(each.value, ("kept", index, *name), f"what {self.name} keeps as {each.name}")
+            self._set[index, *name] = (each.value, kept.leaves(filled))
+            if not (each.in_place and kept.put_into(held, filled)):
+                self.stage.keep(module, each.name, filled)
+
+    def _is_as_set(self, index: int, each: Kept, held: Any) -> bool:
+        """Whether an attribute still is what it was last set to, for a microbatch like this one."""
+        value, leaves = self._set.get((index, each.module, each.name), (None, None))
+        return leaves is not None and value == each.value and tree.same_entries(leaves, kept.leaves(held))
 
     def _change_objects(self, done: BlockCall, index: int, arguments: Any) -> None:
         """Change objects among the arguments as the block did on its own stage.
@@ -175,6 +192,10 @@ class StandIn:
             key = (*name, next(places))
             if isinstance(leaf, Held):
                 return _Absent(leaf.kind, text) if leaf.argument is None else arguments()[leaf.argument]
+            if isinstance(leaf, Number) and key in passage.received:
+                return leaf.kind(passage.produced(key, passage.received[key]).item())
+            if isinstance(leaf, Number):
+                leaf = leaf.slot
             if not isinstance(leaf, Slot):
                 return leaf
             if leaf.argument is not None and isinstance(argument := arguments()[leaf.argument], Tensor):
@@ -208,7 +229,7 @@ class _Absent:
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise StepError(
-            f"The step uses {self.__dict__['_what']}, and an object that holds tensors isn't sent to other pipeline"
+            f"The step uses {self.__dict__['_what']}, and such an object isn't sent to other pipeline"
             " stages: collect or keep the tensors themselves, or use pipeline_parallel_size=1."
         )
 
@@ -227,13 +248,6 @@ def _into_arguments(
     """An output whose containers are those that the block was given, updated in place to the output's entries."""
     for number, place in returned_containers:
         held, new = arguments[place], output if number is None else output[number]
-        if isinstance(held, dict):
-            held.clear()
-            held.update(new)
-        elif isinstance(held, list):
-            held[:] = new
-        else:
-            for key, value in tree.children(new):
-                object.__setattr__(held, key, value)
+        kept.put_into(held, new)
         output = held if number is None else (*output[:number], held, *output[number + 1 :])
     return output
