@@ -232,9 +232,11 @@ class OwnCall:
 
     def _check_handed_on(self, agreed: Any, output: Any) -> None:
         """Check that the arguments that the block returned for an earlier microbatch are returned."""
+        places = [getattr(slot, "argument", None) for slot in tree.leaves(agreed)]
+        if not any(place is not None for place in places):
+            return
         arguments = tree.leaves(self._arguments)
-        for slot, leaf in zip(tree.leaves(agreed), tree.leaves(output)):
-            place = getattr(slot, "argument", None)
+        for place, leaf in zip(places, tree.leaves(output)):
             if place is not None and arguments[place] is not leaf:
                 raise StepError(
                     f"{self._name} returns something new in place of an argument that it returned for an earlier"
