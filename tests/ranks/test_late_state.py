@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -129,6 +130,54 @@ def warned(kind: type[Counts]) -> list[str]:
 
 def test_a_loss_that_each_microbatch_keeps_is_warned_of_once_on_each_stage() -> None:
     assert [len(each) for each in run_ranks(warned, 2, KeepsLoss, elastic=True)] == [1, 1]
+
+
+class Evaluator:
+    def __init__(self) -> None:
+        self.matrix = np.zeros((VOCABULARY, VOCABULARY), dtype=np.int64)
+
+    def add(self, expected: Any, found: Any) -> None:
+        np.add.at(self.matrix, (expected, found), 1)
+
+
+class Confuses(Counts):
+    """Its confusion matrices were zero where the last stage isn't: early stopping ended training too soon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = np.zeros((VOCABULARY, VOCABULARY), dtype=np.int64)
+        self.evaluator = Evaluator()
+        self.listed = [torch.zeros(VOCABULARY), torch.zeros(VOCABULARY)]
+        self.seen: list[float] = []
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        hidden = self.embed(batch["x"])
+        for block in self.blocks:
+            hidden = block(hidden)
+        found, expected = self.head(hidden).argmax(-1).flatten(), batch["y"].flatten()
+        np.add.at(self.matrix, (expected.numpy(), found.numpy()), 1)
+        self.evaluator.add(expected.numpy(), found.numpy())
+        self.listed[1] += torch.bincount(found, minlength=VOCABULARY)
+
+    def on_validation_epoch_end(self) -> None:
+        for each in (self.matrix, self.evaluator.matrix):
+            self.seen.append(float(np.trace(each) / each.sum()) + each.argmax())
+            each[:] = 0
+        self.seen += [*self.listed[1].tolist()]
+
+
+def confuse(sizes: dict[str, int] | None) -> list[float]:
+    L.seed_everything(3)
+    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
+    module = Confuses()
+    settings = {"max_steps": 4, "val_check_interval": 2, "devices": 2 if sizes else 1}
+    L.Trainer(strategy=strategy, **settings, **QUIET).fit(module, loader(GLOBAL_BATCH), loader(GLOBAL_BATCH))
+    return module.seen
+
+
+def test_arrays_that_steps_count_in_are_on_all_stages_as_in_one_process() -> None:
+    expected = confuse(None)
+    assert run_ranks(confuse, 2, {"pipeline_parallel_size": 2}, elastic=True) == [expected, expected]
 
 
 class Averages(Counts):

@@ -132,10 +132,16 @@ def test_tensors_are_sent_without_their_graph_and_as_they_were() -> None:
     assert got.tolist() == [2, 2, 2]
 
 
-def test_a_tensor_changed_in_place_inside_of_a_dict_is_sent() -> None:
-    last, other = apart({"sum": torch.zeros(2)})
-    moved(last, other, lambda held: held["sum"].add_(3))
-    assert other["sum"].tolist() == [3, 3]
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros], ids=["tensor", "array"])
+@pytest.mark.parametrize("place", ["sum", 0])
+def test_a_tensor_changed_in_place_inside_of_a_dict_or_list_is_sent(make: Any, place: Any) -> None:
+    last, other = apart({"sum": make(2)} if place else [make(2), make(2)])
+
+    def change(held: Any) -> None:
+        held[place] += 3
+
+    moved(last, other, change)
+    assert other[place].tolist() == [3, 3]
 
 
 def test_of_large_tensors_the_shape_is_sent() -> None:

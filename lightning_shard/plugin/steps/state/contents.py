@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import tree
+from lightning_shard.plugin.steps.state.attribute_changes import version
 from lightning_shard.plugin.steps.state.python_state import CONTAINERS, attributes, is_object
 
 LARGEST_SENT = 2**20
@@ -56,8 +56,9 @@ class Outline:
     Attributes:
         value: Itself.
         length: Of a list or a deque.
-        seen: Its entries by place, of a longer list some; of a set, or a deque with a ``maxlen``, all entries.
-        entries: Of a dict, or an object's attributes: each value, and the version of a tensor.
+        seen: Its entries by place, of a longer list some, with the versions of tensors and arrays; of a set, or a deque
+            with a ``maxlen``, all entries.
+        entries: Of a dict, or an object's attributes: each value, and the version of a tensor or an array.
         inner: Outlines of what it holds.
     """
 
@@ -71,13 +72,13 @@ class Outline:
     def of(cls, value: Any, depth: int = _DEPTH) -> Outline:
         """Of a container or an object; ``depth=1`` of itself only, which a growing list needs."""
         if _is_replaced(value):
-            return cls(value, len(value), [*value])
+            return cls(value, len(value), [(each, version(each)) for each in value])
         if isinstance(value, (list, deque)):
             looked_into = list(value) if depth > 1 and len(value) <= _ENTRIES else []
-            seen = {place: value[place] for place in _places(len(value))}
+            seen = {place: (value[place], version(value[place])) for place in _places(len(value))}
             return cls(value, len(value), seen, inner=_inner(enumerate(looked_into), depth))
         named = _named(value)
-        entries = {key: (each, _version(each)) for key, each in named.items()}
+        entries = {key: (each, version(each)) for key, each in named.items()}
         return cls(value, entries=entries, inner=_inner(named.items(), depth))
 
 
@@ -141,17 +142,17 @@ def change_since(before: Outline, now: Any) -> Change:
     """
     inner = {key: found for key, each in before.inner.items() if (found := _inner_change(each, key, now))}
     if _is_replaced(now):
-        is_same = len(now) == before.length and all(map(is_, now, before.seen))
+        is_same = len(now) == before.length and all(map(_is_as_seen, now, before.seen))
         return Change() if is_same else Change([sent(each) for each in now], replaces=True)
     if isinstance(now, (list, deque)):
-        if len(now) >= before.length and all(now[place] is each for place, each in before.seen.items()):
+        if len(now) >= before.length and all(_is_as_seen(now[place], seen) for place, seen in before.seen.items()):
             return Change([sent(each) for each in list(now)[before.length :]], inner=inner)
         return Change([sent(each) for each in now], replaces=True)
     named, begun = _named(now), before.entries
     changed = {
         key: each
         for key, each in named.items()
-        if key not in begun or begun[key][0] is not each or begun[key][1] != _version(each)
+        if key not in begun or begun[key][0] is not each or begun[key][1] != version(each)
     }
     if any(type(key) not in _SIMPLE and not isinstance(key, tuple) for key in changed):
         raise Unsendable
@@ -182,6 +183,10 @@ def received(device: torch.device, in_place_of: Callable[[Unsent, torch.device],
 def has_contents(value: Any) -> bool:
     """Whether it is a container or an object whose changes can be told."""
     return isinstance(value, CONTAINERS) or is_plain_object(value)
+
+
+def _is_as_seen(value: Any, seen: tuple[Any, int]) -> bool:
+    return value is seen[0] and version(value) == seen[1]
 
 
 def _places(length: int) -> list[int]:
@@ -224,7 +229,3 @@ def _inner_change(before: Outline, key: Any, now: Any) -> Change | None:
     """The change of what was held under a key, if it still is: else it is sent as a new value."""
     held = now[key] if isinstance(now, (list, deque)) and key < len(now) else _named(now).get(key)
     return change_since(before, held) if held is before.value else None
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) else 0

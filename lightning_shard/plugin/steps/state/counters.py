@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -90,7 +91,10 @@ def warning_of_tensors_changed(module: nn.Module, microbatches: int) -> Iterator
 
 @torch.no_grad()
 def _sums_of_tensors(module: nn.Module) -> dict[str, tuple[torch.Size, Tensor]]:
-    """Each tensor's shape, sum and norm, with 0 for NaN; version counters don't show changes made through ``.data``."""
+    """The shape, sum and norm of each tensor, and array, of floats, with 0 for NaN.
+
+    Version counters don't show changes made through ``.data``, and arrays have none.
+    """
     norms, found = {id(part) for part in batch_norms(module).values()}, [*reachable(module)]
     known = tuple(f"{path}." for path, part in found if isinstance(part, Metric) or id(part) in norms)
     return {
@@ -98,8 +102,13 @@ def _sums_of_tensors(module: nn.Module) -> dict[str, tuple[torch.Size, Tensor]]:
             tensor.shape,
             torch.stack([(wide := tensor.double().nan_to_num()).sum(), wide.norm()]),
         )
-        for path, tensor in found
+        for path, value in found
+        for tensor in [torch.tensor(value) if _is_of_floats(value) else value]
         if type(tensor) is Tensor and tensor.is_floating_point() and not path.startswith(known)
         if tensor.layout is torch.strided and not (tensor.is_meta or tensor.requires_grad)
         if tensor.numel() <= _LARGEST_LOOKED_AT
     }
+
+
+def _is_of_floats(value: object) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype in (np.float32, np.float64)

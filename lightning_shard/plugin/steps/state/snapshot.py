@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +25,7 @@ from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, has_no_memo
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.lost_changes import Sums, changed, sums
 from lightning_shard.plugin.steps.randomness import OwnGenerator
+from lightning_shard.plugin.steps.state.attribute_changes import digest
 from lightning_shard.plugin.steps.state.iterators import ReplayedIterators
 from lightning_shard.plugin.steps.state.python_state import attributes, below, hold_same, reachable, slots
 from lightning_shard.sharding import local_tensor
@@ -282,13 +282,13 @@ def _note_array(path: str, array: np.ndarray[Any, Any]) -> Note | None:
     if not array.flags.writeable:
         return None
     if array.nbytes > LARGEST_COPY_BYTES:
-        digest = _digest(array)
+        before = digest(array)
 
         def check() -> None:
-            if _digest(array) != digest:
+            if digest(array) != before:
                 raise _too_large(path, array.nbytes)
 
-        return Note(path, array, check, lambda: _digest(array) != digest)
+        return Note(path, array, check, lambda: digest(array) != before)
     copy = array.copy()
 
     def put_back() -> None:
@@ -307,10 +307,6 @@ _NOTING: list[tuple[Any, Callable[[str, Any], Note | None]]] = [
     (dict, _note_dict),
     ((list, set, deque), _note_container),
 ]
-
-
-def _digest(array: np.ndarray[Any, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 def _too_large(path: str, size: int) -> StepError:
