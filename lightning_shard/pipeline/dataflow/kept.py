@@ -16,6 +16,7 @@ from lightning_shard.namespaces import is_machinery
 from lightning_shard.pipeline.dataflow.messages import Held, Kept, Number, Slot
 from lightning_shard.pipeline.dataflow.objects import held_by, is_opaque
 from lightning_shard.scripted import is_scripted
+from lightning_shard.versions import content
 
 OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 """Attributes of every module, such as its hooks, and ``forward``, which a stand-in replaces."""
@@ -31,12 +32,12 @@ Name = tuple[str, str]
 
 @dataclass(frozen=True)
 class _Noted:
-    """A value, and what it held: the paths of its leaves, these, and the versions of tensors among them."""
+    """A value, and what it held: the paths of its leaves, these, and digests of tensors and arrays among them."""
 
     value: Any
     paths: list[tree.Path]
     held: list[Any]
-    versions: list[int]
+    contents: list[int]
 
     @classmethod
     def of(cls, value: Any, *, looks_into_objects: bool) -> _Noted:
@@ -46,12 +47,12 @@ class _Noted:
             held = [each for each in held_by(value) if isinstance(each, Tensor)]
         else:
             leaves = [(path, leaf) for path, leaf in tree.walk(value) if not isinstance(leaf, nn.Parameter)]
-            return cls(value, [p for p, _ in leaves], [x for _, x in leaves], [version_of(x) for _, x in leaves])
+            return cls(value, [p for p, _ in leaves], [x for _, x in leaves], [content(x) for _, x in leaves])
         return cls(value, [], held, [])
 
     def holds_as(self, other: _Noted) -> bool:
         return (
-            self.paths == other.paths and self.versions == other.versions and tree.same_entries(self.held, other.held)
+            self.paths == other.paths and self.contents == other.contents and tree.same_entries(self.held, other.held)
         )
 
 
@@ -94,10 +95,6 @@ def _noted(module: nn.Module, looks_into_objects: bool) -> Iterator[tuple[str, _
     for key, value in chain(vars(module).items(), module._buffers.items()):
         if key not in OF_TORCH and key not in _OF_LIBRARIES and not isinstance(value, nn.Module):
             yield key, _Noted.of(value, looks_into_objects=looks_into_objects)
-
-
-def version_of(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def leaves(value: Any) -> list[Any]:

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import is_machinery, namespaces
-from lightning_shard.pipeline.dataflow.kept import OF_TORCH, Attributes, version_of
+from lightning_shard.pipeline.dataflow.kept import OF_TORCH, Attributes
 from lightning_shard.pipeline.dataflow.messages import Change, Held, Slot
 from lightning_shard.pipeline.dataflow.objects import Path, held_by, is_object, is_opaque, objects, rebuilt
 from lightning_shard.pipeline.dataflow.objects import entries as entries_of
+from lightning_shard.versions import version
 
 _GIVEN = "a dataclass with slots that it is given"
 _LISTS = (list, dict, set, deque)
@@ -72,7 +73,7 @@ class Before:
         Args:
             compares_globals: Whether to include globals and attributes of classes and functions, which takes longer.
         """
-        noted = [(leaf, version_of(leaf)) for _, leaf in tree.walk(arguments)]
+        noted = [(leaf, version(leaf)) for _, leaf in tree.walk(arguments)]
         given = [(_GIVEN, each, _entries(each)) for each in tree.containers(arguments)]
         held = {path: (each, *_noted(each)) for path, each in objects(arguments, deepest=DEEPEST)}
         own: list[tuple[str, Any, list[Any]]] = [
@@ -101,14 +102,14 @@ class Before:
         Raises:
             StepError: It is an object with tensors, a module or a function, and no argument.
         """
-        place, version = next(
-            ((place, version) for place, (argument, version) in enumerate(self.arguments) if argument is leaf),
+        place, before = next(
+            ((place, before) for place, (argument, before) in enumerate(self.arguments) if argument is leaf),
             (None, 0),
         )
         if place is not None and is_object(leaf):
             return Held(type(leaf).__name__, place)
         slot = Slot.of(leaf)
-        if isinstance(leaf, Tensor) and leaf.requires_grad and version_of(leaf) == version:
+        if isinstance(leaf, Tensor) and leaf.requires_grad and version(leaf) == before:
             return slot  # for another microbatch the block may compute it (stochastic depth)
         if isinstance(slot, Held) and place is None:
             raise StepError(_unsendable(name, leaf))
@@ -155,7 +156,7 @@ class Before:
             if value is not (self.globals_before or {}).get(key) and _has_gradients([value]):
                 raise StepError(f"{name} sets {key}, which the other pipeline stages don't see: {_RETURN_IT}")
         places = enumerate(self.arguments)
-        return [(p, leaf) for p, (leaf, version) in places if isinstance(leaf, Tensor) and version_of(leaf) != version]
+        return [(p, leaf) for p, (leaf, before) in places if isinstance(leaf, Tensor) and version(leaf) != before]
 
     def changed_objects(self, name: str, output: Any) -> tuple[tuple[Change, ...], list[Tensor]]:
         """The changes of objects among the arguments, and the tensors that their slots stand for, in order.
@@ -288,4 +289,4 @@ def _unfollowed(
 
 def _noted(value: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
     before = dict(entries_of(value))
-    return before, {key: version_of(each) for key, each in before.items() if isinstance(each, Tensor)}
+    return before, {key: version(each) for key, each in before.items() if isinstance(each, Tensor)}

@@ -10,15 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import xxhash
 from torch import Tensor, nn
 
 from lightning_shard.plugin.steps.state.python_state import CONTAINERS, attributes, entries, is_object
+from lightning_shard.versions import version
 
 _ENTRIES = 64
 """How many entries of a container are checked for replacement; beyond these, only its length is."""
-LARGEST_READ = 2**20
-"""Elements of an array that is read to tell whether it has changed in place."""
 
 
 def attributes_and_buffers(module: nn.Module) -> dict[str, Any]:
@@ -28,17 +26,6 @@ def attributes_and_buffers(module: nn.Module) -> dict[str, Any]:
 def change_mark(value: Any) -> int:
     """A tensor's version, an array's digest or a container's length, which a change in place changes."""
     return len(value) if isinstance(value, CONTAINERS) else version(value)
-
-
-def version(value: Any) -> int:
-    """A tensor's version or an array's digest, which a change in place changes; 0 of others, and of large arrays."""
-    if isinstance(value, np.ndarray):
-        return digest(value) if value.size <= LARGEST_READ and value.dtype != object else 0
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
-def digest(array: np.ndarray[Any, Any]) -> int:
-    return xxhash.xxh3_128_intdigest(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 def identities(value: Any, depth: int) -> Iterator[Any]:

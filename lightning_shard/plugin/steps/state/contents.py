@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import tree
-from lightning_shard.plugin.steps.state.attribute_changes import version
 from lightning_shard.plugin.steps.state.python_state import CONTAINERS, attributes, is_object
+from lightning_shard.versions import version
 
 LARGEST_SENT = 2**20
 """Elements of a tensor or array that is sent to the other stages; of a larger one they have the shape only."""

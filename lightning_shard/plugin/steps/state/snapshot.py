@@ -25,10 +25,10 @@ from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, has_no_memo
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.lost_changes import Sums, changed, sums
 from lightning_shard.plugin.steps.randomness import OwnGenerator
-from lightning_shard.plugin.steps.state.attribute_changes import digest
 from lightning_shard.plugin.steps.state.iterators import ReplayedIterators
 from lightning_shard.plugin.steps.state.python_state import attributes, below, hold_same, reachable, slots
 from lightning_shard.sharding import local_tensor
+from lightning_shard.versions import digest
 
 LARGEST_COPY_BYTES = 2**28
 """Largest tensor or array that is copied. A larger one may not be changed by a step that has to run again."""
