@@ -32,7 +32,9 @@ def content(value: Any) -> int:
     """
     if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta or value.numel() > LARGEST_READ:
         return version(value)
-    return digest(tree.as_bytes(value.detach().cpu().resolve_conj().resolve_neg()).numpy())
+    with torch._C.DisableTorchFunction(), torch.no_grad():  # no operations of the code that is traced around it
+        plain = value.detach().cpu().contiguous().resolve_conj().resolve_neg()
+        return digest(tree.as_bytes(plain).numpy())
 
 
 def digest(array: np.ndarray[Any, Any]) -> int:

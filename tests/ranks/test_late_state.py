@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -178,6 +179,48 @@ def confuse(sizes: dict[str, int] | None) -> list[float]:
 def test_arrays_that_steps_count_in_are_on_all_stages_as_in_one_process() -> None:
     expected = confuse(None)
     assert run_ranks(confuse, 2, {"pipeline_parallel_size": 2}, elastic=True) == [expected, expected]
+
+
+class Changes(Counts):
+    """In ways that other stages were blind to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"scale": 1.0})
+        self.first = True
+        self.turns = {"a": 1.0, "b": 2.0, "c": 3.0}
+        self.ring = [0.0] * 200
+        self.register_buffer("mean", torch.zeros(()))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.hparams.scale = 1.0 + batch_idx
+        if hasattr(self, "first"):
+            del self.first
+        name = next(iter(self.turns))
+        self.turns[name] = self.turns.pop(name)
+        self.ring[150 + batch_idx] = float(loss)
+        self.mean.data.add_(loss.detach())
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        held = (self.hparams.scale, hasattr(self, "first"), [*self.turns].index("a"), sum(self.ring), self.mean)
+        self.seen += map(float, held)
+
+
+def change(sizes: dict[str, int] | None) -> list[float]:
+    L.seed_everything(3)
+    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
+    module = Changes()
+    L.Trainer(strategy=strategy, devices=2 if sizes else 1, max_steps=3, **QUIET).fit(module, loader(GLOBAL_BATCH))
+    return module.seen
+
+
+def test_every_kind_of_change_after_the_network_is_on_all_stages() -> None:
+    expected = change(None)
+    for own in run_ranks(change, 2, {"pipeline_parallel_size": 2, "microbatches": 1}, elastic=True):
+        assert own == pytest.approx(expected, rel=1e-5)
 
 
 class Averages(Counts):

@@ -112,6 +112,28 @@ def test_a_list_rewritten_to_the_same_length_and_last_entry_is_sent() -> None:
     assert other == [0, 2]
 
 
+@pytest.mark.parametrize("place", [0, 150])
+def test_a_long_list_rewritten_at_one_place_is_sent(place: int) -> None:
+    """It was compared at some places."""
+    last, other = apart([1.5] * 200)
+
+    def rewrite(held: list[float]) -> None:
+        held[place] = 2.5
+
+    moved(last, other, rewrite)
+    assert other[place] == 2.5
+
+
+def test_a_dict_whose_order_has_changed_is_sent() -> None:
+    last, other = apart({"a": 1, "b": [2], "c": 3})
+
+    def move(held: dict[str, Any]) -> None:
+        held["a"] = held.pop("a")
+
+    moved(last, other, move)
+    assert [*other.items()] == [("b", [2]), ("c", 3), ("a", 1)]
+
+
 def test_what_both_stages_have_added_since_the_batch_began_is_there_once() -> None:
     last, other = apart(["earlier"])
     before, begun = Outline.of(last), Outline.of(other)

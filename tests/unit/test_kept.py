@@ -112,6 +112,21 @@ class Writes(Keeping):
         return self.stats["mean"]
 
 
+class PastVersions(Keeping):
+    """BatchNorm and ``.data`` leave a tensor's version as it was: it had its first value on later stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def keep(self, x: Tensor, result: Tensor) -> None:
+        self.total.data.zero_().add_(result.detach().mean())  # type: ignore[operator]
+
+    @property
+    def aux(self) -> Tensor:
+        return self.total  # type: ignore[return-value]
+
+
 class InADeque(Keeping):
     """Of what has no gradients: it was empty on later stages."""
 
@@ -149,7 +164,7 @@ def with_aux(root: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("on", [(2, {}), (3, {}), TWO_EACH], ids=["2", "3", "4 on 2 ranks"])
-@pytest.mark.parametrize("kind", [CachesAtFirst, HidesADict, Counts, CountsByValue, Lists, Writes])
+@pytest.mark.parametrize("kind", [CachesAtFirst, HidesADict, Counts, CountsByValue, Lists, Writes, PastVersions])
 def test_what_blocks_keep_is_as_in_one_process(kind: type[Keeping], on: tuple[int, dict[str, Any]]) -> None:
     stages, options = on
     assert_alike(seeded(partial(Of, kind)), with_aux, batches(), stages, **options)

@@ -16,7 +16,7 @@ the same name, so the user's code continues as if the value had been computed lo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -37,7 +37,7 @@ from lightning_shard.pipeline.dataflow.messages import (
     Request,
     Slot,
 )
-from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, leaves, mark, refuse
+from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, leaves, mark, refuse, said_of_hook
 from lightning_shard.pipeline.dataflow.uncalled import few
 
 LARGEST_PARAMETER = 2**24
@@ -138,6 +138,7 @@ class Passage:
         in_block: Whether a block of this stage is being called.
         calls: Calls of the network.
         active: Whether the microbatch's forward runs.
+        in_step: Whether any step of the user's runs.
         differentiates: Whether gradients were enabled when it began.
         filler: The value of unknown tensors' elements.
         asks_for_origins: Whether to request the outputs of blocks, and of operations on parameters, from which a
@@ -167,6 +168,7 @@ class Passage:
     in_block: bool = False
     calls: int = 0
     active: bool = False
+    in_step: Callable[[], bool] = lambda: True
     differentiates: bool = False
     filler: float = torch.nan
     asks_for_origins: bool = False
@@ -310,6 +312,8 @@ class Passage:
             LateValue: The values are computed from parameters of a later stage, and no block has been called.
             StepError: They can't be requested for another reason.
         """
+        if not self.in_step():
+            raise StepError(said_of_hook(sentence))
         if not self.active:
             raise StepError(f"{sentence} {_FROM_THE_FIRST}")
         if not self.searching:

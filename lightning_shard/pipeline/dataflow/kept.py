@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_shard import tree
 from lightning_shard.namespaces import is_machinery
@@ -58,7 +59,7 @@ class _Noted:
 
 @dataclass(frozen=True)
 class Attributes:
-    """A snapshot of the attributes and buffers of a module's submodules, but for those that are scripted."""
+    """A snapshot of the attributes and buffers of a module's submodules, without metrics and scripted ones."""
 
     noted: list[tuple[str, nn.Module, dict[str, _Noted]]]
     looks_into_objects: bool
@@ -74,6 +75,7 @@ class Attributes:
                 (path, each, dict(_noted(each, looks_into_objects)))
                 for path, each in module.named_modules()
                 if not is_scripted(each)  # whose buffers stages can't exchange
+                if not isinstance(each, Metric)  # the stage that updates it shares what it computes
             ],
             looks_into_objects,
         )

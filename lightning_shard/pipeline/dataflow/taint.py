@@ -63,8 +63,8 @@ REMEDY = (
 )
 _REMEDY_IN_HOOKS = (
     "With several pipeline stages, a stage has its own parameters only between steps:"
-    " trainer.strategy.gather_full_parameters(), called on all ranks, gives rank 0 all of them; or use"
-    " pipeline_parallel_size=1."
+    " trainer.strategy.gather_full_parameters(), called on all ranks, gives rank 0 all of them, and a checkpoint has"
+    " the buffers too; or use pipeline_parallel_size=1."
 )
 
 

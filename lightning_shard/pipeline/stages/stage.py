@@ -160,6 +160,7 @@ class Stage:
             entered_after=until if until is not None and until.after else None,
             leaves_after=crossing.leaves_after,
             active=True,
+            in_step=lambda: self.in_step,
             differentiates=torch.is_grad_enabled(),
             filler=self._filler,
             memory=SharedMemory(crossing.incoming.aliased) if searching else None,

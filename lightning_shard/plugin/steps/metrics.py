@@ -9,24 +9,26 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
 from lightning_shard import tree
+from lightning_shard.errors import StepError
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.means_over_steps import MeansOverSteps
 from lightning_shard.plugin.steps.state.python_state import reachable
 
 _BROADCAST = "_is_broadcast_over_stages"
-"""In the attributes of a metric whose ``compute`` gives the last stage's value."""
+"""In the attributes of a metric whose ``compute`` gives the value of the stage that updates it."""
 
 
 class SharedMetrics:
     """Has metrics reduce over data-parallel ranks, and broadcasts the last stage's values to other stages.
 
     Tensor-parallel ranks see the same data, so a reduction over the world would count it several times. Only the last
-    stage of a pipeline updates a module's metrics, in lists and objects too. ``compute``, which already is a collective
+    stage of a pipeline updates a module's metrics, in lists and objects too, and of those within a block the stage that
+    holds it: their values are shared from there. ``compute``, which already is a collective
     call over the data ranks, becomes one over the pipeline too. Those of callbacks are updated on every stage, from
     what steps return. Copies of metrics are shared likewise.
 
@@ -51,7 +53,7 @@ class SharedMetrics:
         found = {path: value for path, value in reachable(module) if isinstance(value, Metric)}
         everywhere = set.intersection(*map(set, self._groups.gather_over_stages([*found])))
         for path, metric in found.items():
-            self.share(metric, of_steps=path in everywhere)
+            self.share(metric, of_steps=path in everywhere, block=self._block_around(path))
         for callback in callbacks:
             for leaf in tree.leaves(dict(vars(callback))):
                 for part in leaf.modules() if isinstance(leaf, nn.Module) else ():
@@ -75,17 +77,23 @@ class SharedMetrics:
         finally:
             setattr(Metric, "__init__", own)  # noqa: B010
 
-    def share(self, metric: Metric, *, of_steps: bool) -> None:
+    def _block_around(self, path: str) -> str | None:
+        names = self._stages.held[0].places if self._stages is not None else ()
+        return next((name for name in names if path.startswith(f"{name}.")), None)
+
+    def share(self, metric: Metric, *, of_steps: bool, block: str | None = None) -> None:
         """
         Args:
             of_steps: Whether the last stage's steps update it, so that only that stage can compute it.
+            block: The block that holds it, whose stage updates it then.
         """
         if metric.process_group is None:
             metric.process_group = self._groups.data
             metric.__dict__["__deepcopy__"] = partial(self._copied, metric)
         if of_steps and self._stages is not None and _BROADCAST not in metric.__dict__:
             metric.__dict__[_BROADCAST] = True
-            metric.__dict__["compute"] = self._of(metric.compute)
+            share = self._from_last_stage if block is None else partial(self._from_holder, block)
+            metric.__dict__["compute"] = self._of(metric.compute, share)
             if isinstance(metric, MeanMetric):
                 metric.__dict__["update"] = self.means.weighing(metric.update)
 
@@ -101,7 +109,7 @@ class SharedMetrics:
         self.share(copied, of_steps=_BROADCAST in held)
         return copied
 
-    def _of(self, compute: Callable[[], Any]) -> Callable[[], Any]:
+    def _of(self, compute: Callable[[], Any], share: Callable[[Callable[[], Any]], Any]) -> Callable[[], Any]:
         stages = self._stages
         assert stages is not None
 
@@ -111,9 +119,34 @@ class SharedMetrics:
                 return compute()
             self._inside = True
             try:
-                value = compute() if stages.is_last else None
+                return share(compute)
             finally:
                 self._inside = False
-            return self._groups.broadcast_from_last_stage(value, self._device)
 
         return shared
+
+    def _from_last_stage(self, compute: Callable[[], Any]) -> Any:
+        assert self._stages is not None
+        value = compute() if self._stages.is_last else None
+        return self._groups.broadcast_from_last_stage(value, self._device)
+
+    def _from_holder(self, block: str, compute: Callable[[], Any]) -> Any:
+        """The value of the rank that holds a block.
+
+        Raises:
+            StepError: Several do, since the block runs several times: each has counted its own calls.
+        """
+        assert self._stages is not None
+        holds = any(place in stage.owned for stage in self._stages.held for place in stage.places[block])
+        own = (tree.map_leaves(self._on_host, compute()),) if holds else None
+        found = [each for each in self._groups.gather_over_stages(own) if each is not None]
+        if len(found) > 1:
+            raise StepError(
+                f"{block} runs on several pipeline stages, each of which updates the metrics in it for its own calls:"
+                " have the network return what they are updated with, or use pipeline_parallel_size=1."
+            )
+        return tree.map_leaves(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, found[0][0])
+
+    @staticmethod
+    def _on_host(leaf: Any) -> Any:
+        return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf

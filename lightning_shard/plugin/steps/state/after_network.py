@@ -58,16 +58,23 @@ from lightning_shard.plugin.steps.state.python_state import (
     hold_same,
 )
 from lightning_shard.scripted import after_calls, before_calls
+from lightning_shard.versions import content
 
 Name = tuple[str, str]
 """A module's path and an attribute's name."""
 
-_NOT_OWN = frozenset(vars(pl.LightningModule())) | STAND_INS | {*OF_RECURRENT_LAYERS}
+_NOT_OWN = (
+    frozenset(vars(pl.LightningModule())) | STAND_INS | {*OF_RECURRENT_LAYERS, "_hparams_initial", "_hparams_name"}
+)
 """Attributes that every LightningModule has, those that shadow methods while a step runs, and lists of parameters."""
 
 
 class _Elsewhere:
     """Stands for a value that isn't sent."""
+
+
+class _Deleted:
+    """Stands for the value of an attribute that was deleted."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +94,14 @@ class _Look:
     Attributes:
         held: Each module's attributes and buffers.
         marks: Versions of tensors, digests of arrays and lengths of containers, which show changes in place.
+        contents: Digests of tensors, which show changes past their version, as through ``.data``.
         inside: The contents of followed attributes.
         fields: The attributes of followed objects.
     """
 
     held: dict[str, dict[str, Any]]
     marks: list[int]
+    contents: dict[Name, int]
     inside: dict[Name, list[Any]]
     fields: dict[Name, dict[str, Any]]
 
@@ -138,6 +147,7 @@ class KeptState:
         self._warned_of: set[Name] = set()
         self._numbers: dict[Name, Any] | None = None
         self._marked: list[tuple[Name, Any]] = []
+        self._by_value: set[Name] = set()
         self._followed: set[Name] = set()
         self._changed: set[Name] = set()
         self._set_once: dict[Name, set[str]] = {}
@@ -198,9 +208,10 @@ class KeptState:
         """On the last stage, at the end of a batch: what has changed, to be sent to the others."""
         values = {}
         for path, name in sorted(self._changed):
-            value = attributes_and_buffers(self._modules[path]).get(name)
+            value = attributes_and_buffers(self._modules[path]).get(name, _Deleted())
             fields = {key: attributes(value)[key] for key in self._set_once.get((path, name), ())}
-            values[path, name] = _Fields(fields) if fields else self._sent((path, name), value)
+            is_whole = fields or isinstance(value, _Deleted)
+            values[path, name] = (_Fields(fields) if fields else value) if is_whole else self._sent((path, name), value)
         self._changed.clear()
         self._set_once.clear()
         self._begun = None
@@ -244,6 +255,8 @@ class KeptState:
                 value.apply(self._held(key), begun.get(key) if key in own else None, partial(received, device, place))
             elif is_elsewhere:
                 self._warn(key)
+            elif isinstance(value, _Deleted):
+                delattr(self._modules[key[0]], key[1])
             else:
                 _set(self._modules[key[0]], key[1], received(device, place, value))
         self._stale.update(key for key in stale if not isinstance(changes[key], _Fields))
@@ -276,6 +289,8 @@ class KeptState:
         held = attributes_and_buffers(self._modules[key[0]])
         if isinstance(value, _Elsewhere):
             return not changed_here
+        if isinstance(value, _Deleted):
+            return key[1] in held
         if isinstance(value, _Fields):
             own = attributes(held[key[1]])
             return any(name not in own or not _equal(own[name], each) for name, each in value.values.items())
@@ -334,6 +349,7 @@ class KeptState:
         return _Look(
             {path: attributes_and_buffers(module) for path, module in modules.items()},
             [change_mark(value) for _, value in self._marked],
+            {key: content(value) for key, value in self._marked if self._searching or key in self._by_value},
             {key: [*identities(self._held(key), 2)] for key in followed},
             {key: dict(attributes(self._held(key))) for key in followed if is_plain_object(self._held(key))},
         )
@@ -344,10 +360,14 @@ class KeptState:
             (path, name)
             for path, held in before.held.items()
             if not hold_same(held, now := attributes_and_buffers(self._modules[path]))
-            for name, value in now.items()
-            if held.get(name, held) is not value and _is_own(name, value)
+            for name, value in (held | now).items()
+            if (held.get(name, held) is not value or name not in now) and _is_own(name, value)
         }
         changed = {key for (key, value), mark in zip(self._marked, before.marks) if change_mark(value) != mark}
+        others = {key: value for key, value in self._marked if key in before.contents and key not in changed}
+        past_versions = {key for key, value in others.items() if content(value) != before.contents[key]}
+        self._by_value |= past_versions
+        changed |= past_versions
         changed.update(key for key, held in before.inside.items() if differ(held, [*identities(self._held(key), 2)]))
         self._followed.update(changed - exchanged)
         for key in changed - exchanged:
@@ -381,7 +401,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_own(name: str, value: Any) -> bool:
-    return name not in _NOT_OWN and not name.startswith("_hparams") and not isinstance(value, (Hollow, OwnGenerator))
+    return name not in _NOT_OWN and not isinstance(value, (Hollow, OwnGenerator))
 
 
 def _equal(held: Any, value: Any) -> bool:

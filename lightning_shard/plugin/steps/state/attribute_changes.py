@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from lightning_shard.plugin.steps.state.python_state import CONTAINERS, attributes, entries, is_object
 from lightning_shard.versions import version
 
-_ENTRIES = 64
+_ENTRIES = 1024
 """How many entries of a container are checked for replacement; beyond these, only its length is."""
+_LOOKED_INTO = 64
+"""How many of them are looked into."""
 
 
 def attributes_and_buffers(module: nn.Module) -> dict[str, Any]:
@@ -40,9 +42,13 @@ def identities(value: Any, depth: int) -> Iterator[Any]:
         inner = entries(value, _ENTRIES)
     elif is_object(value):
         inner = [*attributes(value).values()]
-    for each in inner:
+    for place, each in enumerate(inner):
         yield each
-        if depth and (isinstance(each, (Tensor, np.ndarray, *CONTAINERS, tuple)) or is_object(each)):
+        if (
+            depth
+            and place < _LOOKED_INTO
+            and (isinstance(each, (Tensor, np.ndarray, *CONTAINERS, tuple)) or is_object(each))
+        ):
             yield from identities(each, depth - 1)
 
 

@@ -25,11 +25,10 @@ LARGEST_SENT = 2**20
 """Elements of a tensor or array that is sent to the other stages; of a larger one they have the shape only."""
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.Size)
 _DEPTH = 3
-_ENTRIES = 64
-"""Entries of a list that are compared, and looked into for changes of their own. Of a longer one only growth, and
-changes at some places, are seen."""
-
-
+_ENTRIES = 1024
+"""Entries of a list that are compared. Of a longer one only growth, and changes at some places, are seen."""
+_LOOKED_INTO = 64
+"""Entries of a list that are looked into for changes of their own."""
 _SOME = 8
 
 
@@ -74,7 +73,7 @@ class Outline:
         if _is_replaced(value):
             return cls(value, len(value), [(each, version(each)) for each in value])
         if isinstance(value, (list, deque)):
-            looked_into = list(value) if depth > 1 and len(value) <= _ENTRIES else []
+            looked_into = list(value) if depth > 1 and len(value) <= _LOOKED_INTO else []
             seen = {place: (value[place], version(value[place])) for place in _places(len(value))}
             return cls(value, len(value), seen, inner=_inner(enumerate(looked_into), depth))
         named = _named(value)
@@ -149,6 +148,8 @@ def change_since(before: Outline, now: Any) -> Change:
             return Change([sent(each) for each in list(now)[before.length :]], inner=inner)
         return Change([sent(each) for each in now], replaces=True)
     named, begun = _named(now), before.entries
+    if isinstance(now, dict) and [key for key in begun if key in named] != [key for key in named if key in begun]:
+        inner, begun = {}, {}  # their order has changed: all are set anew
     changed = {
         key: each
         for key, each in named.items()
@@ -156,7 +157,7 @@ def change_since(before: Outline, now: Any) -> Change:
     }
     if any(type(key) not in _SIMPLE and not isinstance(key, tuple) for key in changed):
         raise Unsendable
-    removed = [key for key in begun if key not in named]
+    removed = [key for key in before.entries if key not in named or key not in begun]
     return Change(changed={key: sent(each) for key, each in changed.items()}, removed=removed, inner=inner)
 
 
