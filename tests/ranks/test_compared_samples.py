@@ -18,7 +18,7 @@ from torchmetrics import MaxMetric, MeanSquaredError, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_shard import HybridShardStrategy
-from lightning_shard.testing import assert_trains_alike, run_ranks
+from lightning_shard.testing import RanksFailed, assert_trains_alike, run_ranks
 from tests.parity import QUIET
 
 WIDTH = 8
@@ -465,6 +465,33 @@ ORDINARY = [Module, InOrder, UndroppedMean, MeanInBlock, Recurrent, BothWays, Ti
 @pytest.mark.parametrize("kind", ORDINARY)
 def test_means_over_microbatches_of_one_sample_are_not_told_of(kind: type[Module]) -> None:
     assert [texts for texts, _ in run_ranks(fit, 2, kind, STAGES, 4, elastic=True)] == [[], []]
+
+
+class ReturnsMeans(UndroppedMean):
+    """Of each class, of as many as a microbatch has samples; and in prediction, which logs nothing."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "means": batch[0].mean(0)}
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        return {"rows": batch[0], "means": batch[0].mean(0)}
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        assert outputs["means"].shape == (WIDTH,)
+
+
+def predict(kind: type[Module]) -> None:
+    strategy = HybridShardStrategy(2, microbatches=4)
+    trainer = L.Trainer(devices=2, strategy=strategy, **QUIET)
+    trainer.predict(kind(), DataLoader(TensorDataset(torch.randn(32, WIDTH), torch.zeros(32).long()), 4 * WIDTH))
+
+
+def test_means_of_as_many_classes_as_samples_are_refused() -> None:
+    with pytest.raises(RanksFailed, match=rf"\['means'\].* it has {WIDTH} entries for each, as many as samples"):
+        run_ranks(fit, 2, ReturnsMeans, STAGES, 4 * WIDTH, elastic=True)
+    with pytest.raises(RanksFailed, match=rf"\['means'\].* it has {WIDTH} entries for each, as many as samples"):
+        run_ranks(predict, 2, ReturnsMeans, elastic=True)
 
 
 def test_steps_that_call_data_ranks_are_not_joined() -> None:

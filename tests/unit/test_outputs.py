@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.runtime.outputs import merge, with_losses
+from lightning_shard.pipeline.runtime.outputs import lengths, merge, with_losses
 
 Pair = namedtuple("Pair", "x y")
 X = torch.arange(24.0).reshape(8, 3)
@@ -99,6 +99,28 @@ def test_results_are_those_of_the_whole_batch(step: str, parts: int) -> None:
 def test_what_cant_be_known_is_refused_by_its_key(step: Any, says: str) -> None:
     with pytest.raises(StepError, match=says):
         merge([step(batch) for batch in tree.split(X, 4)], 2)
+
+
+FIXED: dict[str, Any] = {
+    "a vector": lambda x: x[:, :2].mean(0),
+    "an array": lambda x: x[:, :2].mean(0).numpy(),
+    "floats": lambda x: [float(x.mean()), float(x.std())],
+    "texts": lambda x: ["cat", "dog"],
+}
+
+
+@pytest.mark.parametrize("step", FIXED)
+def test_what_is_as_long_for_twice_as_many_samples_is_refused(step: str) -> None:
+    """With as many classes as a microbatch has samples it was joined as if it had a row for each."""
+    fixed = lengths({"x": FIXED[step](X[:2])}).items() & lengths({"x": FIXED[step](X[:4])}).items()
+    with pytest.raises(StepError, match=r"\['x'\].*it has 2 entries for each"):
+        merge([{"x": FIXED[step](batch)} for batch in tree.split(X, 4)], 2, dict(fixed))
+
+
+@pytest.mark.parametrize("step", [lambda x: [x, x + 1], lambda x: ("cat", "dog"), lambda x: (x, {"mean": x.mean()})])
+def test_what_is_known_to_be_parts_is_put_together_by_part(step: Callable[[Tensor], Any]) -> None:
+    fixed = lengths(step(X[:2])).items() & lengths(step(X[:4])).items()
+    assert same(merge([step(batch) for batch in tree.split(X, 4)], 2, dict(fixed)), step(X))
 
 
 def test_losses_take_the_place_of_those_that_were_returned() -> None:

@@ -61,6 +61,8 @@ _MARGIN = 4.0
 
 
 LOSS, LOG = "loss", "log"
+LENGTH = "length"
+"""Of a value that the step returned: of one with a row for each sample it is the sum of two microbatches'."""
 _SENT = "sent"
 """Numbers that an earlier stage sends, such as a codebook's use."""
 _OF_STAGE = (LOSS, _SENT)
@@ -90,9 +92,9 @@ class Number(NamedTuple):
     adds_up: bool = False
 
 
-_Numbers = Mapping[tuple[str, str], Number]
-#: What a step gave, by kind (:data:`LOSS` or :data:`LOG`) and name; from its result, just after it has run, and its
-#: microbatch as it was given.
+_Numbers = Mapping[tuple[str, Any], Number]
+#: What a step gave, by kind (:data:`LOSS`, :data:`LOG`) and name, or :data:`LENGTH` and path; from its result, just
+#: after it has run, and its microbatch as it was given.
 NumbersOf = Callable[[Any, Any], _Numbers]
 
 
@@ -123,12 +125,14 @@ class Findings:
         loss: What the loss is, as far as known.
         logs: Names of logs that aren't the mean of their microbatches', or their sum.
         means: Names of logs that are, though the microbatches' differ: no function of a mean would be.
+        fixed: Paths of what the step returned that is as long for two microbatches as for one.
     """
 
     stages: list[Stage] = field(default_factory=list)
     loss: LossOf | None = None
     logs: list[str] = field(default_factory=list)
     means: list[str] = field(default_factory=list)
+    fixed: set[tuple[str, ...]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -204,7 +208,7 @@ class _Runs:
         means = [name for kind, name in self._repeated() if kind == LOG and (kind, name) in joined]
         one, alone = self.one.numbers, self.alone.numbers
         telling = [name for name in means if _differ_much(one[LOG, name], alone[LOG, name])]
-        return [name for _, name in unlike], [name for name in telling if (LOG, name) not in unlike]
+        return [name for kind, name in unlike if kind != LENGTH], [n for n in telling if (LOG, n) not in unlike]
 
     def _adds_up(self) -> bool:
         if self.together is None or self.rest is None:
@@ -214,7 +218,7 @@ class _Runs:
     def _repeated(self) -> _Numbers:
         return _repeated(self.one.numbers, self.alone.numbers, self.other.numbers)
 
-    def _unlike(self) -> list[tuple[str, str]]:
+    def _unlike(self) -> list[tuple[str, Any]]:
         return _unlike(self.joined.numbers, self._repeated(), self.alone.numbers) if self.joined is not None else []
 
 
@@ -280,7 +284,7 @@ class MixedSamples:
         size: int,
     ) -> _Runs | None:
         """Make the runs of a reading; ``None`` if they can't be judged."""
-        alone, together, rest, joined = self._run_again(ran, run, one.i, numbers_of, given)
+        alone, together, rest, joined = self._run_again(ran, run, one, numbers_of, given)
         needed = [alone, joined] if size == 1 else [alone, together, *([rest] if one.numbers else [])]
         if alone is None or any(each is None for each in needed):
             return None
@@ -309,21 +313,21 @@ class MixedSamples:
         return pair.second, mixed, remaining if has_numbers else None, joined
 
     def _run_again(
-        self, ran: Ran, run: RunOn, i: int, numbers_of: NumbersOf, given: Sequence[Given | None]
+        self, ran: Ran, run: RunOn, one: _Run, numbers_of: NumbersOf, given: Sequence[Given | None]
     ) -> list[_Run | None]:
         """Run a stage on each of what is given, of which the last is two microbatches joined; put back what changes.
 
-        All runs have the random numbers of microbatch ``i``. The result is ``None`` where nothing is given, where the
-        code needs what a batch's samples have in common, such as an order by length, and of the last where it draws
-        random numbers: of those the second microbatch gets others.
+        All runs have the random numbers of the first microbatch. The result is ``None`` where nothing is given, where
+        the code needs what a batch's samples have in common, such as an order by length, and of the last where it
+        draws random numbers: of those the second microbatch gets others.
         """
         memory = self._remember()
         *single, joined = given
 
         def again(microbatch: Any, received: Mapping[Key, Tensor]) -> _Run | None:
             try:
-                result = rerun(ran, lambda stage, number: run(stage, number, microbatch), i, received)
-                return _Run.of(i, result, microbatch, numbers_of)
+                result = rerun(ran, lambda stage, number: run(stage, number, microbatch), one.i, received)
+                return _Run.of(one.i, result, microbatch, numbers_of)
             except Exception as error:
                 if self._peers.are_called():
                     raise StepError(_FAILED) from error
@@ -335,6 +339,7 @@ class MixedSamples:
             runs = [None if each is None else again(*each) for each in single]
             with NotesDraws() as notes:
                 runs.append(None if joined is None else again(*joined))
+            self._found.fixed |= _as_long(one, runs[-1])
             return runs if not notes.has_drawn else [*runs[:-1], None]
         finally:
             memory.forget()
@@ -355,6 +360,16 @@ _FAILED = (
     " rank: make it independent of what a batch's samples have in common, such as an order by length, or use"
     " microbatches=1 or data_parallel_size=1."
 )
+
+
+def _as_long(one: _Run, joined: _Run | None) -> set[tuple[str, ...]]:
+    """Paths of what a step returned that is as long for two microbatches as for one."""
+    numbers = joined.numbers if joined is not None else {}
+    return {
+        path
+        for kind, path in one.numbers.keys() & numbers.keys()
+        if kind == LENGTH and bool(one.numbers[kind, path].value == numbers[kind, path].value)
+    }
 
 
 def _tolerance(tensor: Tensor) -> float:
@@ -394,7 +409,7 @@ def _differ_much(one: Number, other: Number) -> bool:
     return abs(first - second) > share * max(abs(first), abs(second))
 
 
-def _unlike(joined: _Numbers, one: _Numbers, other: _Numbers) -> list[tuple[str, str]]:
+def _unlike(joined: _Numbers, one: _Numbers, other: _Numbers) -> list[tuple[str, Any]]:
     """The numbers of two microbatches at once that aren't the mean of theirs, or their sum."""
     found = []
     for key in sorted(one.keys() & joined.keys()):

@@ -9,13 +9,14 @@ The merge is the inverse of the split into microbatches:
   ``[logits, features]``, is merged entry by entry, as tuples, dicts and dataclasses always are.
 - Values that are equal for all microbatches, and that can't be counts, are kept.
 
-Anything else is ambiguous, such as a vector with an element per class: it is refused by its key. So are indices of
+Anything else is ambiguous, such as a vector with an element per class: it is refused by its key. So is one with as many
+classes as a microbatch has samples, if it was as long for twice as many samples (:func:`lengths`). So are indices of
 samples within the microbatch, where they can be recognised: the keys of a dict, and rows such as ``torch.nonzero``'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from numbers import Number
 from typing import Any, NoReturn
@@ -30,28 +31,48 @@ from lightning_shard.errors import StepError
 _KEPT = (str, bytes, bool, np.bool_, torch.dtype, torch.device, type(None))
 
 
-def merge(parts: Sequence[Any], size: int) -> Any:
+def merge(parts: Sequence[Any], size: int, fixed: Collection[tree.Path] = ()) -> Any:
     """Merge the results of the microbatches into one.
 
     Args:
         parts: The step's return value for each microbatch, in order.
         size: The number of samples in a microbatch.
+        fixed: The paths of values that have no entry for each sample, though they may have as many.
 
     Raises:
         StepError: A value can't be merged; names its key.
     """
-    return parts[0] if len(parts) == 1 else _merge(parts, size, ())
+    return parts[0] if len(parts) == 1 else _merge(parts, size, fixed, ())
 
 
-def _merge(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
+def lengths(result: Any, path: tree.Path = ()) -> dict[tree.Path, int]:
+    """How long the tensors, arrays and lists are that a step returned, by their paths."""
+    found = {}
+    if _is_array(result):
+        return {path: len(result)} if result.ndim else {}
+    if isinstance(result, (list, tuple)):
+        found[path] = len(result)
+    for key, child in tree.children(result):
+        found.update(lengths(child, (*path, str(key))))
+    return found
+
+
+def _merge(parts: Sequence[Any], size: int, fixed: Collection[tree.Path], path: tree.Path) -> Any:
     first = parts[0]
+    is_fixed = path in fixed and lengths(first).get(()) == size
+    if is_fixed and (_is_array(first) or (isinstance(first, list) and _holds_plain_values(first))):
+        _refuse(
+            path,
+            f"it has {size} entries for each, as many as samples, and as many for twice as many samples",
+            "return one entry for each sample, or means without dimensions",
+        )
     if any(type(part) is not type(first) for part in parts):
         _refuse(path, "it is of another type for each", "return the same type for every batch")
-    if isinstance(first, (Tensor, np.ndarray)):
+    if _is_array(first):
         return _merge_arrays(parts, size, path)
-    if isinstance(first, list) and _has_entries(parts, size, path):
+    if isinstance(first, list) and not is_fixed and _has_entries(parts, size, path):
         return type(first)(chain.from_iterable(parts))
-    if type(first) is tuple and all(len(part) == size and _holds_texts(part) for part in parts):
+    if type(first) is tuple and not is_fixed and all(len(part) == size and _holds_texts(part) for part in parts):
         return tuple(chain.from_iterable(parts))  # one text per sample: the split treats it as a column too
     if tree.is_node(first):
         keys = [[key for key, _ in tree.children(part)] for part in parts]
@@ -64,7 +85,7 @@ def _merge(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
                 "return a list with an entry for each sample, or texts as keys",
             )
         columns = zip(*([child for _, child in tree.children(part)] for part in parts))
-        return tree.rebuild(first, [_merge(c, size, (*path, str(k))) for k, c in zip(keys[0], columns)])
+        return tree.rebuild(first, [_merge(c, size, fixed, (*path, str(k))) for k, c in zip(keys[0], columns)])
     if isinstance(first, (float, np.floating)):
         return type(first)(sum(parts) / len(parts))
     if isinstance(first, _KEPT) or not isinstance(first, (Number, torch.Size)):
@@ -88,8 +109,7 @@ def _merge_arrays(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
             "pad all to one length, or return a list with an entry for each sample",
         )
     if first.ndim:
-        lengths = {len(part) for part in parts}
-        if len(lengths) == 1 and len(first) != size and not _is_flat_view(first, size):
+        if len({len(part) for part in parts}) == 1 and len(first) != size and not _is_flat_view(first, size):
             _refuse(
                 path,
                 f"it has shape {tuple(first.shape)} for each, of {size} samples",
@@ -123,7 +143,7 @@ def _has_keys_by_place(result: Mapping[Any, Any], size: int) -> bool:
     """Whether a dict's keys are 0 to ``size - 1``, in order, and its values aren't parts with a row per sample."""
     if [*result] != [*range(size)] or not all(type(key) is int for key in result):
         return False
-    return not all(isinstance(v, (Tensor, np.ndarray)) and v.ndim and len(v) == size for v in result.values())
+    return not all(_is_array(v) and v.ndim and len(v) == size for v in result.values())
 
 
 _ROWS = 4
@@ -155,12 +175,12 @@ def _has_entries(parts: Sequence[list[Any]], size: int, path: tree.Path) -> bool
     A list of different results has the same length for all microbatches and holds only tensors, each with a row per
     sample or without dimensions.
     """
-    lengths = {len(part) for part in parts}
+    sizes = {len(part) for part in parts}
     tensors = [entry for part in parts for entry in part]
-    if len(lengths) > 1 or not tensors:
+    if len(sizes) > 1 or not tensors:
         return True
-    if not all(isinstance(entry, (Tensor, np.ndarray)) for entry in tensors):
-        constant = all(isinstance(entry, (Number, np.generic, str)) for entry in parts[0]) and lengths != {size}
+    if not all(map(_is_array, tensors)):
+        constant = _holds_plain_values(parts[0]) and sizes != {size}
         if constant and (not isinstance(parts[0][0], str) or all(_equal(part, parts[0]) for part in parts)):
             _refuse(
                 path,
@@ -169,13 +189,21 @@ def _has_entries(parts: Sequence[list[Any]], size: int, path: tree.Path) -> bool
             )
         return True
     whole = all(not entry.ndim or len(entry) == size for entry in tensors)
-    if whole and lengths == {size}:
+    if whole and sizes == {size}:
         _refuse(
             path,
             f"it is a list of {size} tensors, which may be one for each sample or parts of the result",
             "return a tuple or a dict of parts, or one tensor with an entry for each sample",
         )
     return not whole
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray))
+
+
+def _holds_plain_values(part: list[Any]) -> bool:
+    return all(isinstance(entry, (Number, np.generic, str)) for entry in part)
 
 
 def _holds_texts(part: tuple[Any, ...]) -> bool:

@@ -228,11 +228,11 @@ class PipelinedSteps:
             self._has_trained = True
             found = self._step.mixed.take()
             told = self._stages.is_last and any((self._means.warn(), self._sums.end_step(found.loss)))
-            self._compared.tell(found, len(parts), is_known=told)
+            self._compared.tell("training_step", args, found, len(parts), is_known=told)
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
             # where no hook receives the other results, only the losses are shared
             results = losses if "training_step" in self._unused_results else with_losses(results, losses)
-            result = self._share(results, parts, self._logs.in_blocks(of_last=False))
+            result = self._share(results, parts, self._logs.in_blocks(of_last=False), "training_step", args)
         self._alike.begin(TRAIN)
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
@@ -290,7 +290,7 @@ class PipelinedSteps:
                 self._look_ahead(method, draw, upcoming)
             if method in self._unused_results:
                 results = [None] * len(results)
-            result = self._share(results, parts, logged)
+            result = self._share(results, parts, logged, method, args)
         self._alike.begin(self._kind(method, args))
         self._step.flush(begun.sent if self._under_way else None)  # the last stage has received all of this batch
         return result
@@ -353,11 +353,13 @@ class PipelinedSteps:
         def run(stage: Stage, i: int, part: Any) -> Any:
             return self._run_inside(stage, method, seed, i, part, tuple(args), kwargs)
 
-        order, numbers_of = self._order(len(parts)), self._compared.looks(method, args, len(parts))
+        uses_results = method not in self._unused_results
+        order = self._order(len(parts))
+        numbers_of = self._compared.looks(method, args, len(parts), uses_results=uses_results)
         step = partial(self._step.evaluate, run, parts, order, kind, numbers_of=numbers_of, waits=waits)
         with self._around_steps(method, len(parts)):
             results = call_through(self._module, step)
-        self._compared.tell(self._step.mixed.take(), len(parts))
+        self._compared.tell(method, args, self._step.mixed.take(), len(parts))
         return _Begun(parts, results, self._step.sent, self._logs.in_blocks(of_last=False))
 
     def _order(self, microbatches: int) -> Row:
@@ -452,17 +454,21 @@ class PipelinedSteps:
             return None
         return stage.blocks[stage.place], stage.is_last
 
-    def _share(self, results: list[Any], parts: Sequence[Any], logged: set[InBlock]) -> Any:
+    def _share(
+        self, results: list[Any], parts: Sequence[Any], logged: set[InBlock], method: str, args: Sequence[Any]
+    ) -> Any:
         """The last stage's merged result and logs, on every stage; no device is waited for.
 
         Args:
             logged: In blocks, by this rank's stages before the last.
+            method: The step.
+            args: Its arguments after the batch.
         """
         shared: Any = None
         follows = what_follows(self._module.trainer)
         if self._stages.is_last:
             size = tree.batch_size(parts[0]) if len(parts) > 1 else 0
-            merged = tree.map_leaves(_detached, merge(results, size))
+            merged = tree.map_leaves(_detached, merge(results, size, self._compared.fixed(method, args)))
             in_blocks = sorted(self._logs.in_blocks(of_last=True))  # the broadcaster takes no set for an equal value
             changes = self._kept.changes()
             self._uneven_lists.look(changes, len(results))

@@ -7,15 +7,20 @@ or where the loss is a mean over numbers that vary.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_shard import tree
 from lightning_shard.errors import WHOLE_BATCHES
-from lightning_shard.pipeline.dataflow.mixed_samples import LOG, LOSS, Findings, Number, NumbersOf
+from lightning_shard.pipeline.dataflow.mixed_samples import LENGTH, LOG, LOSS, Findings, Number, NumbersOf
+from lightning_shard.pipeline.runtime.outputs import lengths
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.plugin.steps.logs import HeldLogs
 from lightning_shard.plugin.steps.loss_weight import LossWeights
@@ -44,29 +49,47 @@ class ComparedSamples:
         self._loss_of = loss_of
         self._warns = warns
         self._begun: set[tuple[Any, ...]] = set()
+        self._fixed: defaultdict[tuple[Any, ...], set[tree.Path]] = defaultdict(set)
 
-    def looks(self, method: str, args: Sequence[Any], microbatches: int) -> NumbersOf | None:
-        """What takes the numbers of a step with these arguments; ``None`` if nothing is to be looked at."""
+    def looks(
+        self, method: str, args: Sequence[Any], microbatches: int, *, uses_results: bool = True
+    ) -> NumbersOf | None:
+        """What takes the numbers of a step with these arguments; ``None`` if nothing is to be looked at.
+
+        Args:
+            uses_results: Whether what the step returns is used.
+        """
         kind = (method, *args[1:])
         if microbatches == 1 or kind in self._begun:
             return None
         self._begun.add(kind)
-        return None if normalizes_over_samples(self._module) else self._numbers_of
+        if normalizes_over_samples(self._module):
+            return None
+        return partial(self._numbers_of, uses_results)
 
-    def _numbers_of(self, result: Any, microbatch: Any) -> dict[tuple[str, str], Number]:
-        """The loss in training, and what has just been logged."""
-        logged = {(LOG, name): number for name, number in self._logs.latest().items()}
+    def _numbers_of(self, uses_results: bool, result: Any, microbatch: Any) -> dict[tuple[str, Any], Number]:
+        """The loss in training, what has just been logged, and lengths of what the step returned."""
+        logged: dict[tuple[str, Any], Number] = {(LOG, name): number for name, number in self._logs.latest().items()}
+        if uses_results:
+            logged |= {(LENGTH, path): Number(torch.tensor(float(length))) for path, length in lengths(result).items()}
         if not self._module.trainer.training:
             return logged
         loss = self._loss_of(result).detach().clone()
         return {(LOSS, ""): Number(loss, self._weights.number(microbatch))} | logged
 
-    def tell(self, found: Findings, microbatches: int, *, is_known: bool = False) -> None:
-        """Warn of what a batch compares.
+    def fixed(self, method: str, args: Sequence[Any]) -> Collection[tree.Path]:
+        """Paths of what a step with these arguments returns that has no entry for each sample, as far as known."""
+        return self._fixed[(method, *args[1:])]
+
+    def tell(
+        self, method: str, args: Sequence[Any], found: Findings, microbatches: int, *, is_known: bool = False
+    ) -> None:
+        """Note what was found in a step with these arguments, and warn of what a batch compares.
 
         Args:
             is_known: Whether it was told already why the loss isn't a mean; logs are then none for the same reason.
         """
+        self._fixed[(method, *args[1:])] |= found.fixed
         self._logs.trust(found.means)
         if is_known or not self._warns:
             return
