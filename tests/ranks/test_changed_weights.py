@@ -287,6 +287,15 @@ class ChangesLater(Plain):
         return super().training_step(batch, batch_idx)
 
 
+class Clamps(Plain):
+    """Within its bounds, as transformers' Gemma 3n does in each forward; autograd has saved the weight before."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.net.last.weight.data.clamp_(-1e4, 1e4)
+        return loss
+
+
 class ChangesDataLater(Plain):
     """As momentum encoders are: in the first step they are equal to what they follow, and so aren't changed."""
 
@@ -303,7 +312,7 @@ class AssignsLater(Plain):
         return super().training_step(batch, batch_idx)
 
 
-ALIKE = [Freezes, Clips, Swaps, Teaches, Loads, Looks, Calls, SetsRows, OfTypes, Draws, Counts]
+ALIKE = [Freezes, Clamps, Clips, Swaps, Teaches, Loads, Looks, Calls, SetsRows, OfTypes, Draws, Counts]
 REFUSED = {
     KeepsList: "a list that was made in configure_optimizers",
     Replaces: "was replaced or removed",

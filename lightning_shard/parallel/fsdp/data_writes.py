@@ -1,9 +1,10 @@
 """Has a change of a parameter's ``data`` in a step be seen as one of the parameter.
 
-``p.data.mul_(…)`` doesn't change the version of ``p``. Where parameters are gathered for a step, and the change is lost
-when they are freed, checks of versions would miss it: a momentum encoder would keep its old values. So of these
-parameters ``data`` is what ``detach()`` returns, a tensor of the same memory and version. Of others, and where it is
-assigned, ``data`` is torch's.
+``p.data.mul_(…)`` doesn't change the version of ``p``, and so autograd takes no notice. Where parameters are gathered
+for a step, and the change is lost when they are freed, or where a step runs once for each microbatch, checks of
+versions would miss it: a momentum encoder would keep its old values. So of these parameters what ``data`` gives is
+kept, beside a copy, until they are checked. What writes nothing new, as a clamp of weights that are within its bounds,
+is allowed.
 """
 
 from __future__ import annotations
@@ -16,19 +17,50 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _DATA: Any = torch.Tensor.data
 _SHOWN = WeakIdKeyDictionary()
+_GIVEN = WeakIdKeyDictionary()
+"""Of each parameter whose ``data`` was taken since it was checked: what was given, and copies of that."""
 
 
 def show_writes(parameter: Tensor) -> None:
-    """Have changes of this parameter's ``data`` count as changes of the parameter."""
+    """Have changes of this parameter's ``data`` be seen by :func:`was_written`."""
     _SHOWN[parameter] = True
+
+
+def was_written(parameter: Tensor) -> bool:
+    """Whether its ``data`` was taken since the last call, or :func:`forget_data`, and its values were changed by that.
+
+    Waits for the device only where something was written. The parameter's memory must be there.
+    """
+    given = _GIVEN.pop(parameter, ()) if _GIVEN else ()
+    with torch._C.DisableTorchFunction():
+        return any(data._version and _differ(data, before) for data, before in given)
+
+
+def forget_data(parameter: Tensor) -> None:
+    """Forget what of it was taken: its memory is freed."""
+    if _GIVEN:
+        _GIVEN.pop(parameter, None)
 
 
 def data_of(tensor: Any) -> Tensor:
     """``tensor.data``."""
-    return tensor.detach() if tensor in _SHOWN else _DATA.__get__(tensor)  # type: ignore[no-any-return]
+    data: Any = _DATA.__get__(tensor)
+    if tensor in _SHOWN:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            _GIVEN.setdefault(tensor, []).append((data, _local(data).clone()))
+    return data  # type: ignore[no-any-return]
 
 
 def watch_data() -> None:
     """Patch ``nn.Parameter.data``, of all parameters of this process; ``dtensor_writes.py`` patches DTensor's."""
     watched: Any = nn.Parameter
     watched.data = property(data_of, _DATA.__set__)
+
+
+def _local(data: Any) -> Tensor:
+    return getattr(data, "_local_tensor", data)  # type: ignore[no-any-return]
+
+
+def _differ(data: Tensor, before: Tensor) -> bool:
+    now = _local(data)
+    return bool(((now != before) & ~(now.isnan() & before.isnan())).any())

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.data_writes import show_writes
+from lightning_shard.parallel.fsdp.data_writes import show_writes, was_written
 from lightning_shard.sharding import parameter_like, share_attributes
 
 _OF: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
@@ -146,7 +146,7 @@ class UnshardedParameters:
                     own.data.copy_(assigned.data)
             self.is_gathered = False
             for (module, name, _, running, _), before, now in zip(self._slots, self._versions, self._seen_versions()):
-                if before != now:
+                if before != now or was_written(running):
                     raise StepError(
                         f"The parameter {name!r} of a {type(module).__name__}, of shape {tuple(running.shape)}, was"
                         " changed in place in a step, which runs once for each microbatch: make the change in"

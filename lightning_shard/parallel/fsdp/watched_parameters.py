@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.data_writes import show_writes
+from lightning_shard.parallel.fsdp.data_writes import forget_data, show_writes, was_written
 from lightning_shard.parallel.fsdp.units import gathered_of, groups_of, is_unit, remember_units, sharded_units
 
 
@@ -78,8 +78,11 @@ class _Watched:
         gathered = self._gathered
         if gathered is None:
             return
-        is_elsewhere = self._group.is_unsharded and not self._is_over_gathered_memory(gathered)
-        if is_elsewhere or gathered._version != self._version:
+        is_unsharded = self._group.is_unsharded
+        is_elsewhere = is_unsharded and not self._is_over_gathered_memory(gathered)
+        if not is_unsharded:
+            forget_data(gathered)
+        if is_elsewhere or gathered._version != self._version or was_written(gathered):
             raise StepError(self._text("was changed in place while it was unsharded (all-gathered) for a step", _LOST))
 
     def _is_over_gathered_memory(self, gathered: Any) -> bool:

@@ -33,28 +33,26 @@ Name = tuple[str, str]
 
 @dataclass(frozen=True)
 class _Noted:
-    """A value, and what it held: the paths of its leaves, these, and digests of tensors and arrays among them."""
+    """A value, and what it held: keys and entries of lists, dicts and tuples, and digests of tensors and arrays."""
 
     value: Any
-    paths: list[tree.Path]
+    keys: list[Any]
     held: list[Any]
     contents: list[int]
 
     @classmethod
     def of(cls, value: Any, *, looks_into_objects: bool) -> _Noted:
         if isinstance(value, _OTHERS):
-            held = [*value]
-        elif looks_into_objects and is_opaque(value) and not is_machinery(value):
-            held = [each for each in held_by(value) if isinstance(each, Tensor)]
-        else:
-            leaves = [(path, leaf) for path, leaf in tree.walk(value) if not isinstance(leaf, nn.Parameter)]
-            return cls(value, [p for p, _ in leaves], [x for _, x in leaves], [content(x) for _, x in leaves])
-        return cls(value, [], held, [])
+            return cls(value, [], [*value], [])
+        if looks_into_objects and is_opaque(value) and not is_machinery(value):
+            return cls(value, [], [each for each in held_by(value) if isinstance(each, Tensor)], [])
+        entries = [(key, each) for key, each in _entries(value) if not isinstance(each, nn.Parameter)]
+        return cls(
+            value, [k for k, _ in entries], [each for _, each in entries], [content(each) for _, each in entries]
+        )
 
     def holds_as(self, other: _Noted) -> bool:
-        return (
-            self.paths == other.paths and self.contents == other.contents and tree.same_entries(self.held, other.held)
-        )
+        return self.keys == other.keys and self.contents == other.contents and tree.same_entries(self.held, other.held)
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,23 @@ class Attributes:
             or not before.holds_as(now)
             or (path, key) in also
         ]
+
+
+def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What nested lists, tuples and dicts hold, with its keys; of other values themselves.
+
+    Dataclasses aren't entered: those of transformers' configs have fields that may not be read.
+    """
+    if isinstance(value, dict):
+        for key, each in dict.items(value):
+            yield key, None
+            yield from _entries(each)
+    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        yield len(value), None
+        for each in value:
+            yield from _entries(each)
+    else:
+        yield None, value
 
 
 def _noted(module: nn.Module, looks_into_objects: bool) -> Iterator[tuple[str, _Noted]]:
