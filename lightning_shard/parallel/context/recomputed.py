@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch.utils import checkpoint
 
 _REENTRANT: Any = checkpoint.CheckpointFunction
@@ -35,7 +36,13 @@ def recomputed_within(context: Callable[[], AbstractContextManager[None]]) -> It
         return run
 
     inherited, apply, make = vars(_REENTRANT).get("apply"), _REENTRANT.apply, _OTHER.__init__
-    _REENTRANT.apply = lambda function, *rest: apply(within(function), *rest)
+
+    def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if not torch.is_grad_enabled():  # as in trial runs of a block, where torch warns of missing gradients
+            return function(*args)
+        return apply(within(function), preserve, *args)
+
+    _REENTRANT.apply = reentrant
     _OTHER.__init__ = lambda frame, function, *rest, **others: make(frame, within(function), *rest, **others)
     try:
         yield
