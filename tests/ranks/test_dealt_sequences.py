@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import (
@@ -127,15 +128,31 @@ class Padded(Model):
 class Encoder(Model):
     """torch's own layers, whose attention isn't causal; outputs are joined where layers are called."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.TransformerEncoderLayer] = nn.TransformerEncoderLayer) -> None:
         super().__init__("gpt")
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.0, batch_first=True)
+        layer = kind(WIDTH, HEADS, 64, dropout=0.0, batch_first=True)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         states = self.model(self.embedding(batch["x"]))
         return F.cross_entropy((states @ self.embedding.weight.T).flatten(0, 1), batch["y"].flatten())
+
+
+class Recomputing(nn.TransformerEncoderLayer):
+    """Its own code has its attention computed again in the backward."""
+
+    reentrant = False
+
+    def _sa_block(self, *args: Any, **kwargs: Any) -> Tensor:
+        def attention(x: Tensor) -> Tensor:
+            return super(Recomputing, self)._sa_block(x, *args[1:], **kwargs)
+
+        return checkpoint(attention, args[0], use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+class Reentrant(Recomputing):
+    reentrant = True
 
 
 class Mixture(Model):
@@ -151,6 +168,8 @@ MODULES: dict[str, Any] = {
     "partly sloped": PartlySloped,
     "padded": lambda: Padded("llama"),
     "encoder": Encoder,
+    "recomputing": lambda: Encoder(Recomputing),
+    "reentrant": lambda: Encoder(Reentrant),
     "mixtral": Mixture,
     **{name: (lambda name=name: Model(name)) for name in NETWORKS},
 }
@@ -188,6 +207,12 @@ def assert_alike(cases: list[Case], sizes: dict[str, int]) -> None:
 
 def test_sequences_over_two_ranks_train_as_one_process() -> None:
     assert_alike([("llama", {}, {}), ("own", {}, {"gradient_clip_val": 0.5})], TWO)
+
+
+def test_attention_that_a_blocks_own_code_recomputes_sees_all_positions_again() -> None:
+    twice = {"activation_checkpointing": True}
+    assert_alike([("recomputing", {}, {}), ("reentrant", {}, {}), ("recomputing", twice, {})], TWO)
+    assert "apply" not in vars(CheckpointFunction)  # as torch has it
 
 
 @pytest.mark.long

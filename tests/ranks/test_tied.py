@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from lightning_shard import HybridShardStrategy, checkpoint
 from lightning_shard.errors import ShardError
 from lightning_shard.sharding import full_tensor
-from lightning_shard.testing import run_ranks
+from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import (
     GLOBAL_BATCH,
     QUIET,
@@ -63,6 +65,47 @@ class OnMeta(L.LightningModule):
 def fit(network: str, sizes: dict[str, int] | None = None, **options: Any) -> Seen:
     trainer = {**CLIPPED, **options.pop("trainer", {})}
     return train(network, sizes, module=lambda: Tied(network), trainer=trainer, **options)
+
+
+class TakingNorms(Tied):
+    """Takes norms of what it makes of gradients, and of a weight with no gradient beside it."""
+
+    def on_before_optimizer_step(self, _: Any) -> None:
+        gradients = [p.grad for _, p in self.model.named_parameters() if p.grad is not None]
+        made = {
+            "copies": [gradient.float().clone() for gradient in gradients],
+            "scaled": [gradient / 8 for gradient in gradients],
+            "some": [gradient * 1.0 for gradient in gradients if gradient.ndim == 2],
+            "clamped": [gradient.clamp(-1e-3, 1e-3) for gradient in gradients],
+            "weights": [p.detach() for _, p in self.model.named_parameters()],
+        }
+        for name, tensors in made.items():
+            self.log(name, get_total_norm(tensors))
+
+
+class NotTellable(Tied):
+    def on_before_optimizer_step(self, _: Any) -> None:
+        training = [p for _, p in self.model.named_parameters() if p.grad is not None]
+        get_total_norm([p.grad + p for p in training if p.ndim == 2])
+
+
+def take_norms(kind: Any, sizes: dict[str, int] | None) -> Seen:
+    return train("llama", sizes, module=lambda: kind("llama"), steps=2)
+
+
+@pytest.mark.parametrize(
+    "sizes", [layout(pipeline=2), pytest.param(layout(pipeline=2, data=2), marks=pytest.mark.long)], ids=str
+)
+def test_norms_of_copies_count_a_tied_weight_once(sizes: dict[str, int]) -> None:
+    ours = combine(run_ranks(take_norms, world(sizes), TakingNorms, sizes, elastic=True), sizes)
+    assert ours.metrics == pytest.approx(take_norms(TakingNorms, None).metrics, rel=1e-4)
+
+
+def test_a_norm_of_which_it_isnt_known_what_is_tied_is_refused_on_all_stages() -> None:
+    said = r"StepError: A total norm .*embed_tokens\.weight, which another stage holds too"
+    with pytest.raises(RanksFailed, match=said) as failed:
+        run_ranks(take_norms, 2, NotTellable, layout(pipeline=2), elastic=True)
+    assert len(re.findall(f"\n.*{said}", str(failed.value))) == 2, failed.value
 
 
 @pytest.mark.parametrize(

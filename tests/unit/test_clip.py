@@ -37,7 +37,7 @@ def test_a_total_norm_has_one_dtype_on_all_stages() -> None:
     """A scale rounded to each stage's own would let the copies of tied weights part."""
     module: Any = nn.Linear(3, 3)
     mesh: Any = SimpleNamespace(get_coordinate=lambda: [0], mesh_dim_names=("data_parallel",))
-    groups: Any = SimpleNamespace(gather_over_stages=lambda own: [own, torch.float64])
+    groups: Any = SimpleNamespace(gather_over_stages=lambda own: [own, False if own is False else torch.float64])
     norms = WholeNorms(module, mesh, groups, torch.device("cpu"))
     third = torch.tensor([1 / 3], dtype=torch.float32)
     assert norms.total([third]).dtype == torch.float64

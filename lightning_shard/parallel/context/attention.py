@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.context.chunks import Gather, Part
+from lightning_shard.parallel.context.recomputed import recomputed_within
 
 _SEQUENCE = -2
 """The dim of queries, keys and values, ``[…, sequence, features]``, and of a mask's rows."""
@@ -30,13 +32,15 @@ _PLAIN = F.scaled_dot_product_attention
 def attention_by(function: Callable[..., Tensor]) -> Iterator[None]:
     """Inside, ``F.scaled_dot_product_attention`` is replaced by ``function``; ``nn.MultiheadAttention`` calls it too.
 
-    Code that has imported the function by name still calls torch's.
+    Functions that are checkpointed inside call ``function`` in the backward too. Code that has imported
+    ``scaled_dot_product_attention`` by name still calls torch's.
     """
     before, fast = F.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
     F.scaled_dot_product_attention = function  # type: ignore[assignment]
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with recomputed_within(partial(attention_by, function)):
+            yield
     finally:
         F.scaled_dot_product_attention = before
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
+from lightning_shard.errors import StepError
 from lightning_shard.parallel.clip import (
     clip_by_norm,
     clip_by_value,
@@ -42,6 +43,7 @@ from lightning_shard.parallel.clip import (
 from lightning_shard.pipeline.dataflow.taint import Hollow, refuse
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.checks.parameter_walks import Walks, takes_parts
+from lightning_shard.plugin.steps.counted_once import counted_once
 
 _TOTAL: Any = clip_grad._get_total_norm.__wrapped__  # type: ignore[attr-defined]
 _CLIP: Any = clip_grad._clip_grads_with_norm_.__wrapped__  # type: ignore[attr-defined]
@@ -86,6 +88,7 @@ class WholeNorms:
         # by all stages' parameters: scales rounded to different dtypes would let tied copies part
         of_stages = groups.gather_over_stages(type_of_norm(nn.Module.parameters(module)))
         self._dtype = reduce(torch.promote_types, of_stages)
+        self._has_ties = any(groups.gather_over_stages(any(map(is_counted_elsewhere, nn.Module.parameters(module)))))
 
     def take_over(self, plugin: Precision) -> None:
         """Make a precision plugin clip by these norms, and provide them to the hooks that it calls.
@@ -162,18 +165,33 @@ class WholeNorms:
         """``torch.nn.utils.get_total_norm`` over all ranks' tensors; each gradient counts on one stage only.
 
         Raises:
-            StepError: A tensor is computed from a value that isn't known on this stage.
+            StepError: A tensor is computed from a value that isn't known on this stage, or may be computed from the
+                gradient of a weight that several stages hold.
         """
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if self._are_others(given):
             return _OWN_TOTAL(given, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
-        tied = {id(p.grad) for p in nn.Module.parameters(self._module) if is_counted_elsewhere(p)}
-        counted = [tensor for tensor in given if id(tensor) not in tied and not isinstance(tensor, Hollow)]
+        counted = [tensor for tensor in given if not isinstance(tensor, Hollow)]
         refuse(counted, "A total norm")
+        if self._has_ties:
+            counted = self._counted_once(counted)
         norm = norm_over_ranks(counted, self._mesh, self._device, float(norm_type), self._dtype)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"The total norm of order {norm_type} for gradients is non-finite: it can't be clipped.")
         return norm
+
+    def _counted_once(self, given: list[Tensor]) -> list[Tensor]:
+        """Without what other stages count. All stages raise alike, since those that don't would wait for the others."""
+        counted, said = given, None
+        try:
+            named = dict(nn.Module.named_parameters(self._module))
+            counted = counted_once(given, named, self._mesh, self._device)
+        except StepError as error:
+            said = str(error)
+        for of_stage in self._groups.gather_over_stages(said):
+            if of_stage is not None:
+                raise StepError(of_stage)
+        return counted
 
     @torch.no_grad()
     def of_each(self, module: nn.Module, norm_type: float, group_separator: str) -> dict[str, Any]:

@@ -1,0 +1,100 @@
+"""Which tensors of a total norm are of a weight that another stage counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.parallel.clip import count_elsewhere
+from lightning_shard.plugin.steps.counted_once import counted_once
+
+TIED = "embedding.weight"
+
+
+def stage() -> dict[str, Tensor]:
+    """Parameters with gradients, one of them tied; the output's weight has the same shape."""
+    torch.manual_seed(0)
+    layers = {"embedding": nn.Embedding(8, 6), "inner": nn.Linear(6, 6), "output": nn.Linear(6, 8)}
+    named: dict[str, Tensor] = dict(nn.ModuleDict(layers).named_parameters())
+    count_elsewhere(named[TIED])
+    for parameter in named.values():
+        parameter.grad = torch.randn_like(parameter)
+    return named
+
+
+def counted(named: dict[str, Tensor], given: list[Tensor]) -> list[int]:
+    """The indices of the tensors that count."""
+    mesh: Any = SimpleNamespace(ndim=0)
+    found = {id(tensor) for tensor in counted_once(given, named, mesh, torch.device("cpu"))}
+    return [i for i, tensor in enumerate(given) if id(tensor) in found]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda p: p.grad,
+        lambda p: p.grad.detach(),
+        lambda p: p.grad.float().clone(),
+        lambda p: p.grad * -1e-6,
+        lambda p: p.grad.bfloat16(),
+        lambda p: p.grad.half() / 1024,
+        lambda p: p,
+        lambda p: p.detach().clone(),
+        lambda p: p.grad.clamp(-0.1, 0.1),  # by their order
+        lambda p: p.grad.sign() * 3,
+        lambda p: p.grad.norm(),
+    ],
+)
+def test_what_is_computed_from_each_gradient_counts_once(made: Callable[[Any], Tensor]) -> None:
+    named = stage()
+    left_out = list(named).index(TIED)
+    everyone = [made(p) for p in named.values()]
+    assert counted(named, everyone) == [i for i in range(len(named)) if i != left_out]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([TIED], []),
+        (["output.weight", TIED, "inner.bias"], [0, 2]),
+        (["output.weight", "output.bias"], [0, 1]),
+        (["inner.weight"], [0]),
+    ],
+)
+def test_copies_of_some_gradients_count_in_any_order(names: list[str], expected: list[int]) -> None:
+    named = stage()
+    assert counted(named, [cast(Tensor, named[name].grad) / 7 for name in names]) == expected
+
+
+def test_an_infinite_copy_is_never_left_out() -> None:
+    named = stage()
+    copies = [cast(Tensor, named[name].grad).clone() for name in ("output.weight", "inner.bias")]
+    copies[0][0, 0] = torch.inf
+    assert counted(named, copies) == [0, 1]
+
+
+def test_a_gradient_of_zeros_hides_no_other() -> None:
+    named = stage()
+    cast(Tensor, named[TIED].grad).zero_()
+    assert counted(named, [cast(Tensor, named[name].grad) * 2 for name in ("output.weight", TIED)]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda p: p.grad + 0.1 * p,
+        lambda p: p.grad.norm(),
+        lambda p: p.grad.flatten(),
+    ],
+)
+def test_what_may_be_computed_from_a_tied_weight_is_refused(made: Callable[[Any], Tensor]) -> None:
+    named = stage()
+    said = r"norm is given a tensor of shape .* may be computed from that of embedding\.weight, .*pass the gradients"
+    with pytest.raises(StepError, match=said):
+        counted(named, [made(named[name]) for name in (TIED, "inner.bias")])
