@@ -339,6 +339,17 @@ class MakesArrays(Plain):
             self.seen.append(float(parameter.numpy(force=True).min()))
 
 
+class LooksUpSparsely(Plain):
+    """By a call that no module tells of at setup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(5, 4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch + F.embedding(torch.arange(len(batch)), self.table, sparse=True), batch_idx)
+
+
 class ChangesLater(Plain):
     """Not in the first step, which is looked through anyway."""
 
@@ -374,6 +385,7 @@ REFUSED = {
     AddsToPlain: "A plain tensor is changed in place by a sharded one",
     Lists: "call p.full_tensor().tolist(), on all ranks and not on rank 0 alone",
     MakesArrays: "call p.full_tensor().numpy(), on all ranks and not on rank 0 alone",
+    LooksUpSparsely: "use sparse=False",
     ChangesLater: "was changed in place",
     ChangesDataLater: "was changed in place",
     AssignsLater: "was changed in place",
