@@ -50,6 +50,18 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, micr
             f"sync_batchnorm=True with context_parallel_size={layout.context_parallel_size} isn't supported (untested):"
             f" leave one out, or use another norm than {normalizing[0]}."
         )
+    fits = trainer.state.fn == TrainerFn.FITTING
+    tables = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad
+    ]
+    if fits and tables:
+        raise ConfigurationError(
+            f"{tables[0]}, a table with sparse=True, is trained and gives sparse gradients, which can't be reduced over"
+            " ranks in parts: use sparse=False, and an optimizer for dense gradients in place of SparseAdam, or freeze"
+            " it before training starts."
+        )
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ConfigurationError(
@@ -57,14 +69,13 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, micr
             " sharded. Train without it and prune afterwards, by torch.nn.utils.prune on what load_from_checkpoint"
             ' returns; or train with strategy="auto" on one device.'
         )
-    if layout.context_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+    if layout.context_parallel_size > 1 and fits and not module.automatic_optimization:
         raise ConfigurationError(
             f"context_parallel_size={layout.context_parallel_size} with manual optimization isn't supported (untested):"
             " let the Trainer optimize (automatic_optimization=True), or use context_parallel_size=1."
         )
     if layout.pipeline_parallel_size == 1:
         return
-    fits = trainer.state.fn == TrainerFn.FITTING
     if normalizing and fits and microbatches > 1:
         rank_zero_warn(
             f"{normalizing[0]} normalizes by the samples of a microbatch, as it does when gradients are accumulated:"

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -217,6 +219,57 @@ class Draws(Plain):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
+class DrawsByValues(Plain):
+    """Masks, slopes and samples: by torch each shard had those of the first one."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, _outputs: Any, _batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(batch_idx)
+        for part in (self.net.first, self.net.last):
+            for parameter in part.parameters():
+                parameter.mul_(torch.bernoulli(torch.full_like(parameter, 0.7)))
+                parameter.copy_(F.rrelu(parameter, training=True))
+                parameter.add_(torch.normal(parameter, 0.1), alpha=0.1)
+                parameter.add_(torch.normal(parameter, parameter.abs() + 0.1), alpha=0.1)
+                parameter.add_(torch.normal(0.5, parameter.abs() + 0.1), alpha=0.1)
+                parameter.sub_(torch.distributions.Normal(parameter, 0.1).sample(), alpha=0.1)
+                parameter.add_(torch.poisson(parameter.abs()), alpha=0.01)
+                parameter.add_(torch.binomial(torch.full_like(parameter, 9), parameter.sigmoid()), alpha=0.01)
+                parameter.add_(F.dropout(parameter), alpha=0.1)
+                ones = torch.ones_like(parameter)
+                parameter.add_(torch.distributions.Gamma(parameter.abs() + 1, ones).sample(), alpha=0.01)
+                parameter.add_(torch.distributions.Dirichlet(parameter.abs() + 1).sample(), alpha=0.01)
+                self.seen.append(float((torch.multinomial(parameter.abs() + 0.1, 2) + 1.0).norm()))
+
+
+class WritesByPlace(Plain):
+    """Of a bias torch made a replicated tensor of a part; of weights it refused most."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        rows = torch.tensor([1, 2])
+        for parameter in (self.net.first.weight, self.net.last.bias, self.net.last.weight):
+            values = torch.full((2, *parameter.shape[1:]), 0.1)
+            parameter.index_add_(0, torch.tensor([1]), values[:1])
+            parameter.index_add_(0, rows, values, alpha=0.5)
+            self.seen.append(float(parameter.norm()))
+            parameter.index_copy_(0, torch.tensor([0]), values[:1])
+            parameter.index_fill_(0, torch.tensor([2]), 0.3)
+            parameter.index_put_((rows,), values, accumulate=True)
+            parameter.scatter_(0, torch.zeros(1, *parameter.shape[1:], dtype=torch.long), 0.2)
+            parameter.scatter_add_(0, torch.ones(1, *parameter.shape[1:], dtype=torch.long), values[:1])
+            parameter.put_(rows, values.flatten()[:2])
+            parameter.masked_scatter_(parameter > 0.25, torch.linspace(0, 0.1, parameter.numel()))
+        self.net.blocks[0].weight.tril_()
+
+
+class Formats(Plain):
+    def on_after_backward(self) -> None:
+        gradient = self.net.blocks[0].weight.grad
+        self.seen += [float(f"{gradient.norm():.3f}"), gradient.sum().tolist(), float(gradient.norm().numpy())]
+        self.seen.append(float(f"{self.net.first.weight.mean():.3f}"))  # which needs gradients
+
+
 class Counts(Plain):
     """What torch takes of each rank's part as if it were of the whole."""
 
@@ -277,6 +330,26 @@ class Lists(Plain):
         self.seen += self.net.last.bias.tolist()
 
 
+class MakesArrays(Plain):
+    """As loggers do."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            self.seen += [float(np.asarray(parameter.detach()).sum()), float(parameter.detach().cpu().numpy().max())]
+            self.seen.append(float(parameter.numpy(force=True).min()))
+
+
+class LooksUpSparsely(Plain):
+    """By a call that no module tells of at setup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(5, 4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch + F.embedding(torch.arange(len(batch)), self.table, sparse=True), batch_idx)
+
+
 class ChangesLater(Plain):
     """Not in the first step, which is looked through anyway."""
 
@@ -313,12 +386,15 @@ class AssignsLater(Plain):
 
 
 ALIKE = [Freezes, Clamps, Clips, Swaps, Teaches, Loads, Looks, Calls, SetsRows, OfTypes, Draws, Counts]
+ALIKE += [DrawsByValues, WritesByPlace, Formats]
 REFUSED = {
     KeepsList: "a list that was made in configure_optimizers",
     Replaces: "was replaced or removed",
     ReplacesOfBlock: "was replaced or removed",
     AddsToPlain: "A plain tensor is changed in place by a sharded one",
-    Lists: "Outside of steps a parameter, and its gradient, is a DTensor of which each rank has a part",
+    Lists: "call p.full_tensor().tolist(), on all ranks and not on rank 0 alone",
+    MakesArrays: "call p.full_tensor().numpy(), on all ranks and not on rank 0 alone",
+    LooksUpSparsely: "use sparse=False",
     ChangesLater: "was changed in place",
     ChangesDataLater: "was changed in place",
     AssignsLater: "was changed in place",
@@ -326,7 +402,10 @@ REFUSED = {
     ChangesRowsOfGradients: "It is a copy, gathered from the ranks that hold it, so the change would be lost",
 }
 #: Where the memory is the same, they are right.
-RIGHT_ON_ONE_RANK = [ChangesLater, ChangesDataLater, AssignsLater, ChangesRows, ChangesRowsOfGradients]
+RIGHT_ON_ONE_RANK = [
+    *(ChangesLater, ChangesDataLater, AssignsLater, ChangesRows, ChangesRowsOfGradients),
+    *(Lists, MakesArrays),
+]
 
 
 def fit(kind: type[Plain], data_ranks: int | None, **options: Any) -> tuple[list[float], dict[str, Tensor]]:

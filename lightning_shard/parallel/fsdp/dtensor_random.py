@@ -2,8 +2,9 @@
 
 torch (2.11 to 2.13) coordinates generators over ranks on accelerators only. On the CPU each rank fills its part from
 its own generator, and between steps these have the same state on all ranks. So ``nn.init.normal_(p)`` would give all
-shards the same values, and ``torch.randn_like(p)`` the same noise. Here every rank draws for the full tensor, and needs
-the memory for it.
+shards the same values, ``torch.randn_like(p)`` the same noise, and ``torch.bernoulli(p)`` the same mask. Here every
+rank draws for the full tensor, and needs the memory for it. Operations that draw by values, such as
+``torch.bernoulli``, gather these: a collective call.
 
 Private: the handlers of ``DTensor._op_dispatcher``, which :func:`handlers` extends.
 """
@@ -15,33 +16,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from lightning_shard.sharding import full_tensor, part_on
+from lightning_shard.parallel.fsdp.dtensor_whole import cut, full, on_full_tensors
 
 _FILLING = ["normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"]
 _MAKING = ["rand_like", "randn_like", "randint_like"]
+_DRAWING_BY_VALUES = [
+    *("bernoulli", "binomial", "multinomial", "normal", "poisson", "_sample_dirichlet", "_standard_gamma"),
+    *("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"),
+]
 
 
 def handlers() -> Iterator[tuple[Any, Callable[..., Any]]]:
     """A handler for each operation that draws random numbers."""
-    for names, draw in ((_FILLING, _fill), (_MAKING, _make)):
+    for names, draw in ((_FILLING, _fill), (_MAKING, _make), (_DRAWING_BY_VALUES, on_full_tensors)):
         for packet in (getattr(torch.ops.aten, name) for name in names):
-            yield from ((getattr(packet, overload), draw) for overload in packet.overloads() if "out" not in overload)
+            for overload in packet.overloads():
+                yield getattr(packet, overload), on_full_tensors if "out" in overload else draw
 
 
 def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
-    others = [full_tensor(value) if isinstance(value, Tensor) else value for value in args[1:]]
-    return target.copy_(operation(_whole(target), *others, **kwargs))
+    return target.copy_(operation(_whole(target), *map(full, args[1:]), **kwargs))
 
 
 def _make(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    like = args[0]
-    whole = operation(_whole(like), *args[1:], **kwargs)
-    placements = [Replicate() if placement.is_partial() else placement for placement in like.placements]
-    own = part_on(whole, like.device_mesh, placements).clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(own, like.device_mesh, placements, shape=whole.shape, stride=whole.stride())
+    return cut(operation(_whole(args[0]), *map(full, args[1:]), **kwargs), args[0])
 
 
 def _whole(like: DTensor) -> Tensor:

@@ -9,6 +9,11 @@ What torch's DTensors (2.11 to 2.13) do by themselves, and what they do here:
 - ``p.copy_(values)`` and ``load_state_dict`` don't accept plain tensors. Here they do: ``values`` is the full tensor,
   equal on all ranks, and each rank copies its part. ``plain.copy_(p)`` copies the full tensor.
 - ``p[:4] = 0`` and ``p.grad[mask] = 0`` fail. Here they write the full tensor's elements.
+- ``p.index_fill_(0, rows, 0)``, ``scatter_`` and ``p.triu_()`` fail, and ``bias.index_add_`` leaves a placement that
+  isn't its local part's. Here they change the full tensor.
+- ``f"{p.norm():.4f}"``, ``p.norm().tolist()`` and ``.numpy()`` fail. Here they are the full tensor's. So are
+  ``p.tolist()``, ``p.numpy()`` and ``np.asarray(p)`` where this rank holds all of ``p``; where several ranks hold parts
+  they are refused, since loggers make arrays on one rank, and gathering takes all.
 - ``p[:4].zero_()`` and ``p.grad[0].mul_(0.5)`` change nothing, since a slice across shards is a copy. Here they are
   refused.
 - ``torch.stack([p.grad.norm() for p in module.parameters()])`` fails if some parameters are split over tensor ranks and
@@ -21,7 +26,7 @@ What torch's DTensors (2.11 to 2.13) do by themselves, and what they do here:
   scalars. Here it is refused in that case.
 
 All but the first and the refused ones are collective over the parameter's ranks, unless both operands have the same
-layout: every rank must make the call.
+layout or a rank holds all values: every rank must make the call.
 
 Private: ``DTensor._local_tensor``; the handlers of ``DTensor._op_dispatcher``; the dispatcher's
 ``_dispatch_fast_path_python_tail`` (2.13), which in-place operations pass through; and its
@@ -42,6 +47,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp import dtensor_random
 from lightning_shard.parallel.fsdp.data_writes import data_of, watch_data
+from lightning_shard.parallel.fsdp.dtensor_whole import full, on_full_tensors
 from lightning_shard.sharding import full_tensor, local_part
 
 _SET: Any = torch.Tensor.__setitem__
@@ -53,6 +59,12 @@ _REDUCING = {
     torch.ops.aten.linalg_vector_norm.default,
 }
 """Operations that torch applies to each rank's partial norms or maxima as if these were the full tensor's."""
+_WRITING_ELSEWHERE = [
+    *("index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_", "put_"),
+    *("scatter_", "scatter_add_", "scatter_reduce_", "masked_scatter_"),
+    *("triu_", "tril_", "cumsum_", "cumprod_", "renorm_"),
+]
+"""In-place operations that write by places in the full tensor, or by more of it than a part."""
 
 
 def behave_as_tensors() -> None:
@@ -65,8 +77,12 @@ def behave_as_tensors() -> None:
     handlers[torch.ops.aten.copy_.default] = _copy
     handlers[torch.ops.aten.fill_.Tensor] = _copy
     handlers.update((getattr(torch.ops.aten.any, each), _any) for each in ("default", "dim", "dims"))
+    handlers[torch.ops.aten._is_all_true.default] = _all
     handlers.update(dtensor_random.handlers())
+    for packet in (getattr(torch.ops.aten, name) for name in _WRITING_ELSEWHERE):
+        handlers.update({getattr(packet, overload): on_full_tensors for overload in packet.overloads()})
     sharded.__setitem__ = _set
+    sharded.__format__, sharded.tolist, sharded.numpy = _format, _list, _array
     dispatcher = type(sharded._op_dispatcher)
     for name, wrap in ((_END, _refusing_lost_writes), (_PLAN, _over_meshes)):
         plain = getattr(dispatcher, name, None)
@@ -106,20 +122,49 @@ def _any(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return torch.all(args[0] == 0, *args[1:], **kwargs).logical_not()
 
 
+def _all(_: Any, args: tuple[Any, ...], __: Any) -> Any:
+    return torch.all(args[0])
+
+
+def _format(tensor: Any, spec: str) -> str:
+    return object.__format__(tensor, spec) if tensor.ndim else format(tensor.detach().item(), spec)
+
+
+def _list(tensor: Any) -> Any:
+    return _held(tensor, "tolist").detach().tolist()
+
+
+def _array(tensor: Any, *, force: bool = False) -> Any:
+    return _held(tensor, "numpy").numpy(force=force)
+
+
+def _held(tensor: Any, asked: str) -> Tensor:
+    """All values of a tensor, as a plain one; of scalars a collective call, as ``item()`` is.
+
+    Raises:
+        StepError: Other ranks hold a part of them.
+    """
+    if not tensor.ndim:
+        return full_tensor(tensor)
+    mesh = tensor.device_mesh
+    if all(placement.is_replicate() or mesh.size(axis) == 1 for axis, placement in enumerate(tensor.placements)):
+        return tensor.to_local()  # type: ignore[no-any-return]
+    raise StepError(
+        f"{asked}() needs all values of a sharded tensor of shape {tuple(tensor.shape)}, and this rank holds those of"
+        f" shape {tuple(tensor._local_tensor.shape)}: call p.full_tensor().{asked}(), on all ranks and not on rank 0"
+        " alone, which would wait for the others. So it is with what makes arrays, as np.asarray(p) and loggers'"
+        " histograms do: give them what p.full_tensor() has returned."
+    )
+
+
 def _set(tensor: Any, index: Any, value: Any) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
         _SET(tensor, index, value)  # raises for a leaf; else the write is part of a graph
         return
     _check_kept(tensor)
     whole = full_tensor(tensor).clone()
-    whole[_whole(index)] = _whole(value)
+    whole[full(index)] = full(value)
     tensor._local_tensor.copy_(_part_of(whole, tensor))
-
-
-def _whole(index: Any) -> Any:
-    if isinstance(index, (tuple, list)):
-        return type(index)(map(_whole, index))
-    return full_tensor(index) if isinstance(index, Tensor) else index
 
 
 def _refusing_lost_writes(ends: Any) -> Any:

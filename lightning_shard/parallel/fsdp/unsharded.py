@@ -34,6 +34,10 @@ COPIED = (
     "A copy of {kind} was called that was made after its parameters were sharded: copy it in __init__, or keep a"
     " state_dict."
 )
+SPARSE_GRADIENT = (
+    "A gradient is sparse, as F.embedding(…, sparse=True) gives them, and sparse gradients can't be reduced over ranks"
+    " in parts: use sparse=False."
+)
 _Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter, Callable[[str, Any], None]]
 
 
@@ -180,12 +184,18 @@ class UnshardedParameters:
             self._move_gradient(held, running)
 
     def _laid_out(self, gradient: Tensor, like: Tensor) -> Tensor:
-        """The gradient in the parameter's layout. Of a split parameter it may be replicated or partial instead."""
+        """The gradient in the parameter's layout. Of a split parameter it may be replicated or partial instead.
+
+        Raises:
+            StepError: It is sparse, which data ranks couldn't train with.
+        """
         assert isinstance(like, DTensor)
         if not isinstance(gradient, DTensor):
             if _have_one_form(gradient, like._local_tensor):
                 # past __init__, which does nothing, and takes five times as long
                 return DTensor.__new__(DTensor, gradient, like._spec, requires_grad=False)
+            if gradient.is_sparse:
+                raise StepError(SPARSE_GRADIENT)
             return DTensor.from_local(gradient, self._mesh, _PLACEMENT, run_check=False)
         if gradient.placements == like.placements:
             return gradient

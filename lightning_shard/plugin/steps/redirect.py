@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp.units import within_its_call
+from lightning_shard.parallel.fsdp.unsharded import SPARSE_GRADIENT
 
 _NOT_GATHERED = "mixed torch.Tensor and DTensor"
 """torch's message (2.11 to 2.13) where a plain tensor meets a parameter that is still sharded."""
@@ -41,14 +42,19 @@ _IN_OPTIMIZER = (
     " (torch.zeros_like(p)), such as those of torch.optim; or use one process, or another strategy."
 )
 
+_FOR_SPARSE = "Could not run 'fsdp::chunk_cat' with arguments from the 'Sparse"
+"""torch's message (2.13) where FSDP2 reduces a sparse gradient."""
+
 
 def note_sharded(exception: BaseException) -> None:
-    """Add a note to an exception of user code that used a sharded parameter, which says what such a parameter is."""
+    """Add a note to an exception of user code that used a sharded parameter, or gave it a sparse gradient."""
     optimizer = _optimizer_that_raised(exception)
     if optimizer is not None:
         note = _IN_OPTIMIZER.format(kind=optimizer)
     elif _is_about_sharded(exception):
         note = _OF_SHARDED
+    elif str(exception).startswith(_FOR_SPARSE):
+        note = SPARSE_GRADIENT
     else:
         return
     if note not in getattr(exception, "__notes__", ()):
@@ -57,6 +63,8 @@ def note_sharded(exception: BaseException) -> None:
 
 def sharded_refusal(error: Exception) -> StepError | None:
     """The same explanation as a StepError; ``None`` for other exceptions."""
+    if str(error).startswith(_FOR_SPARSE):
+        return StepError(SPARSE_GRADIENT)
     if not _is_about_sharded(error):
         return None
     optimizer = _optimizer_that_raised(error)
