@@ -1,7 +1,8 @@
 """Find the state that user code keeps outside of instances: module globals, class attributes, function attributes.
 
-The search starts at a class and follows the names that its functions use, through functions, classes and Python modules
-of the same package. So it finds a user's global counter, cache or list of losses, but no internal state of libraries.
+The search starts at classes and functions, and follows the names that their code uses through functions, classes and
+Python modules: those of the same package, and those in any file of the user's that isn't installed as a package is. So
+it finds a user's global counter, cache or list of losses, but no internal state of libraries.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 _MACHINERY = sys.stdlib_module_names - {"__main__"} | {
     *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
@@ -20,6 +21,10 @@ _MACHINERY = sys.stdlib_module_names - {"__main__"} | {
 """Top-level packages whose classes and functions aren't searched."""
 _OUTSIDE_STEPS = {"__init__", "setup", "prepare_data", "configure_model", "configure_optimizers"}
 """Methods that aren't searched, like ``*_dataloader`` hooks: what they use is training data, or settings."""
+_INSTALLED = ("site-packages", "dist-packages")
+"""Folders of packages that aren't the user's own files."""
+_CELL = "cell "
+"""Before the names of a function's closed-over variables in its namespace; these are entered as cells."""
 _NOT_DATA = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
@@ -40,10 +45,12 @@ class Namespace:
 
     @property
     def held(self) -> dict[str, Any]:
-        """Name to value, for values that are data; default values of a function's parameters too."""
+        """Name to value, for values that are data; a function's parameters' defaults and closed-over variables too."""
         own: Mapping[str, Any] = self.holder if isinstance(self.holder, dict) else vars(self.holder)
         if defaults := getattr(self.holder, "__defaults__", None):
             own = {**own, **{f"default {number}": default for number, default in enumerate(defaults)}}
+        if cells := getattr(self.holder, "__closure__", None):
+            own = {**own, **{f"{_CELL}{name}": c for name, c in zip(self.holder.__code__.co_freevars, cells)}}
         if not own:  # as most functions
             return {}
         return {key: own[key] for key in sorted(own if self.names is None else self.names) if _is_data(key, own)}
@@ -61,17 +68,44 @@ class Namespace:
             delattr(self.holder, key)
 
 
+@dataclass(frozen=True)
+class Code:
+    """A function that may be made anew any time, as lambdas are: its code and the globals that this uses."""
+
+    code: types.CodeType
+    globals_id: int
+    globals: dict[str, Any] = field(compare=False)
+
+
 def is_machinery(value: Any) -> bool:
     return _package(value) in _MACHINERY
 
 
+def is_own(value: Any) -> bool:
+    """Whether a class or function is of a file of the user's, and of no installed package."""
+    return _is_own_module(_module_of(value))
+
+
+def begin_at(function: types.FunctionType) -> Any:
+    """What :func:`namespaces` may begin at for a function that an object holds, without keeping what it closes over."""
+    held = function.__globals__
+    if held.get(function.__name__) is function:
+        return function
+    return Code(function.__code__, id(held), held)
+
+
 @functools.cache
-def namespaces(*kinds: Any) -> tuple[Namespace, ...]:
-    """The namespaces that the functions of classes and of their base classes use, each once."""
+def namespaces(*begins: Any) -> tuple[Namespace, ...]:
+    """The namespaces that functions use, and those of classes and of their base classes, each once."""
     found = _Found()
-    for kind in kinds:
-        for base in kind.__mro__:
-            found.add_class(base)
+    for each in begins:
+        if isinstance(each, Code):
+            found.add_code(each.code, each.globals, each.globals.get("__name__", ""))
+        elif isinstance(each, type):
+            for base in each.__mro__:
+                found.add_class(base)
+        else:
+            found.add_function(each)
     of_modules = (Namespace(name, held, frozenset(names)) for name, held, names in found.globals.values())
     return (*of_modules, *(Namespace(f"{each.__module__}.{each.__qualname__}", each) for each in found.holders))
 
@@ -82,7 +116,8 @@ class _Found:
     def __init__(self) -> None:
         self.globals: dict[int, tuple[str, dict[str, Any], set[str]]] = {}
         self.holders: list[Any] = []
-        self._seen: set[int] = set()
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
+        self._looked_at: set[tuple[int, str | frozenset[str]]] = set()  # a name, or names, by the id of the globals
 
     def add_class(self, kind: Any) -> None:
         if is_machinery(kind) or not self._is_new(kind):
@@ -90,42 +125,102 @@ class _Found:
         self.holders.append(kind)
         for name, value in list(vars(kind).items()):
             runs_in_steps = name not in _OUTSIDE_STEPS and not name.endswith("_dataloader")
-            for function in _functions(value) if runs_in_steps else ():
-                self.add_function(function)
+            if runs_in_steps and not (name.startswith("__") and isinstance(value, type)):
+                self._add(value, _package(kind))
 
     def add_function(self, function: types.FunctionType) -> None:
-        if is_machinery(function) or not self._is_new(function):
+        module = _module_of(function)
+        if module.partition(".")[0] in _MACHINERY or not self._is_new(function):
             return
         self.holders.append(function)
-        used = {name for code in _codes(function.__code__) for name in code.co_names}
-        self._add_used(function.__module__, function.__globals__, used)
+        self.add_code(function.__code__, function.__globals__, module)
 
-    def _add_used(self, module: str, held: dict[str, Any], used: set[str]) -> None:
-        for name in used & held.keys():
+    def add_code(self, code: types.CodeType, held: dict[str, Any], module: str) -> None:
+        self._add_used(module, held, frozenset(name for each in _codes(code) for name in each.co_names))
+
+    def _add(self, value: Any, package: str) -> None:
+        """A class, or the functions behind a method, property, or what a decorator made of them."""
+        for each in _callables(value):
+            if not (_module_of(each).partition(".")[0] == package or is_own(each)):
+                continue
+            if not isinstance(each, type):
+                self.add_function(each)
+            elif id(each) not in self._seen:
+                for base in each.__mro__:
+                    if base is each or is_own(base):
+                        self.add_class(base)
+
+    def _add_used(self, module: str, held: dict[str, Any], used: frozenset[str]) -> None:
+        if not self._is_first_look(held, used):
+            return
+        package = module.partition(".")[0]
+        for name in sorted(used):  # the same order in each process
+            if name not in held:
+                self._add_imported(module, name, used)
+                continue
             value = held[name]
-            if _package(value) == module.partition(".")[0] and isinstance(value, (type, types.FunctionType)):
-                self.add_class(value) if isinstance(value, type) else self.add_function(cast(Any, value))
-            elif isinstance(value, types.ModuleType):
-                if value.__name__.partition(".")[0] == module.partition(".")[0] and self._is_new(value):
+            if isinstance(value, types.ModuleType):
+                if value.__name__.partition(".")[0] == package or _is_own_module(value.__name__):
                     self._add_used(value.__name__, vars(value), used)
-            elif _is_data(name, held):
-                self.globals.setdefault(id(held), (module, held, set()))[2].add(name)
+            elif self._is_first_look(held, name):
+                if _is_callable(value):
+                    self._add(value, package)
+                if _is_data(name, held):
+                    self.globals.setdefault(id(held), (module, held, set()))[2].add(name)
+
+    def _add_imported(self, module: str, name: str, used: frozenset[str]) -> None:
+        """A Python module that a function itself imports, if it is one that was imported before."""
+        for each in (name, f"{module.rpartition('.')[0]}.{name}"):
+            if each in sys.modules and _is_own_module(each):
+                self._add_used(each, vars(sys.modules[each]), used)
+
+    def _is_first_look(self, held: dict[str, Any], name: str | frozenset[str]) -> bool:
+        is_first = (id(held), name) not in self._looked_at
+        self._looked_at.add((id(held), name))
+        return is_first
 
     def _is_new(self, value: Any) -> bool:
         is_new = id(value) not in self._seen
-        self._seen.add(id(value))
+        self._seen[id(value)] = value
         return is_new
 
 
-def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """The plain functions behind a class attribute: a method, property, or decorated function."""
-    accessors: tuple[Any, ...] = (value.fget, value.fset) if isinstance(value, property) else (value,)
-    for each in accessors:
-        function = getattr(each, "__func__", each)  # of classmethod and staticmethod
-        while callable(inner := getattr(function, "__wrapped__", None)):
-            function = cast(Callable[..., Any], inner)
-        if isinstance(function, types.FunctionType):
-            yield function
+def _is_callable(value: Any) -> bool:
+    """Whether a global is a class, a function, or what a decorator made of one; asks no ``__getattr__``."""
+    if isinstance(value, (type, types.FunctionType, functools.partial)):
+        return True
+    return "__wrapped__" in (getattr(value, "__dict__", None) or ()) and not isinstance(value, types.ModuleType)
+
+
+def _callables(value: Any) -> Iterator[Any]:
+    """A class, or the plain functions behind a class attribute or global, through decorators' closures too."""
+    waiting, seen = [value], {}
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen[id(each)] = each
+        if isinstance(each, type):
+            yield each
+        elif isinstance(each, property):
+            waiting += [each.fget, each.fset, each.fdel]
+        elif isinstance(each, (functools.partial, functools.partialmethod, functools.cached_property)):
+            waiting.append(each.func)
+        else:
+            if isinstance(each, types.FunctionType):
+                yield each
+                waiting += _closed_over(each)
+            waiting += [getattr(each, "__func__", None), getattr(each, "__wrapped__", None)]
+
+
+def _closed_over(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        if isinstance(content, (type, types.FunctionType, types.MethodType, classmethod, staticmethod)):
+            yield content
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -150,3 +245,19 @@ def _are_data(kind: Any) -> bool:
 
 def _package(value: Any) -> str:
     return (getattr(value, "__module__", None) or "builtins").partition(".")[0]
+
+
+def _module_of(value: Any) -> str:
+    """The name of the Python module of a class or function; of one that wraps another, that of its own code."""
+    own = value.__globals__.get("__name__") if isinstance(value, types.FunctionType) else None
+    return str(own or getattr(value, "__module__", None) or "builtins")
+
+
+def _is_own_module(name: str) -> bool:
+    if name.partition(".")[0] in _MACHINERY:
+        return False
+    if name in ("__main__", "__mp_main__"):
+        return True
+    module = sys.modules.get(name)
+    file = vars(module).get("__file__") if isinstance(module, types.ModuleType) else None
+    return file is not None and not any(folder in file for folder in _INSTALLED)

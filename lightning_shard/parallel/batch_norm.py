@@ -75,6 +75,9 @@ class Synchronized(_BatchNorm):
 
     _over: _Over
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Not the layer's class's: a registry isn't told of this one, and it is given no arguments."""
+
     def __reduce__(self) -> Any:
         state = {key: value for key, value in self.__dict__.items() if key != "_over"}
         return object.__new__, (type(self).__mro__[2],), state

@@ -66,3 +66,61 @@ def test_code_that_asks_for_classes_does_what_it_does_on_one_process() -> None:
 def test_parameters_of_a_class_of_ones_own_are_refused(layout: str) -> None:
     with pytest.raises(ConfigurationError, match=r"last.weight is a Marked"):
         assert_trains_alike(OfMarked, batches, layouts=[layout])
+
+
+REGISTERED: dict[str, type] = {}
+
+
+class OfRegistry(L.LightningModule):
+    def __init_subclass__(cls, key: str) -> None:
+        assert key not in REGISTERED
+        REGISTERED[key] = cls
+
+
+class Registered(OfRegistry, key="net"):
+    """Its counter is watched by a class that is made for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Layer() for _ in range(4))
+        self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH), Norm(WIDTH))
+        self.steps = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert all(REGISTERED[key] is kind for key, kind in (("net", Registered), ("layer", Layer), ("norm", Norm)))
+        x = self.first(batch) * (1 + self.steps)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        self.steps += 1
+        return (self.last(x) - batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OfLayers(nn.Linear):
+    def __init_subclass__(cls, key: str) -> None:
+        assert key not in REGISTERED
+        REGISTERED[key] = cls
+
+
+class Layer(OfLayers, key="layer"):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+
+class OfNorms(nn.BatchNorm1d):
+    def __init_subclass__(cls, key: str) -> None:
+        assert key not in REGISTERED
+        REGISTERED[key] = cls
+
+
+class Norm(OfNorms, key="norm"):
+    pass
+
+
+def test_registries_of_subclasses_know_the_users_classes_only() -> None:
+    whole = {"pipeline_parallel_size": 2, "microbatches": 1}
+    assert_trains_alike(Registered, batches, layouts=[whole])
+    assert_trains_alike(Registered, batches, layouts=["dp2"], trainer={"sync_batchnorm": True})

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, ABCMeta
+from typing import Any
+
+import pytest
 from torch import nn
 
 from lightning_shard.plugin.steps.state.attribute_reads import Watched
@@ -31,3 +35,51 @@ def test_a_class_that_is_set_between_steps_or_within_one_stays() -> None:
     watched.end()
     assert type(module) is Own
     assert len(read) == 3
+
+
+REGISTERED: dict[str, type] = {}
+
+
+class OfRegistry(nn.Linear):
+    def __init_subclass__(cls, key: str) -> None:
+        REGISTERED[key] = cls
+
+
+class ByArgument(OfRegistry, key="argument"):
+    pass
+
+
+class Registry(ABCMeta):
+    def __new__(cls, name: str, bases: Any, held: dict[str, Any], *, key: str) -> Any:
+        REGISTERED[key] = made = super().__new__(cls, name, bases, held)
+        return made
+
+    def __init__(cls, name: str, bases: Any, held: dict[str, Any], *, key: str) -> None:
+        super().__init__(name, bases, held)
+
+
+class ByMetaclass(nn.Linear, metaclass=Registry, key="metaclass"):
+    pass
+
+
+class Abstract(nn.Linear, ABC):
+    pass
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("other",)
+
+
+@pytest.mark.parametrize("kind", [ByArgument, ByMetaclass, Abstract, Slotted])
+def test_the_users_code_for_subclasses_is_not_called_for_the_watching_one(kind: type[nn.Linear]) -> None:
+    before = dict(REGISTERED)
+    module, read = kind(2, 2), list[str]()
+    watched = Watched(module, ["in_features"], read.append, read.append)
+    watched.begin()
+    assert (type(module) == kind, module.in_features) == (True, 2)  # noqa: E721
+    assert isinstance(module, kind)
+    assert not isinstance(nn.Linear(2, 2), kind)
+    watched.end()
+    assert type(module) is kind
+    assert before == REGISTERED
+    assert read == ["in_features"]

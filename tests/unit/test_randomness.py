@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_shard.plugin.steps import numpy_generator, randomness
+from lightning_shard.plugin.steps import numpy_generator, randomness, unseeded
 
 CPU = torch.device("cpu")
 
@@ -105,3 +106,54 @@ def test_a_seed_is_torchs_own() -> None:
     expected = torch.rand(8)
     randomness.seed_all(2**62 + 1)
     assert torch.equal(torch.rand(8), expected)
+
+
+def made() -> list[float]:
+    """The first numbers of generators that are made without a seed, or given one of the system's."""
+    generators = [np.random.default_rng(), np.random.RandomState(), np.random.Generator(np.random.PCG64())]
+    drawn = [generator.random() for generator in (random.Random(), *generators, random.Random(None))]
+    np.random.seed()
+    random.seed()
+    return [*drawn, np.random.rand(), random.random()]
+
+
+def test_generators_that_a_step_makes_draw_the_same_on_every_rank() -> None:
+    runs = []
+    for number in (5, 5, 6):
+        with unseeded.seeded(), randomness.preserved(CPU):
+            randomness.seed_all(number)
+            runs.append(made() + made())
+    assert runs[0] == runs[1]
+    assert len({*runs[0], *runs[2]}) == 2 * len(runs[0])
+    assert not {*made()} & {*made()}
+
+
+def test_generators_made_in_a_block_move_none_of_those_around_it() -> None:
+    with unseeded.seeded(), randomness.preserved(CPU):
+        randomness.seed_all(5)
+        expected = made(), made()
+        for _ in range(2):
+            randomness.seed_all(5)
+            first = made()
+            put_back = randomness.remember(CPU)
+            randomness.seed_all(6)
+            assert not {*made()} & {*expected[0], *expected[1]}
+            put_back()
+            assert (first, made()) == expected
+
+
+def test_generators_with_a_seed_and_those_of_other_threads_are_left_alone() -> None:
+    expected = np.random.default_rng(3).random(), random.Random(3).random(), random.Random("a").random()
+    drawn: list[list[float]] = []
+    for _ in range(2):
+        with unseeded.seeded(), randomness.preserved(CPU):
+            randomness.seed_all(5)
+            assert (
+                np.random.default_rng(3).random(),
+                random.Random(3).random(),
+                random.Random("a").random(),
+            ) == expected
+            other = threading.Thread(target=lambda: drawn.append(made()))
+            other.start()
+            other.join()
+    assert not {*drawn[0]} & {*drawn[1]}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.errors import ConfigurationError
@@ -33,6 +33,7 @@ from lightning_shard.parallel.fsdp.units import (
     groups_of,
     groups_under,
     is_unit,
+    make_unit,
     sharded_units,
 )
 from lightning_shard.parallel.fsdp.unsharded import hold_unsharded, unsharded_of
@@ -103,7 +104,7 @@ def apply_fully_sharded(
     on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.offloads else OffloadPolicy()
     for unit in experts:
         assert expert_mesh is not None
-        fully_shard(
+        make_unit(
             unit,
             mesh=expert_mesh,
             offload_policy=on_host,
@@ -111,7 +112,7 @@ def apply_fully_sharded(
             shard_placement_fn=partial(_even_dim, parts=expert_mesh.size(-1)),
             mp_policy=_policy([unit]),
         )
-    apply = partial(fully_shard, mesh=mesh, offload_policy=on_host)
+    apply = partial(make_unit, mesh=mesh, offload_policy=on_host)
     units = list(of_one_dtype(chain.from_iterable(map(with_forward, blocks)), root if whole_steps else None, whole))
     cast = cast_units(root, units, whole) if whole_steps and sharding.gathered_dtype else set()
     elsewhere = whole

@@ -21,9 +21,10 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_shard import tree
+from lightning_shard.subclasses import unannounced
 
 Returned = TypeVar("Returned")
 _UNITS: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
@@ -36,6 +37,12 @@ _OF_FSDP: WeakKeyDictionary[nn.Module, type[nn.Module]] = WeakKeyDictionary()
 
 def is_unit(module: nn.Module) -> bool:
     return module in _OF_FSDP or isinstance(module, FSDPModule)
+
+
+def make_unit(module: nn.Module, **options: Any) -> None:
+    """Apply FSDP2 to a module; a registry of the user's classes isn't told of the class that FSDP2 derives."""
+    with unannounced(FSDPModule):
+        fully_shard(module, **options)
 
 
 def give_classes_back(root: nn.Module) -> None:

@@ -3,7 +3,8 @@
 In a step, the generators are seeded from the run's seed, the step, the microbatch and the data rank. So every stage and
 tensor rank of one pipeline draws the same numbers, and a resumed run draws those that the uninterrupted one would have.
 After the step the generators are restored. In a pipeline, generators that a module itself holds are treated the same,
-each with its own seed, since stages would draw different amounts from them.
+each with its own seed, since stages would draw different amounts from them. Those that a step makes without a seed get
+one too (``unseeded.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_shard.plugin.steps import numpy_generator
+from lightning_shard.plugin.steps import numpy_generator, unseeded
 
 OwnGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 """Types of generators other than the global ones. ``python_state.py`` finds those that a module holds."""
@@ -46,7 +47,8 @@ def derive(*parts: object) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch (on the CPU and on CUDA devices), numpy and Python."""
+    """Seed torch (on the CPU and on CUDA devices), numpy and Python, and generators that a step makes from here on."""
+    unseeded.seed(seed)
     seed_torch(seed)
     numpy_generator.seed(seed % 2**32)
     random.seed(seed)
@@ -62,8 +64,10 @@ def seed_torch(seed: int) -> None:
 def remember(device: torch.device) -> Callable[[], None]:
     """Snapshot the states of all global generators; returns a function that restores them."""
     python, put_numpy_back, put_torch_back = random.getstate(), numpy_generator.remember(), remember_torch(device)
+    put_unseeded_back = unseeded.remember()
 
     def put_back() -> None:
+        put_unseeded_back()
         random.setstate(python)
         put_numpy_back()
         put_torch_back()

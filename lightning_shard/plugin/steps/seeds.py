@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_shard.pipeline.stages.stage import Stage
-from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps import randomness, unseeded
 from lightning_shard.plugin.steps.state.python_state import own_generators
 
 
@@ -46,11 +46,11 @@ class Seeds:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restore all generators after the steps that run inside."""
+        """Restore all generators after the steps that run inside; seed those that steps make without a seed."""
         if self._may_have_new_generators:
             self._generators.own = own_generators(self._module)
             self._may_have_new_generators = False
-        with self._generators.preserved():
+        with unseeded.seeded(), self._generators.preserved():
             yield
 
     def of_part(self, stage: Stage, draw: int, part: int) -> int:
@@ -84,9 +84,15 @@ class Seeds:
         own = randomness.derive(seed, "block", index, *([calls] if calls else []))
         skips = not torch.is_grad_enabled() and not self._generators.own
         if skips and index in self._draw_from_torch and not stage.passage.searching:
-            put_torch_back = randomness.remember_torch(self._device)
+            put_unseeded_back, put_torch_back = unseeded.remember(), randomness.remember_torch(self._device)
+            unseeded.seed(own)
             randomness.seed_torch(own)
-            return put_torch_back
+
+            def put_these_back() -> None:
+                put_unseeded_back()
+                put_torch_back()
+
+            return put_these_back
         put_back = self.remember()
         self.seed(own)
         if not skips or index in self._draw_from_others:

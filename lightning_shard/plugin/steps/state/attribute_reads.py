@@ -1,7 +1,8 @@
 """Notices when attributes of a module are read or set, by a subclass of its own with a property for each of them.
 
 The module is an object of it only while it is watched. The class equals the module's own and has its hash:
-``type(module) == Net`` and ``{Net: …}[type(module)]`` are as they were; ``type(module) is Net`` isn't.
+``type(module) == Net`` and ``{Net: …}[type(module)]`` are as they were; ``type(module) is Net`` isn't. The user's code
+that is called for each subclass (``__init_subclass__``, a metaclass), such as a registry's, isn't called for it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from functools import cache
 from typing import Any, cast
 
 from torch import nn
+
+from lightning_shard.namespaces import is_machinery
+from lightning_shard.subclasses import Unannounced
 
 
 class Watched:
@@ -42,7 +46,7 @@ class Watched:
 
     def _kind_of(self, plain: Any) -> Any:
         make = _alike(cast(Any, type(plain)))
-        kind = make(plain.__name__, (plain,), {"__module__": plain.__module__})
+        kind = make(plain.__name__, (Unannounced, plain), {"__module__": plain.__module__})
         kind.__qualname__ = plain.__qualname__
         for name, arguments in self._properties.items():
             setattr(kind, name, _noticed(kind, *arguments))
@@ -51,15 +55,22 @@ class Watched:
 
 @cache
 def _alike(kind_of_kind: Any) -> Any:
-    """A metaclass whose classes equal their first base, and have its hash."""
+    """A metaclass whose classes equal their last base, and have its hash; it makes them without the user's code."""
+    plain: Any = next(kind for kind in kind_of_kind.__mro__ if is_machinery(kind))  # at the latest `type`
+
+    def new(kind_of: Any, *arguments: Any) -> Any:
+        return plain.__new__(kind_of, *arguments)
+
+    def init(kind: Any, *arguments: Any) -> None:
+        plain.__init__(kind, *arguments)
 
     def equals(kind: Any, other: Any) -> bool:
-        return other is kind or kind.__bases__[0] == other
+        return other is kind or kind.__bases__[-1] == other
 
     def hash_(kind: Any) -> int:
-        return hash(kind.__bases__[0])
+        return hash(kind.__bases__[-1])
 
-    return type("Alike", (kind_of_kind,), {"__eq__": equals, "__hash__": hash_})
+    return type("Alike", (kind_of_kind,), {"__new__": new, "__init__": init, "__eq__": equals, "__hash__": hash_})
 
 
 def _noticed(kind: Any, name: str, read: Callable[[str], None], written: Callable[[str], None]) -> property:

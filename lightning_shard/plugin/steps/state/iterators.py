@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -11,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_shard.plugin.steps.state.python_state import is_object
+from lightning_shard.namespaces import Namespace
+from lightning_shard.plugin.steps.state.python_state import children, is_object
 
 
 class Replayed(Iterator[Any]):
@@ -41,10 +43,10 @@ class Replayed(Iterator[Any]):
 
 
 class ReplayedIterators:
-    """Replaces all iterators that are attributes of objects, or entries of lists and dicts.
+    """Replaces all iterators that objects, lists, dicts, globals and closures hold.
 
     Args:
-        holders: The objects, lists and dicts.
+        holders: The objects, lists, dicts, namespaces and closures' cells.
     """
 
     def __init__(self, holders: Iterable[Any]) -> None:
@@ -60,8 +62,9 @@ class ReplayedIterators:
                 if isinstance(value, Replayed):
                     self._begin[value] = value.place
                 else:
-                    entries[key] = replayed.setdefault(id(value), Replayed(value))
-                    self._places.append((entries, key, entries[key]))
+                    found = replayed.setdefault(id(value), Replayed(value))
+                    if _put(holder, key, found):
+                        self._places.append((holder, key, found))
         self._begin |= dict.fromkeys(replayed.values(), 0)
 
     def begin_again(self) -> None:
@@ -74,10 +77,11 @@ class ReplayedIterators:
     def end(self) -> None:
         """Restore the original iterators to their places, where code hasn't replaced them."""
         rests: dict[int, Iterator[Any]] = {}
-        for entries, key, replayed in self._places:
+        for holder, key, replayed in self._places:
+            entries = _entries(holder)
             is_there = key in entries if isinstance(entries, dict) else key < len(entries)
             if is_there and entries[key] is replayed:
-                entries[key] = rests.setdefault(id(replayed), replayed.rest())
+                _put(holder, key, rests.setdefault(id(replayed), replayed.rest()))
 
 
 @functools.cache
@@ -86,7 +90,24 @@ def _is_iterator(kind: Any) -> bool:
 
 
 def _entries(holder: Any) -> Any:
-    """The dict or sequence in which an object holds its values, so that they can be replaced."""
+    """The dict or sequence in which an object holds its values; of namespaces and cells one that is made for it."""
     if isinstance(holder, (list, deque, dict)):
         return holder
+    if isinstance(holder, Namespace):
+        return holder.held
+    if isinstance(holder, types.CellType):
+        return dict(children(holder))  # empty if it isn't assigned yet
     return getattr(holder, "__dict__", ()) if isinstance(holder, nn.Module) or is_object(holder) else ()
+
+
+def _put(holder: Any, key: Any, value: Any) -> bool:
+    """Replace a value that an object holds; ``False`` for a default of a function's parameter, which can't be."""
+    if isinstance(holder, Namespace):
+        if not isinstance(holder.holder, dict) and key not in vars(holder.holder):
+            return False
+        holder.put(key, value)
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = value
+    else:
+        _entries(holder)[key] = value
+    return True

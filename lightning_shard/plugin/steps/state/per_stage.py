@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
+from lightning_shard.namespaces import Namespace
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.plugin.steps.state.python_state import (
@@ -147,7 +148,7 @@ class StatesApart:
         if not self._several:
             return
         self._modules = dict(root.named_modules())
-        self._beside = {each.name: each for each in beside(root) if each.name not in self._modules}
+        self._beside = self._found_beside()
         self._holder = {path: self._held_by(path) for path in self._modules}
         within = tuple(f"{name}." for name in (*stages[0].blocks, *stages[0].parts))
         parts = tuple(f"{name}." for name in stages[0].parts)
@@ -253,6 +254,8 @@ class StatesApart:
         self.show(stage)
         searching = stage.passage.active and stage.passage.searching
         before = [*notes(self._root)] if searching else []
+        if searching:
+            self._beside = self._found_beside()  # the module may hold objects of other classes since
         marks = self._marks(stage, searching=searching)
         yield
         self._check(stage, marks)
@@ -300,6 +303,9 @@ class StatesApart:
             module = self._modules[name]
             return dict(module._buffers.items()).get(key) if is_scripted(module) else vars(module).get(key)
         return self._beside[name].held.get(key) if key else self._beside[name]
+
+    def _found_beside(self) -> dict[str, Namespace]:
+        return {each.name: each for each in beside(self._root) if each.name not in self._modules}
 
     def _place_of(self, path: str) -> _Place:
         """The innermost module, or the namespace, on a path, and the name that follows it there."""

@@ -19,12 +19,13 @@ from enum import Enum
 from itertools import chain, islice
 from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.namespaces import Namespace, is_machinery, namespaces
+from lightning_shard.namespaces import Code, Namespace, begin_at, is_machinery, is_own, namespaces
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 from lightning_shard.scripted import is_scripted
 
@@ -39,6 +40,8 @@ _OBJECTS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, col
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex})
 OF_RECURRENT_LAYERS = ("_flat_weights", "_flat_weight_refs")
 """In which nn.LSTM and others keep their parameters, which sharding replaces in a forward."""
+_BEGINS: WeakKeyDictionary[nn.Module, dict[Any, None]] = WeakKeyDictionary()
+"""What the last search of a module began at, beside the classes of its submodules."""
 _NOT_STATE = ("_parameters", "_modules", *OF_RECURRENT_LAYERS)
 """Excluded from a module's attributes: sharding replaces parameters in a forward; submodules are visited themselves."""
 
@@ -48,13 +51,42 @@ def reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
     Yields modules, other objects, containers, closure cells, tensors (parameters too), arrays, generators, namespaces.
     """
-    yield from _reached([*root.named_modules(), *((each.name, each) for each in beside(root))])
+    _, found = _searched(root)
+    yield from found
 
 
 def beside(root: nn.Module) -> tuple[Namespace, ...]:
-    """The namespaces that the code of a module's classes uses: globals, attributes of classes and functions."""
-    kinds: dict[Any, None] = dict.fromkeys(type(module) for module in root.modules())
-    return namespaces(*kinds)
+    """The namespaces that a module's code uses: globals, attributes of classes and functions.
+
+    That is code of the classes of its submodules and of the user's objects that it holds, and functions that it holds.
+    """
+    outside, _ = _searched(root)
+    return outside
+
+
+def _searched(root: nn.Module) -> tuple[tuple[Namespace, ...], list[tuple[str, Any]]]:
+    """Namespaces, and all reachable objects. Each may lead to more of the other, so it walks until there are no more.
+
+    What the last search began at is remembered: mostly one walk is enough then.
+    """
+    package = type(root).__module__.partition(".")[0]
+    of_modules: dict[Any, None] = dict.fromkeys(type(module) for module in root.modules())
+    of_objects = _BEGINS.get(root, {})
+    while True:
+        outside = namespaces(*of_modules, *sorted(of_objects.keys() - of_modules.keys(), key=_name_of))
+        begins: dict[Any, None] = {}
+        found = [*_reached([*root.named_modules(), *((each.name, each) for each in outside)], package, begins)]
+        if not begins.keys() - of_modules.keys() - of_objects.keys():
+            _BEGINS[root] = of_objects
+            return outside, found
+        of_objects = of_objects | begins
+
+
+def _name_of(begin: Any) -> tuple[str, str, int]:
+    """By which classes and functions are ordered, equally on every stage."""
+    if isinstance(begin, Code):
+        return begin.code.co_filename, begin.code.co_qualname, begin.code.co_firstlineno
+    return begin.__module__, begin.__qualname__, 0
 
 
 def below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -62,7 +94,18 @@ def below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     return _reached([(path, value)], enters_modules=False)
 
 
-def _reached(begin: Iterable[tuple[str, Any]], *, enters_modules: bool = True) -> Iterator[tuple[str, Any]]:
+def _reached(
+    begin: Iterable[tuple[str, Any]],
+    package: str = "",
+    begins: dict[Any, None] | None = None,
+    *,
+    enters_modules: bool = True,
+) -> Iterator[tuple[str, Any]]:
+    """
+    Args:
+        begins: Filled with the classes of objects, and with functions, whose code may use namespaces: the user's own,
+            and those of a package.
+    """
     seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
     waiting: collections.deque[tuple[str, Any]] = collections.deque(begin)
     while waiting:
@@ -74,11 +117,24 @@ def _reached(begin: Iterable[tuple[str, Any]], *, enters_modules: bool = True) -
         if entries_of is _of_module and not enters_modules:
             continue
         seen[id(value)] = value
+        if begins is not None:
+            if kind is types.FunctionType:
+                if is_own(value) or value.__module__.partition(".")[0] == package:
+                    begins[begin_at(value)] = None
+            elif _is_of(kind, package):
+                begins[kind] = None
         if may_change:
             yield path, value
         if entries_of is not None:
             prefix = f"{path}." if path else ""
             waiting.extend((f"{prefix}{key}", child) for key, child in entries_of(value) if type(child) not in _PLAIN)
+
+
+@functools.cache
+def _is_of(kind: Any, package: str) -> bool:
+    if is_machinery(kind) or issubclass(kind, (type, types.ModuleType)):
+        return False
+    return is_own(kind) or kind.__module__.partition(".")[0] == package
 
 
 def own_generators(root: nn.Module) -> dict[str, OwnGenerator]:

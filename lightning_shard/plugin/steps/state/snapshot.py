@@ -182,43 +182,60 @@ def _note_namespace(path: str, namespace: Namespace) -> Note:
     return Note(path, namespace, put_back, lambda: not hold_same(before, namespace.held))
 
 
-def _note_dict(path: str, value: Any) -> Note | None:
+def _note_dict(path: str, value: Any) -> Note:
     """Uses the builtin type's own methods: those of a derived class may have side effects."""
     kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
     before = [*kind.items(value)]
-    if any(isinstance(entry, nn.Parameter) for _, entry in before):
-        return None  # parameters are gathered, freed and registered again each time, as a recurrent layer's weights
+    has_parameters = any(_is_parameter(entry) for _, entry in before)
 
     def put_back() -> None:
+        now = dict(kind.items(value)) if has_parameters else {}
         kind.clear(value)
-        kind.update(value, before)
+        kind.update(value, [(key, _latest(old, now.get(key))) for key, old in before] if now else before)
 
     def has_changed() -> bool:
         now = kind.items(value)
         return len(now) != len(before) or any(
-            key is not old_key or entry is not old for (key, entry), (old_key, old) in zip(now, before)
+            key is not old_key or _latest(old, entry) is not entry for (key, entry), (old_key, old) in zip(now, before)
         )
 
     return Note(path, value, put_back, has_changed)
 
 
-def _note_container(path: str, value: Any) -> Note | None:
+def _note_container(path: str, value: Any) -> Note:
     """Of a list, set or deque. Uses the builtin type's own methods: those of a derived class may have side effects."""
     kind: Any = next(kind for kind in (list, set, deque) if isinstance(value, kind))
     before = [*kind.__iter__(value)]
-    if any(isinstance(entry, nn.Parameter) for entry in before):
-        return None
+    parameters = sum(map(_is_parameter, before))
     fill = kind.update if kind is set else kind.extend
 
+    def latest() -> list[Any]:
+        """The entries of before, with the parameters of now."""
+        now = [entry for entry in kind.__iter__(value) if _is_parameter(entry)] if parameters else []
+        if not parameters or len(now) != parameters:
+            return before
+        rest = iter(now)
+        return [next(rest) if _is_parameter(entry) else entry for entry in before]
+
     def put_back() -> None:
+        entries = latest()
         kind.clear(value)
-        fill(value, before)
+        fill(value, entries)
 
     def has_changed() -> bool:
         now = [*kind.__iter__(value)]
-        return len(now) != len(before) or any(entry is not old for entry, old in zip(now, before))
+        return len(now) != len(before) or any(_latest(old, entry) is not entry for entry, old in zip(now, before))
 
     return Note(path, value, put_back, has_changed)
+
+
+def _is_parameter(value: Any) -> bool:
+    return isinstance(value, (nn.Parameter, Hollow))
+
+
+def _latest(old: Any, now: Any) -> Any:
+    """What is put back for an entry: of a parameter the one of now, since sharding registers another at each gather."""
+    return now if _is_parameter(old) and _is_parameter(now) else old
 
 
 def _note_cell(path: str, cell: types.CellType) -> Note:

@@ -1,0 +1,97 @@
+"""Seeds the generators that a step makes without a seed, which would draw from the operating system.
+
+``np.random.default_rng()`` or ``random.Random()`` in a step would give each stage and tensor rank other numbers. Inside
+of :func:`seeded` they take their seeds, one after the other, from that of the microbatch or block.
+
+Private: ``numpy.random.bit_generator.randbits`` (seen in numpy 2.4), which a ``SeedSequence`` without entropy calls: so
+all bit generators, ``RandomState()`` and ``np.random.seed()``. Where numpy has no such name it is left alone. Public,
+but replaced: ``random.Random.seed`` and ``random.seed``. Other threads draw as ever, since it isn't the same on all
+ranks when they do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+from numpy.random import bit_generator
+
+_BITS = 128
+_seed_python: Any = random.Random.seed
+
+
+class _State(threading.local):
+    """Of each thread.
+
+    Attributes:
+        is_active: Whether it is inside of :func:`seeded`.
+        seed: From which seeds are derived; ``None`` as long as there is none.
+        taken: The number of seeds that were taken.
+    """
+
+    is_active = False
+    seed: int | None = None
+    taken = 0
+
+
+_STATE = _State()
+
+
+def seed(number: int) -> None:
+    """Derive the next seeds from this one; does nothing outside of :func:`seeded`."""
+    if _STATE.is_active:
+        _STATE.seed, _STATE.taken = number, 0
+
+
+def remember() -> Callable[[], None]:
+    """Snapshot which seed is next; returns a function that restores it."""
+    before = _STATE.seed, _STATE.taken
+
+    def put_back() -> None:
+        _STATE.seed, _STATE.taken = before
+
+    return put_back
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Context in which generators without a seed of their own get derived ones, once :func:`seed` was called."""
+    if _STATE.is_active:
+        yield
+        return
+    python: Any = random
+    numpy: Any = bit_generator
+    seed_global = python.seed
+    of_system: Any = getattr(numpy, "randbits", None)
+
+    def bits(count: int) -> int:
+        return of_system(count) if _STATE.seed is None else _next(count)
+
+    def seed_one(generator: random.Random, a: Any = None, version: int = 2) -> None:
+        _seed_python(generator, _next(_BITS) if a is None and _STATE.seed is not None else a, version)
+
+    _STATE.is_active = True
+    python.Random.seed = seed_one
+    python.seed = MethodType(seed_one, seed_global.__self__)
+    if of_system is not None:
+        numpy.randbits = bits
+    try:
+        yield
+    finally:
+        _STATE.is_active, _STATE.seed, _STATE.taken = False, None, 0
+        python.Random.seed, python.seed = _seed_python, seed_global
+        if of_system is not None:
+            numpy.randbits = of_system
+
+
+def _next(bits: int) -> int:
+    """The next seed, of so many bits."""
+    text = f"{_STATE.seed}/made/{_STATE.taken}"
+    _STATE.taken += 1
+    size = -(-bits // 8)
+    return int.from_bytes(hashlib.shake_128(text.encode()).digest(size), "big") >> (8 * size - bits)

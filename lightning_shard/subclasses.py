@@ -1,0 +1,32 @@
+"""Makes subclasses of users' classes without the users' code that is called for each subclass.
+
+A class may require arguments of its subclasses (``class Net(Base, key="net")``), or register them by name: for a class
+that we make, the first would fail, and the second would put ours in place of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Unannounced:
+    """The first base of a class that is made, so that the ``__init_subclass__`` of the others isn't called.
+
+    Without ``__slots__``, as modules are: else an object of the class couldn't become one of the made class.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+@contextmanager
+def unannounced(first: Any) -> Iterator[None]:
+    """Context in which another library makes subclasses whose first base is ``first``, a class without such a hook."""
+    assert "__init_subclass__" not in vars(first)
+    first.__init_subclass__ = vars(Unannounced)["__init_subclass__"]
+    try:
+        yield
+    finally:
+        del first.__init_subclass__
