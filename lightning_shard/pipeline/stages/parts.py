@@ -39,7 +39,7 @@ class ForeignPart:
 
     Attributes:
         forward: The part's own forward.
-        returned: Its output, as slots, by kind of arguments; ``None`` if it must run.
+        returned: Its output, as slots, by kind of arguments and of its own attributes; ``None`` if it must run.
     """
 
     stage: Stage
@@ -54,7 +54,7 @@ class ForeignPart:
         runs = passage.in_block or self._has_parameters(passage)
         if kind is None or runs or self._has_hooks_inside() or any(True for _ in checkpoints()):
             return self.forward(*args, **kwargs)
-        if passage.searching or kind not in self.returned:  # what its code does may have changed meanwhile
+        if kind not in self.returned:
             return self._run(kind, args, kwargs)
         if self.returned[kind] is None:
             return self.forward(*args, **kwargs)

@@ -90,6 +90,7 @@ class Change:
         replaces: Whether ``added`` is all that the list, deque or set holds.
         changed: Of a dict or an object: new values by key.
         removed: Its keys that are gone.
+        order: All keys of a dict in their order, if it isn't that in which new ones come last.
         inner: Changes inside of what it holds, by key or place.
     """
 
@@ -97,15 +98,16 @@ class Change:
     replaces: bool = False
     changed: dict[Any, Any] = field(default_factory=dict)
     removed: list[Any] = field(default_factory=list)
+    order: list[Any] = field(default_factory=list)
     inner: dict[Any, Change] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.added or self.replaces or self.changed or self.removed or self.inner)
+        return bool(self.added or self.replaces or self.changed or self.removed or self.order or self.inner)
 
     def fits(self, value: Any) -> bool:
         """Whether a stage's own container is one that this can be applied to."""
         if isinstance(value, (list, deque, set)):
-            return not (self.changed or self.removed)
+            return not (self.changed or self.removed or self.order)
         return (isinstance(value, dict) or is_plain_object(value)) and not (self.added or self.replaces)
 
     def apply(self, value: Any, begun: Outline | None, receive: Receive) -> None:
@@ -128,6 +130,8 @@ class Change:
                 held.pop(key, None)
             for key, sent in self.changed.items():
                 held[key] = receive(sent)
+            for key in self.order:
+                held[key] = held.pop(key)
         for key, change in self.inner.items():
             inside = value[key] if isinstance(value, (list, deque)) else _named(value)[key]
             change.apply(inside, None if begun is None else begun.inner.get(key), receive)
@@ -148,17 +152,18 @@ def change_since(before: Outline, now: Any) -> Change:
             return Change([sent(each) for each in list(now)[before.length :]], inner=inner)
         return Change([sent(each) for each in now], replaces=True)
     named, begun = _named(now), before.entries
-    if isinstance(now, dict) and [key for key in begun if key in named] != [key for key in named if key in begun]:
-        inner, begun = {}, {}  # their order has changed: all are set anew
+    as_applied = [*(key for key in begun if key in named), *(key for key in named if key not in begun)]
+    order = [*named] if isinstance(now, dict) and as_applied != [*named] else []
     changed = {
         key: each
         for key, each in named.items()
         if key not in begun or begun[key][0] is not each or begun[key][1] != version(each)
     }
-    if any(type(key) not in _SIMPLE and not isinstance(key, tuple) for key in changed):
+    if any(type(key) not in _SIMPLE and not isinstance(key, tuple) for key in (*changed, *order)):
         raise Unsendable
-    removed = [key for key in before.entries if key not in named or key not in begun]
-    return Change(changed={key: sent(each) for key, each in changed.items()}, removed=removed, inner=inner)
+    removed = [key for key in begun if key not in named]
+    values = {key: sent(each) for key, each in changed.items()}
+    return Change(changed=values, removed=removed, order=order, inner=inner)
 
 
 def sent(value: Any) -> Any:
