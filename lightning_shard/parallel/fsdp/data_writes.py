@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 _DATA: Any = torch.Tensor.data
 _SHOWN = WeakIdKeyDictionary()
 _GIVEN = WeakIdKeyDictionary()
-"""Of each parameter whose ``data`` was taken since it was checked: what was given, and copies of that."""
+"""Of each parameter whose ``data`` was taken since it was checked: a copy of it as it was, and all that was given."""
 
 
 def show_writes(parameter: Tensor) -> None:
@@ -31,9 +31,11 @@ def was_written(parameter: Tensor) -> bool:
 
     Waits for the device only where something was written. The parameter's memory must be there.
     """
-    given = _GIVEN.pop(parameter, ()) if _GIVEN else ()
+    if not _GIVEN or parameter not in _GIVEN:
+        return False
+    before, given = _GIVEN.pop(parameter)
     with torch._C.DisableTorchFunction():
-        return any(data._version and _differ(data, before) for data, before in given)
+        return any(data._version for data in given) and _differ(given[0], before)
 
 
 def forget_data(parameter: Tensor) -> None:
@@ -47,7 +49,9 @@ def data_of(tensor: Any) -> Tensor:
     data: Any = _DATA.__get__(tensor)
     if tensor in _SHOWN:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            _GIVEN.setdefault(tensor, []).append((data, _local(data).clone()))
+            if tensor not in _GIVEN:
+                _GIVEN[tensor] = (_local(data).clone(), [])
+            _GIVEN[tensor][1].append(data)
     return data  # type: ignore[no-any-return]
 
 
