@@ -286,7 +286,8 @@ def drop() -> list[Tensor]:
     trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
     trainer.fit(module, loader(16))
     assert not any(isinstance(part, FSDPModule) for part in module.modules())
-    return [mask for layer in module.layers if isinstance(layer, NotesMask) for mask in layer.masks]
+    noted = [mask for layer in module.layers if isinstance(layer, NotesMask) for mask in layer.masks]
+    return [mask for mask in noted if type(mask) is Tensor]  # those of the other stage are unknown
 
 
 def test_no_two_blocks_or_microbatches_draw_the_same_mask() -> None:
