@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.kept import Attributes
 from tests.unit.pipelines import assert_alike, on_stages
 from tests.unit.test_crossing import WIDTH, WORDS, Block, Net, batches, loss, seeded
 
@@ -291,3 +292,15 @@ def test_a_part_whose_attribute_decides_its_outputs_shape_has_it_changed() -> No
         return loss(root, x)
 
     assert_alike(seeded(Shortened), step, batches(), 2)
+
+
+def test_what_is_written_or_changed_is_kept_whatever_it_holds() -> None:
+    """A write of equal values changes the version only, and ``.data`` the values only."""
+    module = nn.Module()
+    module.register_buffer("written", torch.zeros(2))
+    module.register_buffer("changed", torch.zeros(2))
+    module.register_buffer("left", torch.zeros(2))
+    before = Attributes.of(module)
+    module.get_buffer("written").zero_()
+    module.get_buffer("changed").data.add_(1)
+    assert {each.name for each in before.changed()} == {"written", "changed"}

@@ -489,11 +489,6 @@ def _in_place(root: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[Non
             module.__dict__[name] = hollow
 
 
-def keep(module: nn.Module, key: str, value: Any) -> None:
-    """Set an attribute or buffer that the module's code set on another stage."""
-    (module._buffers if key in module._buffers else module.__dict__)[key] = value
-
-
 def unknown_states(modules: Iterable[nn.Module]) -> list[Unknown]:
     """The unknown tensors among modules' attributes (without parameters), such as states of metrics."""
     kept = chain.from_iterable(vars(module).values() for module in modules)

@@ -17,12 +17,12 @@ from lightning_shard.namespaces import is_machinery
 from lightning_shard.pipeline.dataflow.messages import Held, Kept, Number, Slot
 from lightning_shard.pipeline.dataflow.objects import held_by, is_opaque
 from lightning_shard.scripted import is_scripted
-from lightning_shard.versions import content
+from lightning_shard.versions import content, version
 
 OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 """Attributes of every module, such as its hooks, and ``forward``, which a stand-in replaces."""
-_OF_LIBRARIES = frozenset({"_flat_weights", "_flat_weight_refs"})
-"""In which nn.LSTM and others keep their parameters."""
+OF_RECURRENT_LAYERS = ("_flat_weights", "_flat_weight_refs")
+"""In which nn.LSTM and others keep their parameters, which sharding replaces in a forward."""
 _OTHERS = (deque, set)
 """Containers that aren't nodes of trees."""
 _AS_THEY_ARE = (str, bytes, type(None), torch.dtype, torch.device)
@@ -33,12 +33,16 @@ Name = tuple[str, str]
 
 @dataclass(frozen=True)
 class _Noted:
-    """A value, and what it held: keys and entries of lists, dicts and tuples, and digests of tensors and arrays."""
+    """A value, and what it held: keys and entries of lists, dicts and tuples, versions and digests of tensors.
+
+    A version tells of a write of equal values, which may be others in the next microbatch; a digest of one that leaves
+    the version as it was.
+    """
 
     value: Any
     keys: list[Any]
     held: list[Any]
-    contents: list[int]
+    contents: list[tuple[int, int]]
 
     @classmethod
     def of(cls, value: Any, *, looks_into_objects: bool) -> _Noted:
@@ -47,9 +51,8 @@ class _Noted:
         if looks_into_objects and is_opaque(value) and not is_machinery(value):
             return cls(value, [], [each for each in held_by(value) if isinstance(each, Tensor)], [])
         entries = [(key, each) for key, each in _entries(value) if not isinstance(each, nn.Parameter)]
-        return cls(
-            value, [k for k, _ in entries], [each for _, each in entries], [content(each) for _, each in entries]
-        )
+        keys, held = [key for key, _ in entries], [each for _, each in entries]
+        return cls(value, keys, held, [(version(each), content(each)) for each in held])
 
     def holds_as(self, other: _Noted) -> bool:
         return self.keys == other.keys and self.contents == other.contents and tree.same_entries(self.held, other.held)
@@ -110,8 +113,13 @@ def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def _noted(module: nn.Module, looks_into_objects: bool) -> Iterator[tuple[str, _Noted]]:
     for key, value in chain(vars(module).items(), module._buffers.items()):
-        if key not in OF_TORCH and key not in _OF_LIBRARIES and not isinstance(value, nn.Module):
+        if key not in OF_TORCH and key not in OF_RECURRENT_LAYERS and not isinstance(value, nn.Module):
             yield key, _Noted.of(value, looks_into_objects=looks_into_objects)
+
+
+def keep(module: nn.Module, key: str, value: Any) -> None:
+    """Set an attribute or buffer that the module's code set on another stage."""
+    (module._buffers if key in module._buffers else module.__dict__)[key] = value
 
 
 def leaves(value: Any) -> list[Any]:

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow import opaque_functions
-from lightning_shard.pipeline.dataflow.crossing import Passage, Value, keep, value_of
+from lightning_shard.pipeline.dataflow.crossing import Passage, Value, value_of
+from lightning_shard.pipeline.dataflow.kept import keep
 from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.taint import (
     Hollow,

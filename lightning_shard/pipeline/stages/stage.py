@@ -32,13 +32,12 @@ from lightning_shard.pipeline.dataflow.crossing import (
     LateValue,
     Passage,
     StageEnd,
-    keep,
     parameters_crossing,
     parameters_in_place,
     provenance,
     unknown_states,
 )
-from lightning_shard.pipeline.dataflow.kept import Attributes, Name
+from lightning_shard.pipeline.dataflow.kept import Attributes, Name, keep
 from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, Request, Slot
 from lightning_shard.pipeline.dataflow.padding_masks import masks_made_as_given
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, recording_provenance, refuse

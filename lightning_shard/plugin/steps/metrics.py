@@ -20,7 +20,8 @@ from lightning_shard.plugin.steps.means_over_steps import MeansOverSteps
 from lightning_shard.plugin.steps.state.python_state import reachable
 
 _BROADCAST = "_is_broadcast_over_stages"
-"""In the attributes of a metric whose ``compute`` gives the value of the stage that updates it."""
+"""In the attributes of a metric whose ``compute`` gives the value of the stage that updates it: the block that holds
+it, or ``None``."""
 
 
 class SharedMetrics:
@@ -28,9 +29,9 @@ class SharedMetrics:
 
     Tensor-parallel ranks see the same data, so a reduction over the world would count it several times. Only the last
     stage of a pipeline updates a module's metrics, in lists and objects too, and of those within a block the stage that
-    holds it: their values are shared from there. ``compute``, which already is a collective
-    call over the data ranks, becomes one over the pipeline too. Those of callbacks are updated on every stage, from
-    what steps return. Copies of metrics are shared likewise.
+    holds it: their values are shared from there. ``compute``, which already is a collective call over the data ranks,
+    becomes one over the pipeline too. Those of callbacks are updated on every stage, from what steps return. Copies of
+    metrics are shared likewise.
 
     A metric may compute other metrics; only the outermost call is broadcast.
 
@@ -91,7 +92,7 @@ class SharedMetrics:
             metric.process_group = self._groups.data
             metric.__dict__["__deepcopy__"] = partial(self._copied, metric)
         if of_steps and self._stages is not None and _BROADCAST not in metric.__dict__:
-            metric.__dict__[_BROADCAST] = True
+            metric.__dict__[_BROADCAST] = block
             share = self._from_last_stage if block is None else partial(self._from_holder, block)
             metric.__dict__["compute"] = self._of(metric.compute, share)
             if isinstance(metric, MeanMetric):
@@ -106,7 +107,7 @@ class SharedMetrics:
         finally:
             own.update(held)
         copied.process_group = None
-        self.share(copied, of_steps=_BROADCAST in held)
+        self.share(copied, of_steps=_BROADCAST in held, block=held.get(_BROADCAST))
         return copied
 
     def _of(self, compute: Callable[[], Any], share: Callable[[Callable[[], Any]], Any]) -> Callable[[], Any]:

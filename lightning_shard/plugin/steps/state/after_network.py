@@ -27,6 +27,7 @@ from torch.jit import ScriptModule
 from torchmetrics import Metric
 
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.kept import OF_RECURRENT_LAYERS
 from lightning_shard.pipeline.dataflow.taint import REMEDY, Hollow, Origin, Unknown, mark
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 from lightning_shard.plugin.steps.state.attribute_changes import (
@@ -52,7 +53,6 @@ from lightning_shard.plugin.steps.state.contents import (
 )
 from lightning_shard.plugin.steps.state.python_state import (
     CONTAINERS,
-    OF_RECURRENT_LAYERS,
     STAND_INS,
     attributes,
     hold_same,

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import Code, Namespace, begin_at, is_machinery, is_own, namespaces
+from lightning_shard.pipeline.dataflow.kept import OF_RECURRENT_LAYERS
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 from lightning_shard.scripted import is_scripted
 
@@ -38,8 +39,6 @@ _HANDED_ON = (tuple, frozenset)
 _LEAVES = (Tensor, np.ndarray, *OwnGenerator.__args__)
 _OBJECTS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex})
-OF_RECURRENT_LAYERS = ("_flat_weights", "_flat_weight_refs")
-"""In which nn.LSTM and others keep their parameters, which sharding replaces in a forward."""
 _BEGINS: WeakKeyDictionary[nn.Module, dict[Any, None]] = WeakKeyDictionary()
 """What the last search of a module began at, beside the classes of its submodules."""
 _NOT_STATE = ("_parameters", "_modules", *OF_RECURRENT_LAYERS)
