@@ -8,6 +8,9 @@ runs got farthest; modules that another stage holds keep that stage's version.
 For modules around the blocks, and in parts that a single stage holds, all attributes are swapped between runs. Other
 state that a run changes, such as a list that hooks fill, or a global, is detected in a batch that searches for the
 values that cross between stages (``pipeline/dataflow/search.py``). From then on it is followed, by its place.
+
+Globals that no step or forward uses, but hooks or objects do, are one for all stages of the rank: hooks of several
+stages' blocks collect there, and a version of one stage would lack what those of the others have seen.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from lightning_shard.plugin.steps.state.python_state import (
     attributes,
     below,
     beside,
+    beside_classes,
     hold_same,
     slots,
 )
@@ -148,7 +152,9 @@ class StatesApart:
         if not self._several:
             return
         self._modules = dict(root.named_modules())
-        self._beside = self._found_beside()
+        self._beside: dict[str, Namespace] = {}
+        self._others: set[str] = set()
+        self._find_beside()
         self._holder = {path: self._held_by(path) for path in self._modules}
         within = tuple(f"{name}." for name in (*stages[0].blocks, *stages[0].parts))
         parts = tuple(f"{name}." for name in stages[0].parts)
@@ -255,7 +261,8 @@ class StatesApart:
         searching = stage.passage.active and stage.passage.searching
         before = [*notes(self._root)] if searching else []
         if searching:
-            self._beside = self._found_beside()  # the module may hold objects of other classes since
+            self._find_beside()  # the module may hold objects of other classes since
+            before += [note for name, each in self._beside.items() if (note := note_of(name, each)) is not None]
         marks = self._marks(stage, searching=searching)
         yield
         self._check(stage, marks)
@@ -277,6 +284,8 @@ class StatesApart:
             exchanged.update(map(id, (each.module, each.module._buffers, *tensors)))
         for note in changed:
             module, key = self._place_of(note.path)
+            if self._is_of_all_stages(note, module, key):
+                continue
             is_own = self._holder.get(module) is stage and (key == "_buffers" or not key.startswith("_"))
             if not is_own and id(note.value) not in exchanged:
                 self._places.add((module, key))
@@ -304,8 +313,18 @@ class StatesApart:
             return dict(module._buffers.items()).get(key) if is_scripted(module) else vars(module).get(key)
         return self._beside[name].held.get(key) if key else self._beside[name]
 
-    def _found_beside(self) -> dict[str, Namespace]:
-        return {each.name: each for each in beside(self._root) if each.name not in self._modules}
+    def _find_beside(self) -> None:
+        self._beside = {each.name: each for each in beside_classes(self._root) if each.name not in self._modules}
+        self._others = {each.name for each in beside(self._root)} - self._beside.keys() - self._modules.keys()
+
+    def _is_of_all_stages(self, note: Note, module: str, key: str) -> bool:
+        """Whether it is of globals that only hooks and objects use."""
+        if isinstance(note.value, Namespace):
+            return note.value is not self._beside.get(note.path)
+        if module in self._beside:
+            names = self._beside[module].names
+            return names is not None and key not in names
+        return not module and any(f"{note.path}.".startswith(f"{name}.") for name in self._others)
 
     def _place_of(self, path: str) -> _Place:
         """The innermost module, or the namespace, on a path, and the name that follows it there."""

@@ -63,13 +63,22 @@ def beside(root: nn.Module) -> tuple[Namespace, ...]:
     return outside
 
 
+def beside_classes(root: nn.Module) -> tuple[Namespace, ...]:
+    """Those of them that the code of its submodules' classes uses, such as steps and forwards."""
+    return namespaces(*_kinds(root))
+
+
+def _kinds(root: nn.Module) -> dict[Any, None]:
+    return dict.fromkeys(type(module) for module in root.modules())
+
+
 def _searched(root: nn.Module) -> tuple[tuple[Namespace, ...], list[tuple[str, Any]]]:
     """Namespaces, and all reachable objects. Each may lead to more of the other, so it walks until there are no more.
 
     What the last search began at is remembered: mostly one walk is enough then.
     """
     package = type(root).__module__.partition(".")[0]
-    of_modules: dict[Any, None] = dict.fromkeys(type(module) for module in root.modules())
+    of_modules = _kinds(root)
     of_objects = _BEGINS.get(root, {})
     while True:
         outside = namespaces(*of_modules, *sorted(of_objects.keys() - of_modules.keys(), key=_name_of))
