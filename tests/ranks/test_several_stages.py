@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +203,35 @@ def sharded(schedule: str) -> Seen:
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", pytest.param("Interleaved1F1B", marks=pytest.mark.long)])
 def test_on_data_ranks_too(schedule: str) -> None:
     check(combine(run_ranks(sharded, 4, schedule, elastic=True), BOTH), train("gpt", trainer=CLIPPED))
+
+
+RAN: list[str] = []
+
+
+def note(name: str, *_: Any) -> None:
+    RAN.append(name)
+
+
+class Notes(L.Callback):
+    """A hook inside of each block notes it in a global that no step uses."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for name, part in module.named_modules():
+            if name.endswith("mlp"):
+                part.register_forward_pre_hook(partial(note, name))
+
+
+def noted(options: dict[str, Any]) -> list[str]:
+    RAN.clear()
+    strategy = HybridShardStrategy(**PIPELINE, **options)
+    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=3, callbacks=[Notes()], **QUIET)
+    trainer.fit(Model("gpt"), loader(GLOBAL_BATCH))
+    return sorted({*RAN})
+
+
+def test_what_hooks_collect_in_globals_is_of_all_stages_of_a_rank() -> None:
+    """Only what the last of them had seen was left."""
+    ranks = run_ranks(noted, 2, {"schedule": "Interleaved1F1B"}, elastic=True)
+    names = [f"model.blocks.{i}.mlp" for i in range(4)]
+    assert [*map(len, ranks)] == [2, 2]
+    assert sorted(ranks[0] + ranks[1]) == names
