@@ -14,7 +14,7 @@ from torchmetrics import Metric
 
 from lightning_shard import tree
 from lightning_shard.namespaces import is_machinery
-from lightning_shard.pipeline.dataflow.messages import Held, Kept, Number, Slot
+from lightning_shard.pipeline.dataflow.messages import Held, Kept, KeptNumber, Slot
 from lightning_shard.pipeline.dataflow.objects import held_by, is_opaque
 from lightning_shard.scripted import is_scripted
 from lightning_shard.versions import content, version
@@ -136,7 +136,7 @@ def as_tensor(leaf: Any, device: torch.device) -> Tensor | None:
     """What is sent for a leaf: a tensor or a number; ``None`` for others."""
     if isinstance(leaf, Tensor):
         return leaf
-    return torch.tensor(leaf, dtype=Number(type(leaf)).slot.dtype, device=device) if _is_number(leaf) else None
+    return torch.tensor(leaf, dtype=KeptNumber(type(leaf)).slot.dtype, device=device) if _is_number(leaf) else None
 
 
 def put_into(container: Any, filled: Any) -> bool:
@@ -160,7 +160,7 @@ def _slot(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return Slot.of(leaf)
     if _is_number(leaf):
-        return Number(type(leaf))
+        return KeptNumber(type(leaf))
     return leaf if isinstance(leaf, _AS_THEY_ARE) else Held(type(leaf).__name__)
 
 

@@ -77,7 +77,7 @@ class Slot(tree.Leaf):
 
 
 @dataclass(frozen=True)
-class Number(tree.Leaf):
+class KeptNumber(tree.Leaf):
     """Stands in a message for a number that a block keeps, which may be another one for each microbatch."""
 
     kind: type
@@ -111,7 +111,7 @@ def described(slots: Any) -> str:
     def text(leaf: Any) -> str:
         if isinstance(leaf, Held):
             return leaf.kind
-        if isinstance(leaf, Number):
+        if isinstance(leaf, KeptNumber):
             return f"a number ({leaf.kind.__name__})"
         if not isinstance(leaf, Slot):
             return repr(leaf)

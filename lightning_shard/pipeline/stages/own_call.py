@@ -237,7 +237,7 @@ class OwnCall:
             return
         arguments = tree.leaves(self._arguments)
         for place, leaf in zip(places, tree.leaves(output)):
-            if place is not None and arguments[place] is not leaf:
+            if place is not None and (place >= len(arguments) or arguments[place] is not leaf):
                 raise StepError(
                     f"{self._name} returns something new in place of an argument that it returned for an earlier"
                     " microbatch of the same shapes, which later pipeline stages take for it: return a copy"

@@ -19,7 +19,7 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow import kept
 from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints, function_of
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
-from lightning_shard.pipeline.dataflow.messages import BlockCall, End, Held, Kept, Key, Number, Slot
+from lightning_shard.pipeline.dataflow.messages import BlockCall, End, Held, Kept, KeptNumber, Key, Slot
 from lightning_shard.pipeline.dataflow.objects import at, entries, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
 from lightning_shard.pipeline.dataflow.uncalled import called_now, out_of_order
@@ -192,9 +192,9 @@ class StandIn:
             key = (*name, next(places))
             if isinstance(leaf, Held):
                 return _Absent(leaf.kind, text) if leaf.argument is None else arguments()[leaf.argument]
-            if isinstance(leaf, Number) and key in passage.received:
+            if isinstance(leaf, KeptNumber) and key in passage.received:
                 return leaf.kind(passage.produced(key, passage.received[key]).item())
-            if isinstance(leaf, Number):
+            if isinstance(leaf, KeptNumber):
                 leaf = leaf.slot
             if not isinstance(leaf, Slot):
                 return leaf
