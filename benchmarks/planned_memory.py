@@ -20,6 +20,7 @@ step, which has in it what kernels and their libraries take. Written are results
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -305,6 +306,7 @@ def measure(ranks: int, chosen: list[Case]) -> list[dict[str, int]]:
     """On one of the ranks, each case's kinds at its peak, or what a CUDA device's allocator gave out."""
     found = []
     for case in chosen:
+        gc.collect()  # an earlier case's Trainer is a cycle, and would count in a device's peak
         watch = Watch() if case.device_type == "cpu" else AllocatorPeak()
         tokens = torch.randint(VOCABULARY, (2 * BATCH * ranks, CONTEXT), generator=torch.Generator().manual_seed(0))
         trainer = L.Trainer(

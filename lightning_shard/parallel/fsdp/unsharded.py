@@ -14,9 +14,8 @@ step. ``to_local()`` and ``from_local()`` are autograd operations, which take at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,26 @@ SPARSE_GRADIENT = (
     "A gradient is sparse, as F.embedding(…, sparse=True) gives them, and sparse gradients can't be reduced over ranks"
     " in parts: use sparse=False."
 )
-_Slot = tuple[nn.Module, str, nn.Parameter, nn.Parameter, Callable[[str, Any], None]]
+
+
+class _Slot(NamedTuple):
+    """Where a module has a parameter.
+
+    The module's entries in the two dictionaries above hold this, so its references to the module are weak: else neither
+    would ever be freed.
+    """
+
+    module_ref: ref[nn.Module]
+    name: str
+    held: nn.Parameter
+    running: nn.Parameter
+    put: Callable[[str, Any], None]
+
+    @property
+    def module(self) -> nn.Module:
+        module = self.module_ref()
+        assert module is not None  # its root is called
+        return module
 
 
 def hold_unsharded(root: nn.Module, mesh: DeviceMesh) -> None:
@@ -102,9 +120,10 @@ class UnshardedParameters:
             return
         if not self._slots:  # not earlier: weights may be materialised or moved until the first call
             self._slots = list(self._find(root))
-        for module, name, held, running, put in self._slots:
-            if module._parameters.get(name) is not held:
-                raise _replaced(module, name, held)
+        for slot in self._slots:
+            _, name, held, running, put = slot
+            if slot.module._parameters.get(name) is not held:
+                raise _replaced(slot.module, name, held)
             if isinstance(running, DTensor):
                 running._local_tensor = held._local_tensor  # type: ignore[attr-defined]
             else:
@@ -115,7 +134,7 @@ class UnshardedParameters:
             # (pipeline/runtime/split_backward.py)
             if not self.in_microbatches and held.requires_grad and held not in self._watched:
                 self._watched.add(held)
-                running.register_post_accumulate_grad_hook(partial(self._move_at_once, held))
+                running.register_post_accumulate_grad_hook(_moves_at_once(ref(self), held))
             if self.in_microbatches:
                 show_writes(running)
             put(name, running)
@@ -130,7 +149,7 @@ class UnshardedParameters:
                         same = _local(parameter) if parameter.device_mesh == self._mesh else parameter
                         self._running[parameter] = nn.Parameter(same.detach(), parameter.requires_grad)
                         share_attributes(self._running[parameter], parameter)
-                    yield module, name, parameter, self._running[parameter], _put_into(module)
+                    yield _Slot(ref(module), name, parameter, self._running[parameter], _put_into(module))
 
     def free(self) -> None:
         """Put the module's own parameters in place, with what a step has set on the running ones.
@@ -139,9 +158,10 @@ class UnshardedParameters:
             StepError: On a pipeline stage, a step changed a parameter in place.
         """
         if self.is_gathered:
-            for module, name, held, running, put in self._slots:
-                if module._parameters.get(name) is not running:
-                    raise _replaced(module, name, running)
+            for slot in self._slots:
+                _, name, held, running, put = slot
+                if slot.module._parameters.get(name) is not running:
+                    raise _replaced(slot.module, name, running)
                 put(name, held)
                 if held.requires_grad != running.requires_grad:
                     held.requires_grad_(running.requires_grad)
@@ -149,16 +169,17 @@ class UnshardedParameters:
                 if own.data_ptr() != (assigned := _local(running)).data_ptr():  # a step ran p.data = …
                     own.data.copy_(assigned.data)
             self.is_gathered = False
-            for (module, name, _, running, _), before, now in zip(self._slots, self._versions, self._seen_versions()):
-                if before != now or was_written(running):
+            for slot, before, now in zip(self._slots, self._versions, self._seen_versions()):
+                if before != now or was_written(slot.running):
                     raise StepError(
-                        f"The parameter {name!r} of a {type(module).__name__}, of shape {tuple(running.shape)}, was"
+                        f"The parameter {slot.name!r} of a {type(slot.module).__name__}, of shape"
+                        f" {tuple(slot.running.shape)}, was"
                         " changed in place in a step, which runs once for each microbatch: make the change in"
                         " on_train_batch_start or on_train_batch_end, or keep it as a buffer."
                     )
 
     def _seen_versions(self) -> list[int]:
-        return [running._version for _, _, _, running, _ in self._slots] if self.in_microbatches else []
+        return [slot.running._version for slot in self._slots] if self.in_microbatches else []
 
     @torch.no_grad()
     def move_gradients(self) -> None:
@@ -177,10 +198,9 @@ class UnshardedParameters:
             hook(held)
 
     @torch.no_grad()
-    def _move_at_once(self, held: nn.Parameter, running: Tensor) -> None:
-        """Hook: move the gradient at once if it comes from a part that was called between steps."""
+    def move_at_once(self, held: nn.Parameter, running: nn.Parameter) -> None:
+        """Move the gradient at once if it comes from a part that was called between steps."""
         if not self.is_gathered:
-            assert isinstance(running, nn.Parameter)
             self._move_gradient(held, running)
 
     def _laid_out(self, gradient: Tensor, like: Tensor) -> Tensor:
@@ -220,11 +240,22 @@ def _have_one_form(one: Tensor, other: Tensor) -> bool:
     )
 
 
+def _moves_at_once(whole: ref[UnshardedParameters], held: nn.Parameter) -> Callable[[Any], None]:
+    """A hook of a running parameter. Python's collector doesn't see what such hooks hold: hence a weak reference."""
+
+    def move(running: nn.Parameter) -> None:
+        if (owner := whole()) is not None:
+            owner.move_at_once(held, running)
+
+    return move
+
+
 def _put_into(module: nn.Module) -> Callable[[str, Any], None]:
     """A setter of parameters: ``setattr`` if a class overrides it, as recurrent layers, which also keep a list."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         return module._parameters.__setitem__
-    return partial(setattr, module)
+    weak = ref(module)
+    return lambda name, parameter: setattr(weak(), name, parameter)
 
 
 def _replaced(module: nn.Module, name: str, parameter: nn.Parameter) -> StepError:
