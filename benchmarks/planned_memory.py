@@ -306,25 +306,29 @@ def measure(ranks: int, chosen: list[Case]) -> list[dict[str, int]]:
     """On one of the ranks, each case's kinds at its peak, or what a CUDA device's allocator gave out."""
     found = []
     for case in chosen:
-        gc.collect()  # an earlier case's Trainer is a cycle, and would count in a device's peak
-        watch = Watch() if case.device_type == "cpu" else AllocatorPeak()
-        tokens = torch.randint(VOCABULARY, (2 * BATCH * ranks, CONTEXT), generator=torch.Generator().manual_seed(0))
-        trainer = L.Trainer(
-            strategy=HybridShardStrategy(**case.sizes, **case.strategy),
-            accelerator=case.device_type,
-            devices=ranks,
-            precision=case.precision,
-            max_steps=2,
-            callbacks=[watch],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        loader: Any = DataLoader(tokens, batch_size=BATCH)  # type: ignore[arg-type]
-        trainer.fit(case.module(), loader)
-        found.append(watch.at_peak)
+        found.append(_measured(ranks, case))
+        gc.collect()  # a Trainer is a cycle, and would count in the next case's peak on a device
     return found
+
+
+def _measured(ranks: int, case: Case) -> dict[str, int]:
+    watch = Watch() if case.device_type == "cpu" else AllocatorPeak()
+    tokens = torch.randint(VOCABULARY, (2 * BATCH * ranks, CONTEXT), generator=torch.Generator().manual_seed(0))
+    trainer = L.Trainer(
+        strategy=HybridShardStrategy(**case.sizes, **case.strategy),
+        accelerator=case.device_type,
+        devices=ranks,
+        precision=case.precision,
+        max_steps=2,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader: Any = DataLoader(tokens, batch_size=BATCH)  # type: ignore[arg-type]
+    trainer.fit(case.module(), loader)
+    return watch.at_peak
 
 
 # -- the comparison ---------------------------------------------------------------------------------------------------
