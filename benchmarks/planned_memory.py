@@ -14,7 +14,8 @@ router's weights decide, only the sum.
     python benchmarks/planned_memory.py --cuda   # one CUDA device: its allocator's peak beside the plan
 
 With ``--cuda`` larger networks train on one device, and measured is ``torch.cuda.max_memory_allocated`` of the second
-step, which has in it what kernels and their libraries take. Written are results/planned_memory_cuda-<date>.json.
+step, which has in it what kernels and their libraries take. Written are results/planned_memory_cuda-<date>.json, whose
+plans can be made again on any machine, with ``--measured`` too.
 """
 
 from __future__ import annotations
@@ -421,7 +422,7 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, help="an earlier result: what it has measured isn't run again")
     parser.add_argument("--cuda", action="store_true", help="on one CUDA device: its allocator's peak beside the plan")
     options = parser.parse_args()
-    if options.cuda and not torch.cuda.is_available():
+    if options.cuda and not options.measured and not torch.cuda.is_available():
         print("There is no CUDA device: nothing is measured.")
         return
     chosen = [
@@ -436,7 +437,10 @@ def main() -> None:
     print(f"{len(rows)} rows; of {sum(row.target is not None for row in rows)} numbers {len(misses)} beyond 5 %")
     results = options.results or (None if options.only else RESULTS)
     if results is not None:
-        about = {"device": torch.cuda.get_device_name()} if options.cuda else {}
+        about = {}
+        if options.cuda:
+            earlier = options.measured and json.loads(options.measured.read_text())["device"]
+            about = {"device": earlier or torch.cuda.get_device_name()}
         print(write_result("planned_memory_cuda" if options.cuda else "planned_memory", rows, results, **about))
 
 

@@ -50,7 +50,7 @@ class OptimizerState:
     Attributes:
         names: The optimizers' class names.
         tensors: The state tensors by parameter name; a parameter without an optimizer has none.
-        stepping: Temporary bytes of a step per byte of the parameters that it works on at a time.
+        stepping: Temporary bytes of a step, per byte of the parameters that it works on at a time.
         at_once: Whether a step works on all parameters at a time (``foreach``); else on one.
     """
 
@@ -83,10 +83,10 @@ def _ask(model: Model) -> OptimizerState:
     tensors: dict[str, tuple[StateTensor, ...]] = {}
     stepping, at_once = 0.0, False
     for optimizer in optimizers:
-        together = [_takes_all_at_once(group, model.device_type) for group in optimizer.param_groups]
-        small = _on_small_ones(optimizer, names)
-        stepping = max(stepping, _step(optimizer))
-        at_once = at_once or any(together)
+        together = any(_takes_all_at_once(group, model.device_type) for group in optimizer.param_groups)
+        small = _on_small_ones(optimizer, names, together)
+        stepping = max(stepping, _step(optimizer, together))
+        at_once = at_once or together
         for name, parameter in small.items():
             tensors[name] = tuple(_kept(optimizer.state.get(parameter, {}), parameter))
     return OptimizerState(tuple(type(optimizer).__name__ for optimizer in optimizers), tensors, stepping, at_once)
@@ -109,8 +109,14 @@ def _takes_all_at_once(group: dict[str, Any], device_type: str) -> bool:
     return bool(group["foreach"]) or (group["foreach"] is None and device_type != "cpu")
 
 
-def _on_small_ones(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, nn.Parameter]:
-    """Give an optimizer one small parameter for each kind in each group, in place; returns them by parameter name."""
+def _on_small_ones(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], at_once: bool
+) -> dict[str, nn.Parameter]:
+    """Give an optimizer one small parameter for each kind in each group, in place; returns them by parameter name.
+
+    Args:
+        at_once: Whether its steps work on all together: they do so on the CPU too then, with other temporary tensors.
+    """
     small: dict[str, nn.Parameter] = {}
     optimizer.state.clear()
     for group in optimizer.param_groups:
@@ -122,12 +128,13 @@ def _on_small_ones(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -
             if id(parameter) in names:
                 small[names[id(parameter)]] = of_kind[kind]
         group["params"] = list(of_kind.values())
-        group.update({key: False for key in ("capturable",) if key in group})
+        fixed = {"capturable": False} if group.get("fused") else {"capturable": False, "foreach": at_once}
+        group.update({key: value for key, value in fixed.items() if key in group})
     return small
 
 
-def _step(optimizer: torch.optim.Optimizer) -> float:
-    """Take two steps; returns the second one's temporary bytes per byte of the largest parameter."""
+def _step(optimizer: torch.optim.Optimizer, at_once: bool) -> float:
+    """Take two steps; returns the second one's temporary bytes, per byte of the largest parameter, or group of them."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for _ in range(2):
         for parameter in parameters:
@@ -136,8 +143,9 @@ def _step(optimizer: torch.optim.Optimizer) -> float:
         with ledger:
             ledger.begin("step")
             optimizer.step()
-    largest = max((p.numel() * p.element_size() for p in parameters), default=1)
-    return ledger.growth["step"] / largest
+    groups = [group["params"] for group in optimizer.param_groups] if at_once else [[each] for each in parameters]
+    largest = max((sum(each.nbytes for each in group) for group in groups), default=1)
+    return ledger.growth["step"] / max(largest, 1)
 
 
 def _kept(state: Mapping[str, Any], parameter: nn.Parameter) -> Iterator[StateTensor]:
