@@ -15,8 +15,8 @@ from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.optimizer import ask
 from lightning_shard.plugin.settings import Settings
 
-WIDTHS = 128, 64, 32
-"""The largest first: a loop over parameters still has what it needed for the one before."""
+WIDTHS = 128, 8, 16
+"""The largest first, and by far: a loop over parameters still has what it needed for the one before."""
 
 
 class Module(L.LightningModule):
@@ -63,10 +63,10 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_on_a_gpu_a_step_works_on_all_parameters_at_once(name: str) -> None:
     make = OPTIMIZERS[name]
-    assert planned(make, "cuda") == pytest.approx(real(make, foreach=True), rel=0.02, abs=64)
+    assert planned(make, "cuda") == pytest.approx(real(make, foreach=True), rel=0.02)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_on_the_cpu_on_one_after_the_other(name: str) -> None:
     make = OPTIMIZERS[name]
-    assert planned(make, "cpu") == pytest.approx(real(make, foreach=False), rel=0.02, abs=64)
+    assert planned(make, "cpu") == pytest.approx(real(make, foreach=False), rel=0.02)
