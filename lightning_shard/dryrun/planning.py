@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 
+from lightning_shard.dryrun.arguments import check_numbers, layout_of
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.peak import Held
 from lightning_shard.dryrun.planned import Plan, Run
@@ -16,13 +17,12 @@ from lightning_shard.dryrun.remedies import remedies
 from lightning_shard.dryrun.timing.devices import Device
 from lightning_shard.dryrun.timing.devices import device as device_of
 from lightning_shard.dryrun.timing.rates import Measured, Rates, dtype_of
-from lightning_shard.errors import ConfigurationError, LayoutError
 from lightning_shard.layout import Layout
-from lightning_shard.parallel.activation_checkpointing import Recomputing, check_recomputing
+from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.parallel.experts.stacked import ExpertPlan
 from lightning_shard.parallel.tensor.plan import Plan as TensorPlan
 from lightning_shard.plugin import trainer_private
-from lightning_shard.plugin.settings import Settings
+from lightning_shard.plugin.settings import Settings, check_switches
 from lightning_shard.plugin.steps.schedule_choice import candidates
 
 
@@ -72,11 +72,12 @@ def plan(
     Raises:
         ConfigurationError: A run would refuse the settings, too; or the module can't be built without memory.
     """
-    check_recomputing(activation_checkpointing)
-    for name, value in (("accumulate_grad_batches", accumulate_grad_batches), ("device_memory", device_memory)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigurationError(f"{name} ({value!r}) must be an integer of at least 1.")
-    chosen = _layout(layout)
+    check_numbers(accumulate_grad_batches=accumulate_grad_batches)
+    if device_memory is not None:
+        check_numbers(device_memory=device_memory)
+    check_switches(reduce_each_microbatch=reduce_each_microbatch, asynchronous_saving=asynchronous_saving)
+    precision = trainer_private.named_precision(precision)
+    chosen = layout_of(layout)
     settings = Settings(
         placement,
         pipeline_blocks,
@@ -106,18 +107,3 @@ def plan(
     planner = Planner(model, rates)
     made = planner.plan(chosen, run, device_memory)
     return replace(made, remedies=tuple(remedies(planner, made))) if made.fits is False else made
-
-
-def _layout(given: Layout | Mapping[str, int]) -> Layout:
-    size = given.context_parallel_size if isinstance(given, Layout) else given.get("context_parallel_size", 1)
-    if size != 1:
-        raise LayoutError(
-            f"context_parallel_size ({size!r}): plan() doesn't support it yet: plan with 1; the activations of its"
-            " blocks are then those of all context ranks together."
-        )
-    if isinstance(given, Layout):
-        return given
-    sizes = dict(given)
-    data = sizes.pop("data_parallel_size", 1)
-    world = data * sizes.get("pipeline_parallel_size", 1) * sizes.get("tensor_parallel_size", 1)
-    return Layout.resolve(world, data_parallel_size=data, **sizes)

@@ -60,7 +60,8 @@ def check_recomputing(setting: Any) -> None:
         ConfigurationError: The setting isn't a :data:`Recomputing`.
     """
     is_number = isinstance(setting, int) and not isinstance(setting, bool) and setting > 0
-    if not (setting is None or isinstance(setting, bool) or is_number or setting == "selective"):
+    is_name = isinstance(setting, str) and setting == "selective"
+    if not (setting is None or isinstance(setting, bool) or is_number or is_name):
         raise ConfigurationError(
             f"activation_checkpointing={setting!r} isn't known: use True (every block), a number n > 0 (every n-th"
             ' block), "selective" (all but matrix products and attention), or None.'

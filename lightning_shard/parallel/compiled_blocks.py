@@ -25,7 +25,7 @@ def check_backend(setting: Any) -> None:
     if isinstance(setting, bool):
         return
     known = torch.compiler.list_backends(())  # type: ignore[no-untyped-call]
-    if setting not in known:
+    if not isinstance(setting, str) or setting not in known:
         raise ConfigurationError(
             f"compile_blocks={setting!r} isn't known: use True, or a backend of torch.compile ({', '.join(known)})."
         )

@@ -202,7 +202,7 @@ def check_policy(policy: Any) -> None:
     """
     if isinstance(policy, str) and policy in ("auto", "even"):
         return
-    if isinstance(policy, str) or not isinstance(policy, Sequence):
+    if isinstance(policy, (str, bytes)) or not isinstance(policy, Sequence):
         raise PlacementError(f'placement ({policy!r}) must be "auto", "even", or each stage\'s number of blocks.')
     if not policy or any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in policy):
         raise PlacementError(

@@ -50,7 +50,9 @@ class Settings:
     def __post_init__(self) -> None:
         check_recomputing(self.activation_checkpointing)
         check_backend(self.compile_blocks)
-        _check_switches(cpu_offload=self.cpu_offload, reshard_after_forward=self.reshard_after_forward or False)
+        check_switches(cpu_offload=self.cpu_offload)
+        if self.reshard_after_forward is not None:
+            check_switches(reshard_after_forward=self.reshard_after_forward)
         check_policy(self.placement)
         check_plan("tensor_parallel_plan", self.tensor_parallel_plan, STYLE_NAMES, ParallelStyle)
         check_plan("expert_parallel_plan", self.expert_parallel_plan, {EXPERT_STYLE})
@@ -110,7 +112,12 @@ class Settings:
         return {name: getattr(self, name) for name in names if getattr(self, name) not in (None, False)}
 
 
-def _check_switches(**switches: object) -> None:
+def check_switches(**switches: object) -> None:
+    """Check that switches are bools.
+
+    Raises:
+        ConfigurationError: One isn't.
+    """
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConfigurationError(f"{name}={value!r} is neither True nor False: use one of these.")
@@ -123,7 +130,7 @@ def check_kinds(*, loss_weight: Any, reduce_each_microbatch: Any, process_group_
         ConfigurationError: A weight that isn't callable, a switch that isn't a bool, a backend that this torch build
             doesn't have, or a timeout that isn't a positive timedelta.
     """
-    _check_switches(reduce_each_microbatch=reduce_each_microbatch)
+    check_switches(reduce_each_microbatch=reduce_each_microbatch)
     if loss_weight is not None and not callable(loss_weight):
         raise ConfigurationError(
             f"loss_weight={loss_weight!r} must be a function of a batch that gives a number, such as"

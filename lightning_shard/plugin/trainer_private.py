@@ -17,6 +17,7 @@
 * ``_results.log`` (reached through the module's ``_trainer``, where it has one): every ``self.log`` ends here, by
   whatever name it is called.
 * ``_AcceleratorConnector._validate_precision_choice``: its refusals of precisions name ``ModelParallelStrategy``.
+* ``fabric.connector._convert_precision_to_unified_args``: the name that a Trainer gives a precision.
 * ``tuner.tuning._check_scale_batch_size_configuration``: its refusal says no remedy.
 * ``tuner.lr_finder._LRCallback``: reads the loss of rank 0's own data only.
 * ``PyTorchProfiler._register``: the hooks that it sets on all modules; ``_record_module_names``: whether it sets them.
@@ -31,6 +32,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.pytorch.callbacks import BasePredictionWriter, BatchSizeFinder
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -67,7 +69,21 @@ def name_refused_precisions(strategy: Any) -> None:
     _AcceleratorConnector._validate_precision_choice = validate_choice  # type: ignore[method-assign,assignment]
 
 
-def refuse_precision(precision: str) -> None:
+def named_precision(given: Any) -> str:
+    """The name that a Trainer gives a precision: ``"bf16-mixed"`` for ``"bf16"``, ``"32-true"`` for 32.
+
+    Raises:
+        ConfigurationError: It isn't supported.
+    """
+    try:
+        precision = _convert_precision_to_unified_args("32-true" if given is None else given)
+    except (ValueError, TypeError):
+        precision = given
+    refuse_precision(precision)
+    return str(precision)
+
+
+def refuse_precision(precision: Any) -> None:
     if precision not in PRECISIONS:
         raise ConfigurationError(
             f"precision={precision!r} isn't supported by HybridShardStrategy: use one of {', '.join(PRECISIONS)}."

@@ -37,6 +37,15 @@ class TestWhatIsSaid:
                 {"device_type": "gpu-of-mine"},
                 "device_type='gpu-of-mine' is not a torch device type: use cuda",
             ),
+            ({"device_type": None}, "device_type=None is not a torch device type"),
+            ({"device": 3}, "device=3 must be the name of a profile"),
+            ({"accumulate_grad_batches": None}, r"accumulate_grad_batches \(None\) must be"),
+            ({"asynchronous_saving": "yes"}, "asynchronous_saving='yes' is neither True nor False"),
+            ({"layout": "pp2"}, "layout='pp2' must be a Layout, or the sizes"),
+            ({"layout": {"pipeline": 2}}, "layout has 'pipeline', which is none of pipeline_parallel_size"),
+            ({"layout": {"pipeline_parallel_size": None}}, r"pipeline_parallel_size \(None\) must be an integer"),
+            ({"layout": {"data_parallel_size": "auto"}}, "how many ranks are left isn't known"),
+            ({"precision": "8-true"}, "precision='8-true' isn't supported"),
             ({"batch": torch.zeros(0, 17, dtype=torch.long)}, "The batch has no samples"),
             ({"module": nn.Linear(2, 2)}, "Linear isn't a LightningModule"),
         ],
@@ -44,6 +53,11 @@ class TestWhatIsSaid:
     def test_what_cant_be_planned_is_refused_with_its_reason(self, settings: dict[str, Any], said: str) -> None:
         with pytest.raises(ConfigurationError, match=said):
             plan(**{"module": gpt, "batch": TOKENS, "layout": {}, "device_type": "cpu", **settings})
+
+    @pytest.mark.parametrize(("given", "named"), [("bf16", "bf16-mixed"), (32, "32-true"), (None, "32-true")])
+    def test_a_precision_may_have_any_name_that_a_trainer_takes(self, given: Any, named: str) -> None:
+        made = plan(gpt, TOKENS, layout={}, device_type="cpu", precision=given)
+        assert made.to_json() == plan(gpt, TOKENS, layout={}, device_type="cpu", precision=named).to_json()
 
 
 _MODULES = {

@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.torch_version import TorchVersion
 
 from lightning_shard import HybridShardStrategy
-from lightning_shard.errors import ConfigurationError, PlacementError, PlanError, StepError
+from lightning_shard.errors import ConfigurationError, LayoutError, PlacementError, PlanError, StepError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.fsdp.units import class_name
 from lightning_shard.plugin.assembly.assemble import Assembly
@@ -30,6 +31,14 @@ PP2 = {"pipeline_parallel_size": 2}
         ({**PP2, "schedule": None}, ConfigurationError, "schedule=None isn't one of 'GPipe', '1F1B'"),
         ({**PP2, "schedule": "1f1b"}, ConfigurationError, "schedule='1f1b' isn't one of"),
         ({**PP2, "microbatches": 0}, ConfigurationError, r"microbatches \(0\) must be an integer of at least 1"),
+        ({**PP2, "microbatches": 10**9}, ConfigurationError, r"microbatches \(1000000000\) .* is more than \d+"),
+        ({"pipeline_parallel_size": 10**9}, ConfigurationError, r"pipeline_parallel_size \(1000000000\) is more than"),
+        ({"schedule": np.ones(2)}, ConfigurationError, r"schedule=array.* isn't one of"),
+        ({"data_parallel_size": np.ones(2)}, LayoutError, r"data_parallel_size \(array.*or \"auto\""),
+        ({"activation_checkpointing": np.ones(2)}, ConfigurationError, "activation_checkpointing=array"),
+        ({"compile_blocks": np.ones(2)}, ConfigurationError, "compile_blocks=array.* isn't known"),
+        ({"reshard_after_forward": 0}, ConfigurationError, "reshard_after_forward=0 is neither True nor False"),
+        ({**PP2, "placement": b"24"}, PlacementError, r"placement \(b'24'\) must be"),
         ({**PP2, "placement": "best"}, PlacementError, r"placement \('best'\) must be"),
         ({**PP2, "placement": 4}, PlacementError, r"placement \(4\) must be"),
         ({**PP2, "placement": [0, 4]}, PlacementError, "every stage at least 1 block"),

@@ -62,12 +62,12 @@ class Model:
         """Build or copy the module on meta, and find its blocks.
 
         Args:
+            precision: By the name that a Trainer gives it.
             stages: The largest number of stages; with several, the module must have blocks.
 
         Raises:
             ConfigurationError: The module can't be built without memory, shards itself, or lacks the needed blocks.
         """
-        trainer_private.refuse_precision(precision)
         _check(module, batch, device_type)
         built = copied_to_meta(module) if isinstance(module, pl.LightningModule) else built_on_meta(module)
         if not isinstance(built, pl.LightningModule):
@@ -122,7 +122,7 @@ class Model:
 def _check(module: Any, batch: Any, device_type: str) -> None:
     try:
         torch.device(device_type)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigurationError(
             f"device_type={device_type!r} is not a torch device type: use cuda or cpu. Pass a device model, such as"
             " h100, as device=."

@@ -22,6 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_shard import tree
+from lightning_shard.dryrun.arguments import check_numbers
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.optimizer import OptimizerState, ask
 from lightning_shard.dryrun.memory.peak import Held, usable
@@ -35,7 +36,7 @@ from lightning_shard.errors import ConfigurationError, PlacementError
 from lightning_shard.parallel.experts.stacked import ExpertPlan
 from lightning_shard.parallel.tensor.plan import Plan as TensorPlan
 from lightning_shard.plugin import trainer_private
-from lightning_shard.plugin.settings import Settings
+from lightning_shard.plugin.settings import Settings, check_switches
 
 
 def search_module(
@@ -68,6 +69,11 @@ def search_module(
     Raises:
         ConfigurationError: A run would refuse the settings, too; or layouts can't be compared.
     """
+    check_numbers(devices=devices, global_batch=global_batch, most=most)
+    if device_memory is not None:
+        check_numbers(device_memory=device_memory)
+    check_switches(reduce_each_microbatch=reduce_each_microbatch)
+    precision = trainer_private.named_precision(precision)
     profile = device_of(device)
     settings = Settings(
         "auto",

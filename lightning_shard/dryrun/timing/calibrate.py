@@ -64,6 +64,7 @@ def calibrate(
     Raises:
         ConfigurationError: The step can't be run here, or the device has too little memory.
     """
+    precision = trainer_private.named_precision(precision)
     settings = Settings("auto", pipeline_blocks, None, gathered_dtype=trainer_private.GATHERED.get(precision))
     model = Model.of(module, batch, settings, stages=1, precision=precision, device_type=device_type)
     part = tree.split(batch, microbatches)[0]

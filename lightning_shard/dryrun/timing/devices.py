@@ -330,6 +330,10 @@ def device(profile: str | Mapping[str, Any] | Device) -> Device:
         return profile
     if isinstance(profile, Mapping):
         return _of_mapping(profile)
+    if not isinstance(profile, str):
+        raise ConfigurationError(
+            f'device={profile!r} must be the name of a profile, such as "h100", the path of a .yaml file, or a mapping.'
+        )
     if profile.endswith((".yaml", ".yml")):
         return _of_mapping(_read(profile))
     name = profile.lower().replace("_", "-")

@@ -214,6 +214,10 @@ SCHEDULES: dict[str, _Named] = {
 }
 
 
+_MOST = 1 << 22
+"""The most microbatches of all ranks together: with more, it would take minutes only to list a schedule's actions."""
+
+
 def build(name: str, ranks: int, microbatches: int | None = None, stages_per_rank: int | None = None) -> Schedule:
     """Build a named schedule, or read one from a CSV file.
 
@@ -239,6 +243,11 @@ def build(name: str, ranks: int, microbatches: int | None = None, stages_per_ran
     microbatches = 2 * ranks if microbatches is None else microbatches
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ConfigurationError(f"microbatches ({microbatches!r}) must be an integer of at least 1.")
+    if microbatches * ranks > _MOST:
+        raise ConfigurationError(
+            f"microbatches ({microbatches}) × pipeline_parallel_size ({ranks}) is more than {_MOST}, for which no"
+            " schedule is built: a batch has a sample for each microbatch, so choose fewer."
+        )
     fewest = named.microbatches * ranks
     if microbatches < fewest and not named.can_have_fewer:
         raise ConfigurationError(

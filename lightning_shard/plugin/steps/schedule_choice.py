@@ -34,7 +34,7 @@ def candidates(
     """
     if isinstance(setting, os.PathLike):
         setting = os.fspath(setting)
-    if setting == "auto":
+    if isinstance(setting, str) and setting == "auto":
         return [*_all(ranks, microbatches, placement)]
     if not isinstance(setting, str) or (setting not in SCHEDULES and not setting.endswith(".csv")):
         choices = f'{", ".join(map(repr, SCHEDULES))}, "auto", or the path of a .csv file'
