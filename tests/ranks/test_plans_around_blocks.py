@@ -88,6 +88,28 @@ class OfItself(OfBackbone):
         return {"loss": loss}
 
 
+class Predicts(OfBackbone):
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.head(self.net(batch["x"]))  # type: ignore[no-any-return]
+
+
+class PredictsItself(OfItself):
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.leave(BETWEEN[self.between](self.enter(batch["x"])))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Frozen(OfBackbone):
+    """Its network only makes features, without gradients."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            features = self.net(batch["x"])
+        return F.mse_loss(self.head(features), batch["y"])
+
+
 class OfZeros(OfBackbone):
     """Its projection adds nothing at first."""
 
@@ -169,6 +191,29 @@ def test_code_between_them_that_needs_all_features_is_refused_by_the_name_of_wha
         ):
             assert said.startswith(f"tensor_parallel_plan: {who} computes something else when the layers that it holds")
             assert f"first in what {where} returns" in said
+
+
+def without_training() -> list[str]:
+    found = []
+    loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    for kind, between in [(Predicts, "all"), (PredictsItself, "softmax"), (Frozen, "all")]:
+        strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
+        trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+        with pytest.raises(PlanError) as error:
+            trainer.fit(kind(between), loader) if kind is Frozen else trainer.predict(kind(between), loader)
+        found.append(str(error.value))
+    return found
+
+
+def test_it_is_refused_too_where_it_is_only_evaluated_or_runs_without_gradients() -> None:
+    for found in run_ranks(without_training, 2, elastic=True):
+        for said, who in zip(found, ["net", "predict_step", "net"], strict=True):
+            assert said.startswith(f"tensor_parallel_plan: {who} computes something else when the layers that it holds")
+
+
+@pytest.mark.parametrize("kind", [Predicts, PredictsItself, Frozen])
+def test_what_is_right_is_evaluated_alike(kind: type[OfBackbone]) -> None:
+    assert_trains_alike(partial(kind, "each"), batches, ["tp2"], tensor_parallel_plan=PLAN)
 
 
 def deprecated() -> list[str]:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lightning_shard.errors import PlanError
+from lightning_shard.parallel.tensor import check_blocks
 from lightning_shard.parallel.tensor.check_blocks import SplitBlocksCheck
 from lightning_shard.plugin.assembly.probe import trial_runs
 
-Forward = Callable[["Block", Tensor], Any]
+Forward = Callable[..., Any]
 
 
 class Block(nn.Module):
@@ -32,12 +33,12 @@ class Block(nn.Module):
         self.generator = torch.Generator()
         self.compute = compute
 
-    def forward(self, x: Tensor) -> Any:
-        return self.compute(self, x)
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        return self.compute(self, x, *others)
 
 
-def called(block: Block, x: Tensor, *, is_part: bool = False, split: Forward | None = None) -> Any:
-    """What its first call in training returns, in which it is compared with itself, or with ``split``."""
+def called(block: Block, x: Tensor, *others: Any, is_part: bool = False, split: Forward | None = None) -> Any:
+    """What its first call returns, in which it is compared with itself, or with ``split``."""
     root = nn.ModuleDict({"block": block})
     blocks: dict[str, nn.Module] = {"block": block}
     parts, blocks = (blocks, {}) if is_part else ({}, blocks)
@@ -46,7 +47,7 @@ def called(block: Block, x: Tensor, *, is_part: bool = False, split: Forward | N
     if split is not None:
         block.compute = split
     compared.compare(root)
-    return block(x)
+    return block(x, *others)
 
 
 def counts(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,3 +136,44 @@ def test_other_numbers_are_refused(compute: Forward, is_part: bool) -> None:
 
     with pytest.raises(PlanError, match="block computes something else when it is split"):
         called(Block(compute), torch.ones(2, 4), is_part=is_part, split=other)
+
+
+@pytest.mark.parametrize("how", ["evaluated", "without gradients"])
+def test_other_numbers_are_refused_without_training_too(how: str) -> None:
+    def other(block: Block, x: Tensor) -> Tensor:
+        return through(block, x) + 3 * x
+
+    block = Block(through).train(how != "evaluated")
+    with torch.no_grad(), pytest.raises(PlanError, match="block computes something else when it is split"):
+        called(block, torch.ones(2, 4), split=other)
+
+
+def test_after_an_evaluation_the_first_call_in_training_is_compared_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[bool] = []
+    monkeypatch.setattr(check_blocks, "_check", lambda *_, trains, **__: compared.append(trains))
+    block, x = Block(through).eval(), torch.ones(2, 4)
+    called(block, x)
+    block(x)
+    assert compared == [False]
+    block.train()(x)
+    block(x)
+    block.eval()(x)
+    assert compared == [False, True]
+
+
+class Cache:
+    """What a look at arguments takes for a cache of keys and values, and leaves out."""
+
+    def get_seq_length(self) -> int:
+        return 1
+
+
+def test_what_fails_without_its_cache_is_let_be_in_an_evaluation() -> None:
+    def with_cache(block: Block, x: Tensor, cache: Cache | None = None) -> Tensor:
+        if cache is None:
+            raise ValueError("no cache")
+        return block.linear(x)
+
+    assert called(Block(with_cache).eval(), torch.ones(2, 4), Cache()).shape == (2, 4)

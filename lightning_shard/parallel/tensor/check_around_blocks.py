@@ -1,10 +1,11 @@
 """Check that split layers in a module that also holds blocks compute the same as with whole parameters.
 
 Examples are a backbone with a projection before its blocks, and a LightningModule that holds everything itself. To run
-such an *owner* on whole parameters would take memory for all of them. Instead, before its first call in training it is
-run twice more. The first run is split, and records what each block returns. In the second run the layers outside of the
-blocks are whole, and each block is replaced by a replay of what it returned. Compared are the outputs of layers that
-return whole features, the arguments of the first block, and the outputs of the owner.
+such an *owner* on whole parameters would take memory for all of them. Instead, before its first call in training, and
+an earlier one without training, it is run twice more. The first run is split, and records what each block returns. In
+the second run the layers outside of the blocks are whole, and each block is replaced by a replay of what it returned.
+Compared are the outputs of layers that return whole features, the arguments of the first block, and the outputs of the
+owner.
 
 A layer with whole input and whole output is correct by itself. If there are no other layers, nothing is run.
 
@@ -28,11 +29,11 @@ from lightning_shard.errors import PlanError
 from lightning_shard.parallel.containers import has_forward
 from lightning_shard.parallel.context.check_positions import TrialRuns, random_state
 from lightning_shard.parallel.tensor.check_blocks import (
+    FirstCalls,
     JointAttempt,
     OpaqueError,
     are_alike,
     copied,
-    is_watched,
     warn_of_draws,
 )
 from lightning_shard.parallel.tensor.small_weights import enlarged
@@ -51,7 +52,7 @@ class AroundBlocksCheck:
         blocks: Names of all blocks.
         parts: Names of modules without blocks, which are compared by themselves.
         styles: Styles of split modules, by name.
-        step: Name of the method that calls ``root``; ``None`` if that can't be run again.
+        steps: Names of the methods of ``root`` that are its calls, if they can be run again.
         trial_runs: A context for runs of a module; its :class:`RunChanges` restore what a run has changed.
         trial_runs_of_step: The same for runs of ``root``'s ``step``.
         joint_attempt: Its ranks are those of a stage, since blocks that run inside are all-gathered from data ranks.
@@ -63,7 +64,7 @@ class AroundBlocksCheck:
         blocks: Collection[str],
         parts: Collection[str],
         styles: Mapping[str, ParallelStyle],
-        step: str | None,
+        steps: Collection[str],
         trial_runs: TrialRuns,
         trial_runs_of_step: TrialRuns,
         joint_attempt: JointAttempt,
@@ -73,7 +74,7 @@ class AroundBlocksCheck:
         crossing = [name for name in around if not _is_whole_outside(styles[name])]
         owners = {_owner(root, name) for name in crossing}
         owners.update("" for part in parts if _has_split_edge(part, styles))
-        if step is None:
+        if not steps:
             owners.discard("")
         if any(isinstance(style, ScatterSequence) for style in styles.values()):
             owners.clear()
@@ -82,13 +83,13 @@ class AroundBlocksCheck:
         within = tuple(f"{name}." for name in blocks)
         self._layers = {name: style for name, style in styles.items() if not f"{name}.".startswith(within)}
         self._forwards = {name: vars(root.get_submodule(name)).get("forward") for name in self._layers}
-        self._step = step
+        self._steps = steps
         self._trial_runs = trial_runs
         self._trial_runs_of_step = trial_runs_of_step
         self._joint_attempt = joint_attempt
 
     def compare(self, root: nn.Module) -> None:
-        """Wrap the owners, so that their first calls in training are compared. Call after ``root`` is sharded.
+        """Wrap the owners, so that their first calls are compared. Call after ``root`` is sharded.
 
         All tensor ranks must call it.
         """
@@ -96,16 +97,17 @@ class AroundBlocksCheck:
             owner = root.get_submodule(name)
             blocks = {each: root.get_submodule(each) for each in self._blocks if _is_in(each, name)}
             layers = {each: root.get_submodule(each) for each in self._layers if _is_in(each, name)}
-            if name:
-                self._compare_first_call(owner, name, "forward", blocks, layers, self._trial_runs)
-            elif self._step:
-                self._compare_first_call(owner, self._step, self._step, blocks, layers, self._trial_runs_of_step)
+            first = FirstCalls(owner)
+            for method in self._steps if not name else ("forward",):
+                runs = self._trial_runs if name else self._trial_runs_of_step
+                self._compare_first_calls(owner, name or method, method, first, blocks, layers, runs)
 
-    def _compare_first_call(
+    def _compare_first_calls(
         self,
         owner: nn.Module,
         name: str,
         method: str,
+        first: FirstCalls,
         blocks: Mapping[str, nn.Module],
         layers: Mapping[str, nn.Module],
         trial_runs: TrialRuns,
@@ -114,15 +116,16 @@ class AroundBlocksCheck:
 
         @wraps(own)
         def compared(*args: Any, **kwargs: Any) -> Any:
-            if not owner.training or not torch.is_grad_enabled() or is_watched(owner):
+            if not first.is_due():
                 return own(*args, **kwargs)
-            if had:
-                vars(owner)[method] = own
-            else:
-                del vars(owner)[method]
-            inside = {parameter for block in blocks.values() for parameter in block.parameters()}
-            with torch.no_grad(), enlarged(each for each in owner.parameters() if each not in inside):
-                apart = self._first_apart(owner, name, own, (args, kwargs), blocks, layers, trial_runs)
+            with first.comparing() as trains:
+                if trains and had:
+                    vars(owner)[method] = own
+                elif trains:
+                    del vars(owner)[method]
+                inside = {parameter for block in blocks.values() for parameter in block.parameters()}
+                with torch.no_grad(), enlarged(each for each in owner.parameters() if each not in inside):
+                    apart = self._first_apart(owner, name, own, (args, kwargs), blocks, layers, trial_runs)
             if apart is not None:
                 raise PlanError(
                     f"tensor_parallel_plan: {name} computes something else when the layers that it holds beside its"

@@ -4,8 +4,8 @@ A plan that doesn't fit the code may not fail. Take a fused layer whose output i
 the other: with ``colwise``, each rank gets consecutive features, which the code takes for other queries, keys and
 values. So in the first training step, one block of each kind is run once more on whole parameters, and the results are
 compared; blocks of a kind have the same modules with the same settings. So is each module outside of the blocks that
-holds split layers, such as a head of several layers. A model's own plan is trusted, except for blocks that hold modules
-of a user's classes.
+holds split layers, such as a head of several layers. What runs without training before, in an evaluation or as a frozen
+network, is compared then. A model's own plan is trusted, except for blocks that hold modules of a user's classes.
 
 Split layers in modules that also hold blocks are compared by
 :mod:`lightning_shard.parallel.tensor.check_around_blocks`.
@@ -23,7 +23,7 @@ import random
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from itertools import chain
 from typing import Any
@@ -88,13 +88,13 @@ class SplitBlocksCheck:
         self._joint_attempt = joint_attempt
 
     def compare(self, root: nn.Module) -> None:
-        """Wrap the blocks' forwards, so that their first calls in training are compared; on all tensor ranks.
+        """Wrap the blocks' forwards, so that their first calls are compared; on all tensor ranks.
 
         Call it before ``root`` is sharded or cut: what replaces a block's forward later must call this wrapper.
         """
         for name, whole in self._copies.items():
             block, is_part = root.get_submodule(name), name in self._parts
-            _compare_first_call(block, name, whole, self._trial_runs, self._joint_attempt, is_part)
+            _compare_first_calls(block, name, whole, self._trial_runs, self._joint_attempt, is_part)
 
 
 def _settings(module: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -154,7 +154,7 @@ def _without_hooks(block: nn.Module) -> nn.Module:
     return whole.eval()
 
 
-def _compare_first_call(
+def _compare_first_calls(
     block: nn.Module,
     name: str,
     whole: nn.Module,
@@ -162,24 +162,54 @@ def _compare_first_call(
     joint_attempt: JointAttempt,
     is_part: bool,
 ) -> None:
-    own, had, is_done = block.forward, "forward" in block.__dict__, False
+    own, had, first = block.forward, "forward" in block.__dict__, FirstCalls(block)
 
     @wraps(own)
     def compared(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_done
-        if is_done or not block.training or not torch.is_grad_enabled() or is_watched(block):
+        if not first.is_due():
             return own(*args, **kwargs)
-        is_done = True
-        if block.__dict__.get("forward") is compared:  # else a later replacement calls this wrapper, and stays
-            if had:
-                block.__dict__["forward"] = own
-            else:
-                del block.__dict__["forward"]
-        with suppress(OpaqueError), torch.no_grad(), enlarged(block.parameters()):
-            _check(block, name, own, whole, trial_runs, joint_attempt, (args, kwargs), is_part)
+        with first.comparing() as trains:
+            # otherwise a later replacement calls this wrapper, and stays
+            if trains and block.__dict__.get("forward") is compared:
+                if had:
+                    block.__dict__["forward"] = own
+                else:
+                    del block.__dict__["forward"]
+            given = args, kwargs
+            with suppress(OpaqueError), torch.no_grad(), enlarged(block.parameters()):
+                _check(block, name, own, whole, trial_runs, joint_attempt, given, trains=trains, is_part=is_part)
         return own(*args, **kwargs)
 
     block.__dict__["forward"] = compared
+
+
+class FirstCalls:
+    """Tells which calls of a module to compare: its first in training, and one before that without training."""
+
+    _is_comparing = False  # any module: what runs for a comparison isn't compared itself
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._compared: bool | None = None  # whether in training
+
+    def is_due(self) -> bool:
+        if FirstCalls._is_comparing or self._compared or (self._compared is not None and not self._trains):
+            return False
+        return not is_watched(self._module)
+
+    @contextmanager
+    def comparing(self) -> Iterator[bool]:
+        """Context in which a call that is due is compared; its value is whether it is in training."""
+        self._compared = self._trains
+        FirstCalls._is_comparing = True
+        try:
+            yield self._compared
+        finally:
+            FirstCalls._is_comparing = False
+
+    @property
+    def _trains(self) -> bool:
+        return self._module.training and torch.is_grad_enabled()
 
 
 def is_watched(block: nn.Module) -> bool:
@@ -222,6 +252,8 @@ def _check(
     trial_runs: TrialRuns,
     joint_attempt: JointAttempt,
     arguments: tuple[Any, Any],
+    *,
+    trains: bool,
     is_part: bool,
 ) -> None:
     tensors = {key: full_tensor(value) for key, value in chain(block.named_parameters(), block.named_buffers())}
@@ -242,16 +274,20 @@ def _check(
     with trial_runs(block) as changes:
         for own_part, part in zip(block.modules(), whole.modules()):
             part.training = own_part.training
-        with joint_attempt(name):  # fails if the part's input is split
-            _, drawn = _outcome(split_run, changes, device)
-            _, drawn_whole = _outcome(whole_run, changes, device)
-            if drawn != drawn_whole:
-                warn_of_draws(block, name)
+        if trains:
+            with joint_attempt(name):  # fails if the part's input is split
+                _, drawn = _outcome(split_run, changes, device)
+                _, drawn_whole = _outcome(whole_run, changes, device)
+                if drawn != drawn_whole:
+                    warn_of_draws(block, name)
         whole.eval()
         block.eval()
-        split, drawn = _outcome(split_run, changes, device)
-        expected = None
-        with joint_attempt(name) if is_part else nullcontext():
+        split = expected = None
+        with nullcontext() if trains else joint_attempt(name):  # in evaluations it may need the caches that it is given
+            split, drawn = _outcome(split_run, changes, device)
+        if split is None:
+            return
+        with joint_attempt(name) if is_part or not trains else nullcontext():
             expected, drawn_whole = _outcome(whole_run, changes, device)
         if expected is None:
             return  # the part's input is split

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -417,12 +418,13 @@ def _to_compare(
     of_tensors = Attempts(connect, layout.rank, layout.neighbours(layout.tensor_parallel_size)).at
     alike = of_tensors if layout.expert_parallel_size == 1 else of_stage
     if listed is None:
-        around = AroundBlocksCheck(module, (), (), {}, None, runs, runs_of_step, of_stage)
+        around = AroundBlocksCheck(module, (), (), {}, (), runs, runs_of_step, of_stage)
         return SplitBlocksCheck(blocks, {}, styles, runs, alike), around
     whole = {*listed, *(name for name in names if any(style.startswith(f"{name}.") for style in styles))}
     parts = {name: module.get_submodule(name) for name in beside_blocks(module, whole, styles)}
-    step = "training_step" if module.automatic_optimization else None
-    around = AroundBlocksCheck(module, whole, parts, styles, step, runs, runs_of_step, of_stage)
+    steps = [name for name in ("validation_step", "test_step") if is_overridden(name, module)]
+    steps += ["predict_step", "training_step"] if module.automatic_optimization else ["predict_step"]
+    around = AroundBlocksCheck(module, whole, parts, styles, steps, runs, runs_of_step, of_stage)
     return SplitBlocksCheck(blocks, parts, styles, runs, alike), around
 
 
