@@ -131,6 +131,36 @@ def test_tokens_of_no_expert_are_refused_on_all_ranks() -> None:
         assert_trains_alike(OfDropped, tokens, "ep2", expert_parallel_plan={"blocks.*.experts": "experts"})
 
 
+class Selecting(nn.Module):
+    """Has only those samples computed by experts whose first number is positive: of some batches none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, 0] > 0
+        weights, indices = self.router(x[chosen]).softmax(-1).topk(2)
+        return x.index_put((chosen,), x[chosen] + self.experts(x[chosen], indices, weights))
+
+
+class OfSelecting(OfDropped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Selecting() for _ in range(2))
+
+
+def samples_of_the_first_data_rank() -> list[Tensor]:
+    batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    batch[:4, 0], batch[4:, 0] = 4.0, -4.0
+    return [batch]
+
+
+def test_a_data_rank_may_have_no_tokens() -> None:
+    plan = {"blocks.*.experts": "experts"}
+    assert_trains_alike(OfSelecting, samples_of_the_first_data_rank, "ep2", expert_parallel_plan=plan)
+
+
 @pytest.mark.long
 def test_lists_of_experts_however_they_are_called() -> None:
     assert_alike(EP2, ["list, called with all", "list, all tokens to one expert", "list, dense"])

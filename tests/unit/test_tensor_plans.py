@@ -250,6 +250,7 @@ def test_a_weight_that_is_computed_from_others_is_refused(compute: Any, name: st
         ),
         (nn.MultiheadAttention(4, 2), "colwise", "a MultiheadAttention of style 'colwise': linear"),
         (nn.LSTM(4, 4), "colwise", "a LSTM of style 'colwise': linear"),
+        (nn.EmbeddingBag(4, 4), "embedding_rowwise", "a EmbeddingBag of style 'embedding_rowwise': linear"),
     ],
 )
 def test_layers_that_a_style_doesnt_fit_are_refused(layer: nn.Module, style: str, told: str) -> None:

@@ -227,7 +227,7 @@ class Dispatched:
         results = self._compute(module, rows, experts.to(indices.dtype).unsqueeze(-1), scales, here)
         (returned,) = Exchange.apply(group, receive_counts, send_counts, 1 / ranks, 1, results)
         placed = torch.empty_like(returned).index_copy(0, order, returned)
-        return placed.view(*indices.shape, -1).sum(1)
+        return placed.unflatten(0, indices.shape).sum(1)  # a rank may have no tokens
 
     def _agree(self, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
         """Exchange the numbers of rows that ranks send each other.

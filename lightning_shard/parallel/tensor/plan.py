@@ -199,8 +199,8 @@ def _styles(
         yield part, style
 
 
-_OF_OTHER_INPUTS = (nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.Bilinear, nn.RNNBase)
-"""torch's layers whose features aren't in the last dim of one input, or that compute more than one product."""
+_OF_OTHER_INPUTS = (nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.Bilinear, nn.RNNBase, nn.EmbeddingBag)
+"""torch's layers whose features aren't in the last dim of one input, or that compute more than a product or a look-up."""
 
 
 def _of_whole_tables(embedding: nn.Embedding) -> str:
