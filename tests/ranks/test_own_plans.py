@@ -83,6 +83,16 @@ def test_a_plan_that_takes_one_thing_for_another_is_refused() -> None:
         assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=wrong)
 
 
+def of_five_positions() -> list[Tensor]:
+    return [batch[:, :5] for batch in batches()]
+
+
+def test_sequences_that_the_tensor_ranks_dont_divide_are_refused() -> None:
+    plan = {"blocks.0": "scatter_sequence", "blocks.*.qkv": "colwise_sequence", "blocks.*.out": "rowwise_sequence"}
+    with pytest.raises(PlanError, match=r"Sequences of 5 positions can't be split over tensor_parallel_size=2 ranks"):
+        assert_trains_alike(OfFused, of_five_positions, ["tp2"], tensor_parallel_plan=plan)
+
+
 class Hidden(OfFused):
     """Blocks that add nothing at first, or next to nothing."""
 

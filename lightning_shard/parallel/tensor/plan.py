@@ -200,7 +200,7 @@ def _styles(
 
 
 _OF_OTHER_INPUTS = (nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.Bilinear, nn.RNNBase, nn.EmbeddingBag)
-"""torch's layers whose features aren't in the last dim of one input, or that compute more than a product or a look-up."""
+"""torch's layers whose features aren't in the last dim of one input, or that compute more than a product or lookup."""
 
 
 def _of_whole_tables(embedding: nn.Embedding) -> str:

@@ -135,7 +135,19 @@ class ScatterSequence(ParallelStyle):
     """Shard a module's input ``[batch, sequence, …]`` along the sequence: from here on each rank has its part."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def scatter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        def scatter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            # parts of unequal sizes would be taken for those of a sequence of another length, other ones on each rank
+            if not inputs or not isinstance(inputs[0], Tensor) or inputs[0].ndim < 2:
+                raise PlanError(
+                    f"A {type(module).__name__} has style 'scatter_sequence' in the tensor-parallel plan, and isn't"
+                    " called with [batch, sequence, …] first: give the style to a module that is."
+                )
+            if inputs[0].size(1) % device_mesh.size():
+                raise PlanError(
+                    f"Sequences of {inputs[0].size(1)} positions can't be split over"
+                    f" tensor_parallel_size={device_mesh.size()} ranks, which must divide their length: pad batches to"
+                    " a multiple of it, or choose styles that don't split sequences."
+                )
             whole = DTensor.from_local(inputs[0], device_mesh, [REPLICATED], run_check=False)
             return (as_plain(whole.redistribute(device_mesh, [_SEQUENCE])), *inputs[1:])
 
