@@ -44,6 +44,12 @@ class Color(enum.Enum):
     RED = 1
 
 
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+    ALL = 3
+
+
 class Level(enum.IntEnum):
     LOW = 2
 
@@ -173,6 +179,23 @@ def test_enums_come_back_as_themselves_only_where_registered():
     assert there_and_back([Color.RED, Level.LOW]) == [1, 2]
     register_codec(Color)
     assert there_and_back(Color.RED) is Color.RED
+
+
+@pytest.mark.usefixtures("no_codecs_stay")
+def test_combined_flags_come_back_though_no_member_has_their_name():
+    register_codec(Access)
+    for value in (Access.READ, Access.READ | Access.WRITE, Access(0), Access.ALL):
+        assert there_and_back({"a": [value]}) == {"a": [value]}
+        assert type(there_and_back(value)) is Access
+
+
+@pytest.mark.usefixtures("no_codecs_stay")
+def test_a_member_that_the_class_has_lost_is_named():
+    register_codec(Color)
+    tree, _ = encode(Color.RED)
+    with pytest.raises(CheckpointError, match=r"'GREEN' \(7\) of '.*Color', which this program's class hasn't"):
+        decode({**tree, "name": "GREEN", "v": 7}, {}.__getitem__)
+    assert decode({**tree, "name": "CRIMSON"}, {}.__getitem__) is Color.RED  # renamed since
 
 
 @pytest.mark.usefixtures("no_codecs_stay")

@@ -116,11 +116,21 @@ class _Decoder:
         return collections.defaultdict(None if factory is None else FACTORIES[factory], pairs)
 
     def _enum(self, tree: dict[str, Any]) -> Any:
-        codec = by_name.get(text(tree["type"], "an enum's type"))
-        if codec is not None and issubclass(codec.type, enum.Enum):
-            members: Any = codec.type.__members__
-            return members[tree["name"]]
-        return self.value(tree["v"])
+        label, name = text(tree["type"], "an enum's type"), tree["name"]
+        codec, value = by_name.get(label), self.value(tree["v"])
+        if codec is None or not issubclass(codec.type, enum.Enum):
+            return value
+        if name in codec.type.__members__:
+            return codec.type.__members__[name]
+        try:
+            return codec.type(value)  # flags combine to members of no name
+        except ValueError as error:
+            if self.lenient:
+                return value
+            raise CheckpointError(
+                f"The checkpoint holds the member {name!r} ({value!r:.40}) of {label!r}, which this program's class"
+                " hasn't: give it that member back, or load with the program that saved."
+            ) from error
 
     def _custom(self, tree: dict[str, Any]) -> Any:
         name = text(tree["type"], "a type's name")
