@@ -20,7 +20,7 @@ from typing import Any
 from lightning_shard.checkpoint.folder import remove_attempt
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.loading.open import read
-from lightning_shard.checkpoint.store import LocalStore, Store, as_path, open_filesystem, open_store
+from lightning_shard.checkpoint.store import LocalStore, Store, as_path, local_path, open_filesystem, open_store
 from lightning_shard.checkpoint.store.calls import Calls, naming
 from lightning_shard.checkpoint.store.remote import REQUESTS
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
@@ -76,8 +76,13 @@ def commits(
         CheckpointError: The store can't be asked.
     """
     root = as_path(folder)
-    # a manifest stands for its own checkpoint, which isn't in the folder
-    names = [name for name in names_in(root, storage_options) if name != MANIFEST_NAME and which(name)]
+    remote = local_path(root) is None
+
+    def may_be_one(name: str) -> bool:
+        # a manifest stands for its own checkpoint, which isn't in the folder; and in a URL "::" would join others
+        return name != MANIFEST_NAME and not (remote and "::" in name) and which(name)
+
+    names = [name for name in names_in(root, storage_options) if may_be_one(name)]
 
     def look(name: str) -> datetime | None:
         return committed_at(open_store(posixpath.join(root, name), storage_options))
@@ -139,7 +144,8 @@ def committed_at(store: Store) -> datetime | None:
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """Sort key that compares numbers as numbers: ``step=9`` before ``step=10``."""
     parts = (part for part in re.split(r"(\d+)", name) if part)
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+    # decimal as the pattern's digits are: others, such as superscripts, are no numbers for int()
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
 def latest(folder: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> str | None:
@@ -244,10 +250,8 @@ def _named(root: str, entries: list[Entry], protect: Iterable[str | os.PathLike[
 
 def _place(path: str) -> str:
     """Canonical form: equal for all spellings of one local path; a URL is unchanged."""
-    scheme, found, rest = path.partition("://")
-    if found and scheme not in ("file", "local"):
-        return path
-    return os.path.realpath(rest if found else path)
+    local = local_path(path)
+    return path if local is None else os.path.realpath(local)
 
 
 def _linked(root: str, storage_options: dict[str, Any] | None) -> set[str]:

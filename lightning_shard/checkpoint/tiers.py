@@ -30,7 +30,7 @@ from lightning_shard.checkpoint.loading.open import Found, open_found, read
 from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
 from lightning_shard.checkpoint.saving.commit import commit
-from lightning_shard.checkpoint.store import LocalStore, as_path, open_store
+from lightning_shard.checkpoint.store import LocalStore, as_path, open_store, parted
 from lightning_shard.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -89,7 +89,7 @@ class LocalTier:
     def copy_of(self, path: str) -> str:
         """The path of the local copy of the checkpoint at ``path``."""
         store = open_store(path, self.storage_options)
-        folder, name = os.path.split(os.path.abspath(store.root) if isinstance(store, LocalStore) else as_path(path))
+        folder, name = parted(os.path.abspath(store.root) if isinstance(store, LocalStore) else as_path(path))
         return os.path.join(self.folder(folder), name)
 
     # -- saving -------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class LocalTier:
             others = [other for other in names_in(folder) if other not in kept]
         for other in others:
             with contextlib.suppress(Exception):
-                if not self._is_needed(posixpath.join(posixpath.dirname(as_path(path)), other)):
+                if not self._is_needed(posixpath.join(parted(as_path(path))[0], other)):
                     self._remove(os.path.join(folder, other))
 
     def _is_needed(self, path: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import posixpath
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -17,7 +18,7 @@ from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_FILE
 from lightning_shard.checkpoint.loading.open import read_together, starting_over
 from lightning_shard.checkpoint.names import Rename
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
-from lightning_shard.checkpoint.store import Store, as_path, open_store
+from lightning_shard.checkpoint.store import Store, as_path, as_text, local_path, open_store, parted
 from lightning_shard.errors import CheckpointError
 
 Format = Literal["safetensors", "transformers", "lightning"]
@@ -96,8 +97,7 @@ def gather(
             whole.
     """
     ranks = Ranks.of(group)
-    as_path(out)  # raises for invalid paths
-    target = os.fspath(out)
+    target = as_text(out, "out")
     _refuse_own(target)
     if format is None:
         format = "lightning" if target.endswith(".ckpt") else "safetensors"
@@ -112,7 +112,7 @@ def gather(
             if format == "transformers" and optimizer:
                 raise CheckpointError("format='transformers' has no place for an optimizer: leave out optimizer=True.")
             naming = export.Naming(dtype, strip_prefix, rename)
-            folder, name = (target.rstrip("/"), "") if format == "transformers" else _split(target)
+            folder, name = (as_path(target), "") if format == "transformers" else _split(target)
             store = open_store(folder, out_storage_options)
             if ranks.first and format == "transformers":
                 plan = export.pretrained(checkpoint, strip_prefix, config, storage_options)
@@ -134,7 +134,7 @@ def gather(
             for small, data in bundle.small.items() if ranks.first else ():
                 store.publish(small, [memoryview(data)], len(data), durable=fsync)
     sources = bundle.sources
-    files = [f"{folder}/{file}" for file in (*(file.name for file in bundle.files), *bundle.small)]
+    files = [posixpath.join(folder, file) for file in (*(file.name for file in bundle.files), *bundle.small)]
     return GatherReport(files, len(sources), sum(source.nbytes for source in sources))
 
 
@@ -151,7 +151,8 @@ def _as_ours(path: str | os.PathLike[str], out: str) -> Iterator[None]:
 
 def _refuse_own(out: str) -> None:
     """Refuse a name of a checkpoint's own files: that checkpoint would be destroyed."""
-    folder, name = (out if "://" in out else os.path.abspath(out)).split("/")[-2:]
+    local = local_path(out)
+    folder, name = (out if local is None else os.path.abspath(local)).split("/")[-2:]
     if name == MANIFEST_NAME or OWN_FILE.fullmatch(f"{folder}/{name}"):
         raise CheckpointError(
             f"out ({out!r}) is the name of a checkpoint's own file, which would be overwritten: choose another name."
@@ -170,7 +171,8 @@ def _refuse_older(store: Store, bundle: export.Bundle) -> None:
 
 
 def _split(out: str) -> tuple[str, str]:
-    folder, _, name = out.rpartition("/")
-    if not name or os.path.isdir(out):
+    folder, name = parted(out)
+    local = local_path(out)
+    if not name or (local is not None and os.path.isdir(local)):
         raise CheckpointError(f"out ({out!r}) must be a file to write, such as {out.rstrip('/')}/model.safetensors.")
-    return folder or ("/" if out.startswith("/") else "."), name
+    return folder, name

@@ -28,7 +28,7 @@ from lightning_shard.checkpoint.format.manifest import (
     tensor_to_json,
 )
 from lightning_shard.checkpoint.format.strict_json import loads, text
-from lightning_shard.checkpoint.store import Store, open_store
+from lightning_shard.checkpoint.store import Store, open_store, parted
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 
 INDEX = "model.safetensors.index.json"
@@ -58,8 +58,8 @@ def find(path: str, storage_options: dict[str, Any] | None) -> ForeignCheckpoint
     index = _content(folder, INDEX)
     if index is not None:
         return ForeignCheckpoint(folder, _safetensors(path, folder, _indexed(index, f"{path}/{INDEX}")))
-    parent, _, name = path.rpartition("/")
-    beside = open_store(parent or ("/" if path.startswith("/") else "."), storage_options)
+    parent, name = parted(path)
+    beside = open_store(parent, storage_options)
     head = _head(beside, name) if name else None
     if head is None:
         return None

@@ -117,9 +117,9 @@ class AsyncSaver:
                 attempt=new_attempt(),
             )
             part.files = self._copies.of(part.files)
-        self._path = order.path
+        self._path = os.fspath(order.path)
         self._saving = self._thread.submit(_write, order, ranks, part, afterwards)
-        _unheard[self._saving] = order.path
+        _unheard[self._saving] = self._path
 
     def then(self, action: Callable[[], None]) -> None:
         """Run ``action`` in the background once the current save is committed, not if it fails. Not collective."""

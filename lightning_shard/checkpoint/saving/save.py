@@ -122,7 +122,7 @@ def save(
         RankFailure: A rank ended, was stopped or hangs, and the process group's timeout has expired.
     """
     ranks = Ranks.of(group)
-    order = Order(os.fspath(path), storage_options, layout, fsync, digests, own_disks)
+    order = Order(path, storage_options, layout, fsync, digests, own_disks)
     optimizer, trainer_state = take_apart(optimizer, state, trainer_state, mesh, ranks)
 
     def plan() -> RankPart:
@@ -143,7 +143,8 @@ def save(
 class Order:
     """Where and how to write a checkpoint; see :func:`save` for the fields."""
 
-    path: str
+    path: str | os.PathLike[str]
+    """Checked when it is opened, where an error reaches every rank."""
     storage_options: dict[str, Any] | None = dataclasses.field(repr=False)  # may hold secrets
     layout: Any
     fsync: bool
@@ -201,7 +202,7 @@ class _Saving:
                 abandon(self._store, self._part.paths())
             raise_cause(own or self._fault, outcome, self._ranks.rank, self._order.path)
         seconds = time.monotonic() - self._began_s
-        return SaveReport(self._order.path, outcome.attempt, self._rank_bytes, outcome.bytes, seconds)
+        return SaveReport(os.fspath(self._order.path), outcome.attempt, self._rank_bytes, outcome.bytes, seconds)
 
     def _write(self) -> Account:
         order = self._order
@@ -278,7 +279,7 @@ def plain(layout: Any) -> Any:
         raise UnsupportedStateError(f"layout ({layout!r}) must be a dataclass or JSON: {error}.") from error
 
 
-def raise_cause(own: BaseException | None, outcome: Failure, rank: int, path: str) -> NoReturn:
+def raise_cause(own: BaseException | None, outcome: Failure, rank: int, path: object) -> NoReturn:
     """Raise the reason why nothing was committed: this rank's own error, or else that of the first failed rank."""
     if own is None:
         outcome.raise_here(rank)

@@ -6,13 +6,11 @@ Paths are ``str`` throughout, since ``pathlib`` turns ``s3://a/b`` into ``s3:/a/
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 
-from lightning_shard.checkpoint.store.credentials import refuse_secrets
 from lightning_shard.checkpoint.store.local import LocalStore
+from lightning_shard.checkpoint.store.paths import absolute, as_path, as_text, local_path, parted
 from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Reader, Segment, Stamp, Store
-from lightning_shard.errors import CheckpointError
 
 __all__ = [
     "ANYTHING",
@@ -24,13 +22,13 @@ __all__ = [
     "Store",
     "absolute",
     "as_path",
+    "as_text",
     "forget_listings",
+    "local_path",
     "open_filesystem",
     "open_store",
+    "parted",
 ]
-
-
-_CUT_URL = re.compile(r"[A-Za-z][\w+.-]+:/(?!/)")
 
 
 def open_store(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Store:
@@ -46,14 +44,13 @@ def open_store(path: str | os.PathLike[str], storage_options: dict[str, Any] | N
             token or a signature.
     """
     root = as_path(path)
-    scheme = root.partition("://")[0] if "://" in root else ""
-    if "::" not in root:
-        if scheme in ("", "file", "local"):
-            return LocalStore(root.partition("://")[2] if scheme else root)
-        if scheme in ("s3", "s3a"):
-            from lightning_shard.checkpoint.store.s3 import S3Store
+    local = local_path(root)
+    if local is not None:
+        return LocalStore(local)
+    if root.partition("://")[0] in ("s3", "s3a") and "::" not in root:
+        from lightning_shard.checkpoint.store.s3 import S3Store
 
-            return S3Store(root, storage_options or {})
+        return S3Store(root, storage_options or {})
     from lightning_shard.checkpoint.store.remote import RemoteStore
 
     return RemoteStore(root, storage_options or {})
@@ -83,36 +80,3 @@ def forget_listings(path: str | os.PathLike[str], storage_options: dict[str, Any
     filesystem, _ = open_filesystem(path, storage_options)
     for one in list(type(filesystem)._cache.values()):
         one.invalidate_cache()
-
-
-def as_path(path: str | os.PathLike[str]) -> str:
-    """Normalize a checkpoint's path: to ``str``, without a trailing slash or a trailing ``manifest.json``.
-
-    Raises:
-        CheckpointError: No ``str``, empty, a URL that was converted to a ``Path``, or a URL with a secret.
-    """
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        raise CheckpointError(f"path ({path!r}) must be a str or a path that gives one.")
-    if not text:
-        raise CheckpointError("path is empty: name the checkpoint's directory.")
-    if _CUT_URL.match(text):
-        raise CheckpointError(
-            f"path ({text}) looks like a URL that was converted to pathlib.Path, which makes it a local path: pass the"
-            " URL as a str."
-        )
-    refuse_secrets(text)
-    head, _, tail = text.rpartition("/")
-    if tail == "manifest.json":
-        text = head or ("/" if text.startswith("/") else ".")
-    return text.rstrip("/") or "/"
-
-
-def absolute(path: str | os.PathLike[str]) -> str:
-    """:func:`as_path`, made absolute if local, so that later use doesn't depend on the working directory."""
-    text = as_path(path)
-    scheme, separator, rest = text.partition("://")
-    if "::" in text or (separator and scheme not in ("file", "local")):
-        return text
-    path = rest if separator else text
-    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)

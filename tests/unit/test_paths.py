@@ -1,0 +1,123 @@
+"""Which spellings are local paths and which are URLs, and that every name is a place of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_shard import checkpoint
+from lightning_shard.checkpoint.store import as_path, local_path, parted
+from lightning_shard.errors import CheckpointError
+
+NAMES = ["A::A", "run::B", "epoch=1::loss", "x::memory", "5²", "①", "ü #%3f?&*[1]", "a\\b", "line\nfeed", "[bold]", "~"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_on_the_local_disk_is_a_place_of_its_own(name: str, tmp_path: Path) -> None:
+    others = [f"{name}::C", name.partition("::")[0] + "-", f"{name} "]
+    for number, each in enumerate([name, *others]):
+        checkpoint.save({"t": torch.tensor(number)}, tmp_path / "folder" / each)
+    assert {entry.name for entry in checkpoint.list(tmp_path / "folder")} == {name, *others}
+    assert set(os.listdir(tmp_path / "folder")) == {name, *others}
+    path = str(tmp_path / "folder" / name)
+    assert checkpoint.read(path)["t"].full() == 0
+    assert checkpoint.read(f"file://{path}/")["t"].full() == 0
+    assert checkpoint.verify(path).ok
+    checkpoint.gather(path, f"{path}.safetensors")
+    assert checkpoint.diff(path, f"{path}.safetensors", sections=["model"]).ok
+    assert checkpoint.prune(tmp_path / "folder", keep=1, protect=[name])
+    assert {entry.name for entry in checkpoint.list(tmp_path / "folder")} == {name, others[-1]}
+    checkpoint.remove(path)
+    assert [entry.name for entry in checkpoint.list(tmp_path / "folder")] == [others[-1]]
+
+
+@pytest.mark.parametrize(
+    ("path", "local"),
+    [
+        ("a", "a"),
+        ("a/b::c", "a/b::c"),
+        ("run::1", "run::1"),
+        ("file:///a/b::c", "/a/b::c"),
+        ("local://a", "a"),
+        ("file:///", "/"),
+        ("s3://bucket/run", None),
+        ("memory://", None),
+        ("simplecache::s3://bucket/run", None),
+        ("zip://inner::file:///a.zip", None),
+    ],
+)
+def test_urls_are_told_from_local_paths(path: str, local: str | None) -> None:
+    assert local_path(path) == local
+
+
+@pytest.mark.parametrize(
+    "path", ["s3://bucket/run::A", "memory://a::b", "/tmp/s3://bucket/a", "a::b://c", "a/b::s3://c"]
+)
+def test_a_url_that_fsspec_would_cut_is_refused(path: str) -> None:
+    with pytest.raises(CheckpointError, match=r"'::', which joins URLs|'://' in its middle"):
+        checkpoint.save({"t": torch.ones(1)}, path)
+
+
+@pytest.mark.parametrize(
+    ("path", "normal", "parts"),
+    [
+        ("a/", "a", ("a", "")),
+        ("a//", "a", ("a", "")),
+        ("/a", "/a", ("/", "a")),
+        ("/", "/", ("/", "")),
+        ("manifest.json", ".", (".", "manifest.json")),
+        ("/manifest.json", "/", ("/", "manifest.json")),
+        ("a/manifest.json", "a", ("a", "manifest.json")),
+        ("memory://", "memory://", ("memory://", "")),
+        ("memory://a", "memory://a", ("memory://", "a")),
+        ("memory://manifest.json", "memory://", ("memory://", "manifest.json")),
+        ("s3://bucket/a/", "s3://bucket/a", ("s3://bucket/a", "")),
+    ],
+)
+def test_paths_are_normalised(path: str, normal: str, parts: tuple[str, str]) -> None:
+    assert as_path(path) == normal
+    assert parted(path) == parts
+
+
+def test_the_root_of_a_store_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save({"t": torch.ones(2)}, "memory://at-root")
+    try:
+        assert "at-root" in [entry.name for entry in checkpoint.list("memory://")]
+        assert checkpoint.gather("memory://at-root", "memory://one.safetensors").files == ["memory://one.safetensors"]
+        assert checkpoint.read("memory://one.safetensors")["t"].full().tolist() == [1, 1]
+    finally:
+        checkpoint.remove("memory://at-root")
+        checkpoint.read("memory://one.safetensors").store.remove("one.safetensors")
+    assert not os.listdir(tmp_path)  # no folder "memory:"
+
+
+def test_names_that_no_url_can_have_are_in_nobodys_way() -> None:
+    checkpoint.save({"t": torch.ones(2)}, "memory://box/a")
+    checkpoint.read("memory://box/a").store.fs.pipe_file("/box/b::c/manifest.json", b"{}")  # type: ignore[attr-defined]
+    assert [entry.name for entry in checkpoint.list("memory://box")] == ["a"]
+
+
+@pytest.mark.parametrize("path", [None, 5, 1.5, True, b"a", ["a"], {"a": 1}, torch.ones(2)])
+def test_what_is_no_path_is_refused_by_name(path: Any, tmp_path: Path) -> None:
+    state = {"t": torch.ones(1)}
+    checkpoint.save(state, tmp_path / "a")
+    with checkpoint.AsyncSaver() as saver:
+        for call in (
+            lambda: checkpoint.save(state, path),
+            lambda: saver.save(state, path),
+            lambda: checkpoint.load(path, state),
+            lambda: checkpoint.read(path),
+            lambda: checkpoint.list(path),
+            lambda: checkpoint.remove(path),
+            lambda: checkpoint.diff(tmp_path / "a", path),
+            lambda: checkpoint.prune(path, keep=1),
+        ):
+            with pytest.raises(CheckpointError, match=r"path \(.*\) must be a str"):
+                call()
+    with pytest.raises(CheckpointError, match=r"out \(.*\) must be a str"):
+        checkpoint.gather(tmp_path / "a", path)
