@@ -184,9 +184,9 @@ def _list(arguments: argparse.Namespace) -> int:
     entries = checkpoint.list(arguments.path, storage_options=_options(arguments))
     if arguments.json:
         _print_json([{**dataclasses.asdict(entry), "committed": entry.committed.isoformat()} for entry in entries])
-        return 0
+        return _found_faults(entries)
     if not entries:
-        print(f"{arguments.path}: no committed checkpoint")
+        _say(f"{arguments.path}: no committed checkpoint")
         return 0
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("checkpoint", overflow="fold")
@@ -196,12 +196,16 @@ def _list(arguments: argparse.Namespace) -> int:
     table.add_column("attempt", overflow="fold")
     for entry in entries:
         committed = entry.committed.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
-        facts = ("", "damaged") if entry.fault else (_bytes(entry.bytes), entry.attempt)
-        table.add_row(entry.name, "" if entry.step is None else str(entry.step), committed, *facts)
+        facts = ("", "damaged") if entry.fault else (_bytes(entry.bytes), _cell(entry.attempt))
+        table.add_row(_cell(entry.name), "" if entry.step is None else str(entry.step), committed, *facts)
     _console().print(table)
     for entry in entries:
         if entry.fault:
-            print(f"{entry.name}: {entry.fault}")
+            _say(f"{entry.name}: {entry.fault}")
+    return _found_faults(entries)
+
+
+def _found_faults(entries: Sequence[checkpoint.Entry]) -> int:
     return 1 if any(entry.fault for entry in entries) else 0
 
 
@@ -215,7 +219,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     if report.ok:
         note = "" if report.digests else "; it has no digests, so only sizes and places were checked"
         note += "" if report.manifest_digest else "; its manifest has no digest of its own"
-        print(f"{report.path}: sound ({checked}{note})")
+        _say(f"{report.path}: sound ({checked}{note})")
         return 0
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("file", "tensor", "fault"):
@@ -223,7 +227,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     for fault in report.faults[:FAULTS_SHOWN]:
         table.add_row(*map(_cell, (fault.file, fault.tensor or "", fault.what)))
     count = len(report.faults)
-    print(f"{report.path}: {count} {'fault' if count == 1 else 'faults'} ({checked})")
+    _say(f"{report.path}: {count} {'fault' if count == 1 else 'faults'} ({checked})")
     _console().print(table)
     if count > FAULTS_SHOWN:
         print(f"and {count - FAULTS_SHOWN} more (--json lists all)")
@@ -255,7 +259,7 @@ def _gather(arguments: argparse.Namespace) -> int:
     else:
         print(f"{report.tensors} tensors, {_bytes(report.bytes)}, in {elapsed:.1f} s")
         for file in report.files:
-            print(file)
+            _say(file)
     return 0
 
 
@@ -340,19 +344,35 @@ def _progress(title: str, arguments: argparse.Namespace) -> Iterator[Callable[[i
 
 
 def _print_json(value: Any) -> None:
-    print(_printable(json.dumps(value, indent=2, ensure_ascii=False)))
+    _say(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _say(text: str) -> None:
+    print(_printable(text))
 
 
 def _cell(text: str) -> Text:
-    """Text from a checkpoint as a table cell, without interpreting markup."""
-    return Text(_printable(text))
+    """Text from a checkpoint as a table cell: one line, without interpreting markup."""
+    return Text(_printable(text, lines=False))
 
 
-def _printable(text: str) -> str:
-    """Escape control and unprintable characters as JSON does, since a checkpoint's names may contain any."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c == "\n" else f"\\u{ord(c):04x}" for c in text)
+def _printable(text: str, *, lines: bool = True) -> str:
+    """Escape control and unprintable characters as JSON does, since names of checkpoints and tensors may hold any.
+
+    Args:
+        lines: Keep line feeds.
+    """
+    return text if text.isprintable() else "".join(c if _shows(c, lines) else _escaped(c) for c in text)
+
+
+def _shows(character: str, lines: bool) -> bool:
+    return character.isprintable() or (lines and character == "\n")
+
+
+def _escaped(character: str) -> str:
+    """As UTF-16 has it: characters beyond U+FFFF take two escapes."""
+    units = character.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
 
 def _shown(value: int | None) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from lightning_shard.checkpoint.arguments import check_count
 from lightning_shard.checkpoint.folder import remove_attempt
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.loading.open import read
@@ -215,11 +216,13 @@ def prune(
         The paths of the removed checkpoints.
 
     Raises:
+        ConfigurationError: ``keep`` is no integer from 1, or ``protect`` neither paths nor a function.
         CheckpointNotFoundError: A protected checkpoint doesn't exist; nothing has been removed.
         CheckpointError: The store has no times of files, so the newest aren't known.
     """
-    if keep < 1:
-        raise ConfigurationError(f"keep ({keep}) must be at least 1: to remove all, remove each by checkpoint.remove.")
+    check_count("keep", keep, 1, ": to remove all, remove each by checkpoint.remove")
+    if not callable(protect) and not isinstance(protect, Iterable):
+        raise ConfigurationError(f"protect ({protect!r:.80}) must be paths, names in the folder, or a function.")
     root = as_path(folder)
     entries = list_checkpoints(root, storage_options=storage_options)
     kept = set() if callable(protect) else _named(root, entries, protect)

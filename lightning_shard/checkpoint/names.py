@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from lightning_shard.errors import StateMismatchError
+from lightning_shard.errors import ConfigurationError, StateMismatchError
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 """A mapping from prefixes to their replacements (the longest matching prefix counts; ``""`` matches all); or a function
@@ -15,8 +15,13 @@ def new_names(names: Iterable[str], strip_prefix: str | None = None, rename: Ren
     """Map new names to old ones: first ``strip_prefix`` is removed from names that have it, then ``rename`` is applied.
 
     Raises:
+        ConfigurationError: ``strip_prefix`` or ``rename`` is of another kind.
         StateMismatchError: No name has the prefix, or two tensors would get the same name.
     """
+    if not (strip_prefix is None or isinstance(strip_prefix, str)):
+        raise ConfigurationError(f"strip_prefix ({strip_prefix!r:.80}) must be a str or None.")
+    if not (rename is None or callable(rename) or isinstance(rename, Mapping)):
+        raise ConfigurationError(f"rename ({rename!r:.80}) must map prefixes to what replaces them, or be a function.")
     old = list(names)
     if strip_prefix and old and not any(name.startswith(strip_prefix) for name in old):
         raise StateMismatchError(

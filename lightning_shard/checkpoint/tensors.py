@@ -344,8 +344,8 @@ def flatten(state: Mapping[str, Any] | torch.nn.Module) -> dict[str, Tensor]:
                 walk(item, f"{name}.{key}" if name else str(key))
         else:
             raise UnsupportedStateError(
-                f"{name!r} is a {type(value).__name__}, not a tensor: state= and optimizer= hold tensors only; pass"
-                " anything else in trainer_state=."
+                f"{repr(name) if name else 'The state'} is a {type(value).__name__}, not a tensor: state= and"
+                " optimizer= hold tensors only; pass anything else in trainer_state=."
             )
 
     walk(state.state_dict() if isinstance(state, torch.nn.Module) else state, "")

@@ -139,6 +139,19 @@ def test_an_interrupted_wait_keeps_the_save_and_its_memory(tmp_path, gate, saver
     assert torch.equal(checkpoint.read(tmp_path / "third")["w"].full(), torch.zeros(4))
 
 
+def test_a_closed_saver_says_so_and_saves_nothing(tmp_path):
+    with checkpoint.AsyncSaver() as saver:
+        saver.save({"t": torch.ones(2)}, tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"closed, so .*b isn't saved"):
+        saver.save({"t": torch.ones(2)}, tmp_path / "b")
+    done = []
+    saver.then(lambda: done.append(True))
+    assert done
+    assert saver.wait() is None
+    saver.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_as_a_context_manager_it_tells_when_it_is_done_and_what_it_wrote(tmp_path, gate):
     with checkpoint.AsyncSaver() as saver:
         assert saver.done()

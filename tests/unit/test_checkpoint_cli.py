@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from lightning_shard import checkpoint
 from lightning_shard.cli import _with_flags, main
+from tests.manifests import edit
 
 
 @pytest.fixture
@@ -110,6 +111,32 @@ def test_errors_are_one_line_and_no_traceback(tmp_path, saved, capsys):
     assert json.loads(capsys.readouterr().out)["error"] == "CheckpointNotFoundError"
     assert main(["inspect", "nosuchprotocol://x/y"]) == 1
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_names_and_attempts_are_shown_as_they_are_and_command_no_terminal(tmp_path, capsys):
+    names = ["[bold]a", "\x1b[31mred", "line\nfeed"]
+    tensor = "\U000e0001[/x]"
+    for name in names:
+        checkpoint.save({tensor: torch.ones(2)}, tmp_path / "f" / name)
+    edit(tmp_path / "f" / names[0], lambda manifest: manifest.update(attempt="[/x]\x1b[31m"))
+    assert main(["list", str(tmp_path / "f")]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert {line.split("  ")[0] for line in out.splitlines()[1:]} == {"[bold]a", "\\u001b[31mred", "line\\u000afeed"}
+    assert "[/x]\\u001b[31m" in out
+    assert main(["verify", str(tmp_path / "f" / names[1])]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "f" / names[1]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["biggest"][0]["name"] == tensor
+
+
+def test_a_damaged_checkpoint_in_a_folder_is_an_exit_code_for_machines_too(tmp_path, capsys):
+    checkpoint.save({"t": torch.ones(2)}, tmp_path / "a")
+    (tmp_path / "a" / "manifest.json").write_text("{")
+    assert main(["list", str(tmp_path)]) == 1
+    capsys.readouterr()
+    assert main(["list", str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)[0]["fault"]
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,7 @@ def test_mismatches_are_told_before_anything_is_written(tmp_path):
     for bad, match in [
         (torch.zeros(3), r"\(2,\) in the checkpoint and \(3,\) in the state"),
         (torch.zeros(2).half(), r"cast=True"),
+        (torch.zeros(1).expand(2), r"'w1' is expanded in the state"),
     ]:
         good = torch.zeros(2)
         with pytest.raises(StateMismatchError, match=match):

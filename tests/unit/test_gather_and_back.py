@@ -129,6 +129,8 @@ def test_names_and_dtypes_can_be_changed(saved, tmp_path):
         ({"format": "zip"}, CheckpointError, "must be one of"),
         ({"format": "transformers"}, CheckpointError, "config="),
         ({"format": "transformers", "optimizer": True}, CheckpointError, "no place for an optimizer"),
+        ({"format": "lightning", "max_shard_bytes": 100}, CheckpointError, "one file, a .ckpt"),
+        ({"format": "safetensors", "config": "folder"}, CheckpointError, "no place for a config"),
     ],
 )
 def test_what_can_not_be_gathered_is_said_and_leaves_no_file(saved, tmp_path, options, error, says):

@@ -57,8 +57,8 @@ class Naming:
     rename: Rename | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise CheckpointError(f"dtype ({self.dtype}) must be a floating one, such as torch.bfloat16.")
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise CheckpointError(f"dtype ({self.dtype!r:.80}) must be a floating one, such as torch.bfloat16.")
 
     def of(self, stored: Mapping[str, StoredTensor]) -> dict[str, Source]:
         """The sources by their new names."""

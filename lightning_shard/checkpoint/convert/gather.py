@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from lightning_shard.checkpoint.arguments import check_count
 from lightning_shard.checkpoint.convert import export
 from lightning_shard.checkpoint.convert.write import Progress, deliver
 from lightning_shard.checkpoint.excluded import complete
@@ -91,10 +92,11 @@ def gather(
     Raises:
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`; no local file appears.
         StateMismatchError: Two tensors would get the same name, or no name begins with ``strip_prefix``.
-        CheckpointError: ``out`` is named as a checkpoint's own files are; the format needs something that the
-            checkpoint lacks; several files are to be written next to a file of a whole model, which readers would take
-            instead; or a disk or a store failed. An earlier file at ``out`` then stays, or has been replaced as a
-            whole.
+        ConfigurationError: ``max_shard_bytes`` is no integer from 1.
+        CheckpointError: The format has no use for an argument, or needs something that the checkpoint lacks; ``out`` is
+            named as a checkpoint's own files are; several files are to be written next to a file of a whole model,
+            which readers would take instead; or a disk or a store failed. An earlier file at ``out`` then stays, or has
+            been replaced as a whole.
     """
     ranks = Ranks.of(group)
     target = as_text(out, "out")
@@ -103,6 +105,7 @@ def gather(
         format = "lightning" if target.endswith(".ckpt") else "safetensors"
     if format not in get_args(Format):
         raise CheckpointError(f"format ({format!r}) must be one of {', '.join(get_args(Format))}.")
+    _refuse_without_effect(format, max_shard_bytes, config)
     with _as_ours(path, target):
         checkpoint = read_together(path, storage_options=storage_options, verify=verify, group=group)
         # only the first rank reads the trainer state; it broadcasts the plan
@@ -147,6 +150,20 @@ def _as_ours(path: str | os.PathLike[str], out: str) -> Iterator[None]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{os.fspath(path)} could not be gathered to {out}: {error}.") from error
+
+
+def _refuse_without_effect(format: Format, max_shard_bytes: Any, config: Any) -> None:
+    """Refuse arguments that the format has no use for: what is written wouldn't be what was asked for."""
+    if max_shard_bytes is not None:
+        check_count("max_shard_bytes", max_shard_bytes, 1)
+        if format == "lightning":
+            raise CheckpointError(
+                "format='lightning' writes one file, a .ckpt: leave out max_shard_bytes, or write format='safetensors'."
+            )
+    if config is not None and format != "transformers":
+        raise CheckpointError(
+            f"format={format!r} has no place for a config: leave out config=, or write format='transformers'."
+        )
 
 
 def _refuse_own(out: str) -> None:

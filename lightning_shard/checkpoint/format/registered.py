@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import builtins
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,8 +53,10 @@ def register_codec(
         name: The type's name in the file; by default its module and qualified name. Keep it when you rename the class.
 
     Raises:
-        ValueError: Another type is registered under this name, or a function is missing.
+        ValueError: ``type`` is no class, another type is registered under this name, or a function is missing.
     """
+    if not isinstance(type, builtins.type):
+        raise ValueError(f"register_codec({type!r:.80}): its first argument must be a class.")
     label = name or f"{type.__module__}.{type.__qualname__}"
     if (encode is None or decode is None) and not issubclass(type, enum.Enum):
         raise ValueError(f"register_codec({label}): encode and decode are needed, except for an Enum class.")

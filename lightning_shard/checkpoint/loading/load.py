@@ -391,8 +391,14 @@ def _check_shapes(located: Iterable[tuple[StoredTensor, Located]], cast: bool) -
             )
         elif local.is_meta:
             faults.append(f"{stored.name!r} is on the meta device in the state: materialize it before loading")
+        elif not local.is_contiguous() and _is_expanded(local):
+            faults.append(f"{stored.name!r} is expanded in the state, several elements of one memory: clone() it there")
     if faults:
         raise StateMismatchError(f"The checkpoint doesn't fit the state: {_listing(faults, '; ')}.")
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride()))
 
 
 def _differences(path: str, missing: list[str], unexpected: list[str]) -> str:

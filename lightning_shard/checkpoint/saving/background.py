@@ -37,6 +37,7 @@ from lightning_shard.checkpoint.saving.commit import new_attempt
 from lightning_shard.checkpoint.saving.part import PartFile, RankPart, plan_part
 from lightning_shard.checkpoint.saving.save import Order, SaveReport, plain, write_together
 from lightning_shard.checkpoint.store import absolute
+from lightning_shard.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -68,6 +69,7 @@ class AsyncSaver:
         self._path = ""
         self._after: list[Future[None]] = []
         self._said = False
+        self._closed = False
 
     def save(
         self,
@@ -96,8 +98,10 @@ class AsyncSaver:
 
         Raises:
             UnsupportedStateError: As ``save``; nothing has been written.
-            CheckpointError: The previous save failed.
+            CheckpointError: The previous save failed, or the saver was closed.
         """
+        if self._closed:
+            raise CheckpointError(f"This AsyncSaver was closed, so {path} isn't saved: make another one.")
         waits = self._saving is not None and not self._saving.done()
         self._finish()
         ranks = self._ranks
@@ -123,6 +127,9 @@ class AsyncSaver:
 
     def then(self, action: Callable[[], None]) -> None:
         """Run ``action`` in the background once the current save is committed, not if it fails. Not collective."""
+        if self._closed:  # all saves have ended
+            action()
+            return
         saving = self._saving
 
         def act() -> None:
@@ -174,6 +181,7 @@ class AsyncSaver:
 
     def close(self) -> None:
         """Drain, and free the memory and the process group."""
+        self._closed = True
         try:
             self.drain()
         finally:

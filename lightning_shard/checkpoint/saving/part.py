@@ -37,7 +37,7 @@ from lightning_shard.checkpoint.tensors import (
     locate,
     place_of,
 )
-from lightning_shard.errors import UnsupportedStateError
+from lightning_shard.errors import CheckpointError, UnsupportedStateError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -115,6 +115,8 @@ def plan_part(
         UnsupportedStateError: The format can't hold a value; the error names its key.
         CheckpointError: The tensors' meshes don't fit the ranks that save; or a load into a tensor has failed.
     """
+    if mesh is not None and not hasattr(mesh, "get_coordinate"):
+        raise CheckpointError(f"mesh ({mesh!r:.80}) must be a DeviceMesh, or None.")
     sections = {"model": _located(flatten(state)), "optimizer": _located(flatten(optimizer or {}))}
     everything = [tensor for tensors in sections.values() for tensor in tensors]
     settle(tensor.local for tensor in everything)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from lightning_shard.checkpoint.arguments import check_options
 from lightning_shard.checkpoint.store.local import LocalStore
 from lightning_shard.checkpoint.store.paths import absolute, as_path, as_text, local_path, parted
 from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Reader, Segment, Stamp, Store
@@ -42,8 +43,10 @@ def open_store(path: str | os.PathLike[str], storage_options: dict[str, Any] | N
     Raises:
         CheckpointError: The path can't be opened: an unknown protocol, a missing package, or a URL with a password, a
             token or a signature.
+        ConfigurationError: ``storage_options`` is no mapping.
     """
     root = as_path(path)
+    check_options(storage_options)
     local = local_path(root)
     if local is not None:
         return LocalStore(local)

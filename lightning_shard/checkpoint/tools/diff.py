@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_shard.checkpoint.arguments import check_tolerance
 from lightning_shard.checkpoint.boxes import Box, slabs
 from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, DTYPES
 from lightning_shard.checkpoint.format.manifest import Section, TensorEntry
@@ -131,11 +132,12 @@ def diff(
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`.
         ConfigurationError: ``sections`` has an unknown name, or a tolerance is negative.
     """
-    unknown = sorted(set(sections) - set(SECTIONS))
-    if unknown:
+    if isinstance(sections, str) or not isinstance(sections, Collection):
+        raise ConfigurationError(f"sections ({sections!r:.80}) must be a list of some of {', '.join(SECTIONS)}.")
+    if unknown := [str(section) for section in sections if section not in SECTIONS]:
         raise ConfigurationError(f"sections has {', '.join(unknown)}: use some of {', '.join(SECTIONS)}.")
-    if not (rtol >= 0 and atol >= 0):
-        raise ConfigurationError(f"rtol ({rtol}) and atol ({atol}) must not be negative.")
+    check_tolerance("rtol", rtol)
+    check_tolerance("atol", atol)
     ours = read(a, storage_options=storage_options, verify=verify)
     theirs = read(
         b, storage_options=b_storage_options if b_storage_options is not None else storage_options, verify=verify

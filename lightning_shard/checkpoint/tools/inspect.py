@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_shard.checkpoint.arguments import check_count
 from lightning_shard.checkpoint.format.manifest import OWN_FILE
 from lightning_shard.checkpoint.loading.open import read
 
@@ -67,6 +68,7 @@ def inspect(
     Raises:
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`.
     """
+    check_count("biggest", biggest, 0)
     checkpoint = read(path, storage_options=storage_options)
     manifest = checkpoint.manifest
     sections = manifest.sections()
