@@ -83,6 +83,21 @@ def test_paths_are_normalised(path: str, normal: str, parts: tuple[str, str]) ->
     assert parted(path) == parts
 
 
+def test_a_leading_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    for path in ("~/a", "file://~/b"):
+        checkpoint.save({"t": torch.ones(2)}, path)
+        assert checkpoint.read(path)["t"].full().tolist() == [1, 1]
+        checkpoint.gather(path, "~/c.safetensors")
+    assert [entry.name for entry in checkpoint.list("~")] == ["a", "b"]
+    assert sorted(os.listdir(tmp_path / "home")) == ["a", "b", "c.safetensors"]
+    checkpoint.save({"t": torch.ones(2)}, "./~/a")
+    assert sorted(os.listdir(tmp_path)) == ["home", "~"]
+    checkpoint.remove("~/a")
+    assert [entry.name for entry in checkpoint.list("~")] == ["b"]
+
+
 def test_the_root_of_a_store_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoint.save({"t": torch.ones(2)}, "memory://at-root")

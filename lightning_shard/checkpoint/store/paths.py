@@ -53,15 +53,17 @@ def as_text(path: str | os.PathLike[str], what: str = "path") -> str:
 def local_path(path: str) -> str | None:
     """The path on the local disk that ``path`` names; None if it is a URL of another place.
 
+    A leading ``~`` is the home folder, as it is for fsspec, and so for Lightning's own checkpoints.
+
     Raises:
         CheckpointError: A URL that begins in the middle of the path, or is joined to something that is none.
     """
     scheme, found, rest = path.partition("://")
     if found and scheme in _LOCAL:
-        return rest or "/"
+        return os.path.expanduser(rest or "/")
     joined = path.split("::")
     if not found and (len(joined) == 1 or not _is_protocol(joined[0])):
-        return path
+        return os.path.expanduser(path)
     if not _PROTOCOL.fullmatch(scheme.partition("::")[0]):
         raise CheckpointError(f"path ({path}) has '://' in its middle: a URL begins with its protocol.")
     wrong = [part for part in joined if not _is_protocol(part.partition("://")[0])] if len(joined) > 1 else []
