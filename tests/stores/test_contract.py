@@ -311,6 +311,15 @@ def test_a_password_in_a_path_is_refused_and_not_repeated(path: str) -> None:
     assert "secret-word" not in str(failure.value)
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["webdav://h/a%41", "webdav://h/50%", "dav://h/a#b", "webdav://h/./a", "webdav://h/a/..", "s3://b/a?versionId=3"],
+)
+def test_a_name_that_would_be_taken_for_another_is_refused(path: str) -> None:
+    with pytest.raises(CheckpointError, match=r"holds '.*', which WebDAV|names a version"):
+        checkpoint.read(path)
+
+
 @pytest.mark.parametrize("path", ["nosuch://bucket/c", "ftps+x://a/b"])
 def test_an_unknown_protocol_is_an_error_of_ours(path: str) -> None:
     with pytest.raises(CheckpointError, match="can't be opened"):

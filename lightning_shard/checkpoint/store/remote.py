@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import posixpath
+import re
 import secrets
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,6 +49,7 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss",
 On others a put may be visible half written, so the file is put under a temporary name and then moved.
 """
 _WEBDAV = {"webdav", "dav"}
+_NOT_IN_WEBDAV = re.compile(r"[%?#]|(?<=/)\.\.?(?=/|$)")
 _HTTP = {"http", "https"}
 _PLACES = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_CONNECTION_STRING", "STORAGE_EMULATOR_HOST")
 """Environment variables by which adlfs and gcsfs find their stores."""
@@ -73,6 +75,11 @@ class RemoteStore:
         self.root = root
         if any(character < " " for character in root):  # clients and servers quote these differently
             raise CheckpointError(f"path ({root!r}) holds a control character, which names in stores can't: rename it.")
+        if root.partition("://")[0] in _WEBDAV and (odd := _NOT_IN_WEBDAV.search(root.partition("://")[2])):
+            raise CheckpointError(
+                f"path ({root}) holds {odd[0]!r}, which WebDAV's clients and servers take for another place: choose"
+                " another name."
+            )
         options = dict(storage_options)
         stall_s = options.pop("stall_s", None)
         if stall_s is not None and not (isinstance(stall_s, int | float) and stall_s > 0):

@@ -15,6 +15,7 @@ from lightning_shard.checkpoint.format.manifest import OWN_FILE
 from lightning_shard.checkpoint.store.calls import MIN_BYTES_PER_S, STALL_S, answer_of
 from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Stamp, conflict
 from lightning_shard.checkpoint.store.remote import SMALL_BYTES, RemoteStore, in_parts
+from lightning_shard.errors import CheckpointError
 
 PART_BYTES = 8 * 2**20
 PARTS_IN_FLIGHT = 4
@@ -47,6 +48,10 @@ class S3Store(RemoteStore):
     def __init__(self, root: str, storage_options: dict[str, Any]) -> None:
         import fsspec
 
+        if "?versionId=" in root:  # s3fs cuts it off, with all names behind it
+            raise CheckpointError(
+                f"path ({root}) names a version of an object, and a checkpoint is many: leave it out."
+            )
         given = {**fsspec.config.conf.get("s3", {}), **storage_options}
         # Limits only silence, and not while botocore waits for permission to send a body (Expect: 100-continue) or
         # sends one; `Calls` limits the whole call.
