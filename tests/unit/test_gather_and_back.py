@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -137,6 +138,21 @@ def test_what_can_not_be_gathered_is_said_and_leaves_no_file(saved, tmp_path, op
     with pytest.raises(error, match=says):
         checkpoint.gather(saved, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_dtypes_that_safetensors_lacks_are_warned_of(tmp_path):
+    state = {"plain": torch.ones(2), "z": torch.tensor([1 + 2j], dtype=torch.complex128), "e": torch.ones(3)}
+    state["e"] = state["e"].to(torch.float8_e8m0fnu)
+    checkpoint.save(state, tmp_path / "c")
+    with pytest.warns(UserWarning, match="will be read as") as told:
+        checkpoint.gather(tmp_path / "c", tmp_path / "m.safetensors")
+    assert [str(one.message).partition(":")[0] for one in told] == [
+        "'e' of dtype torch.float8_e8m0fnu will be read as torch.uint8, byte for byte",
+        "'z' of dtype torch.complex128 will be read as torch.float64 with a last dim of 2",
+    ]
+    with warnings.catch_warnings(action="error"):
+        checkpoint.gather(tmp_path / "c", tmp_path / "m.ckpt")
+    assert checkpoint.diff(tmp_path / "c", tmp_path / "m.ckpt", sections=["model"]).ok
 
 
 def test_a_checkpoints_own_files_are_not_overwritten(saved, tmp_path, monkeypatch):

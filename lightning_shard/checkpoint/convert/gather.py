@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,6 +16,7 @@ from lightning_shard.checkpoint.arguments import check_count
 from lightning_shard.checkpoint.convert import export
 from lightning_shard.checkpoint.convert.write import Progress, deliver
 from lightning_shard.checkpoint.excluded import complete
+from lightning_shard.checkpoint.format.header import CARRIERS, DTYPES
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_FILE
 from lightning_shard.checkpoint.loading.open import read_together, starting_over
 from lightning_shard.checkpoint.names import Rename
@@ -63,11 +65,12 @@ def gather(
         path: The checkpoint, or another program's: see :func:`read`.
         out: The file to write; for ``"transformers"`` the folder.
         format: ``"safetensors"``: one file, or several with an index. Tensors that shared memory are written under each
-            name. ``"transformers"``: a folder that ``from_pretrained`` loads, with ``config.json``, the tokenizer's
-            files if the module had one, and the weights of the transformers model that the module holds, under that
-            model's own names. ``"lightning"``: a file that plain Trainers resume from and ``load_from_checkpoint``
-            reads (a pickle, which nothing here ever unpickles). Default: ``"lightning"`` if ``out`` ends with
-            ``.ckpt``, else ``"safetensors"``.
+            name. Of dtypes that safetensors lacks (complex128, complex32, float8_e8m0fnu) it gets the bytes as another,
+            with a warning. ``"transformers"``: a folder that ``from_pretrained`` loads, with ``config.json``, the
+            tokenizer's files if the module had one, and the weights of the transformers model that the module holds,
+            under that model's own names. ``"lightning"``: a file that plain Trainers resume from and
+            ``load_from_checkpoint`` reads (a pickle, which nothing here ever unpickles). Default: ``"lightning"`` if
+            ``out`` ends with ``.ckpt``, else ``"safetensors"``.
         optimizer: Write training state, too: in safetensors the optimizer's tensors, with names prefixed by
             ``optimizer.``; in a ``.ckpt``, where it is the default, all that a resuming Trainer needs.
         max_shard_bytes: Write several safetensors files, each with at most so many bytes of tensors (or one larger
@@ -131,6 +134,8 @@ def gather(
                 bundle = export.safetensors(checkpoint, name, naming, max_shard_bytes, optimizer=bool(optimizer))
             if ranks.first:
                 _refuse_older(store, bundle)
+                if format != "lightning":
+                    _tell_of_carriers(bundle)
         with checkpoint.saying_if_replaced():
             deliver(store, bundle.files, ranks, durable=fsync, progress=progress)
         with all_or_none(group):
@@ -184,6 +189,20 @@ def _refuse_older(store: Store, bundle: export.Bundle) -> None:
             raise CheckpointError(
                 f"{store.root}/{whole} is a file of a whole model, which would be read in place of the several that"
                 " max_shard_bytes asks for: remove it, or gather to another folder."
+            )
+
+
+def _tell_of_carriers(bundle: export.Bundle) -> None:
+    """Warn of tensors that aren't read as what they are, since safetensors has no name for their dtypes."""
+    for name, (carrier, extra) in CARRIERS.items():
+        own = [source.stored.name for source in bundle.sources if source.dtype == DTYPES[name]]
+        if own:
+            more = f" and {len(own) - 1} more" if len(own) > 1 else ""
+            shape = f" with a last dim of {extra[0]}" if extra else ", byte for byte"
+            warnings.warn(
+                f"{own[0]!r}{more} of dtype {DTYPES[name]} will be read as {DTYPES[carrier]}{shape}: safetensors has no"
+                f" name for it. Gather to a .ckpt to keep it.",
+                stacklevel=4,
             )
 
 
