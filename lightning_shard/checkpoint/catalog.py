@@ -18,13 +18,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lightning_shard.checkpoint.arguments import check_count
-from lightning_shard.checkpoint.folder import remove_attempt
+from lightning_shard.checkpoint.folder import exists, remove_attempt
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.store import LocalStore, Store, as_path, local_path, open_filesystem, open_store
 from lightning_shard.checkpoint.store.calls import Calls, naming
 from lightning_shard.checkpoint.store.remote import REQUESTS
-from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, CheckpointReplacedError, ConfigurationError
 
 UNTOLD = datetime.min.replace(tzinfo=UTC)
 """The time of a commit if the store has no times."""
@@ -172,19 +172,22 @@ def list_checkpoints(folder: str | os.PathLike[str], *, storage_options: dict[st
     links = isinstance(store, LocalStore)
     found = commits(root, storage_options, lambda name: not (links and os.path.islink(os.path.join(store.root, name))))
 
-    def look(commit: tuple[datetime, str]) -> Entry:
+    def look(commit: tuple[datetime, str]) -> Entry | None:
         committed, name = commit
         path = posixpath.join(root, name)
         try:
             checkpoint = read(path, storage_options=storage_options)
             tree = checkpoint.state_json()
         except CheckpointError as error:
+            gone = isinstance(error, CheckpointNotFoundError | CheckpointReplacedError)
+            if gone and not exists(path, storage_options=storage_options):
+                return None  # removed since the folder was listed
             return Entry(path, name, committed, fault=str(error))
         size = sum(file.bytes for file in checkpoint.manifest.files)
         return Entry(path, name, committed, checkpoint.manifest.attempt, step_of(tree), size)
 
     with ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-list") as pool:
-        return list(pool.map(look, found))
+        return [entry for entry in pool.map(look, found) if entry is not None]
 
 
 def step_of(tree: Any) -> int | None:

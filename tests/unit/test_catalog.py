@@ -17,6 +17,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_shard import checkpoint
+from lightning_shard.checkpoint import catalog
 from lightning_shard.cli import main
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from tests.servers import let_servers_forget, serve
@@ -123,6 +124,33 @@ def test_where_the_store_tells_no_times_nothing_is_removed() -> None:
     assert [entry.name for entry in checkpoint.list("timeless://run")] == ["a", "z"]
     assert checkpoint.prune("timeless://run", keep=2) == []
     fsspec.filesystem("memory").store.clear()
+
+
+def test_what_is_removed_while_a_folder_is_listed_is_neither_listed_nor_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        save(str(tmp_path / name), None, 1)
+    read = catalog.read
+
+    def read_later(path: str, **options: Any) -> Any:
+        if path.endswith("/a"):
+            checkpoint.remove(path)
+        opened = read(path, **options)
+        if path.endswith("/b"):
+            checkpoint.remove(path)
+        return opened
+
+    monkeypatch.setattr(catalog, "read", read_later)
+    assert [(entry.name, entry.fault) for entry in checkpoint.list(tmp_path)] == [("c", None)]
+
+
+def test_a_circular_link_is_no_folder_and_is_not_asked_again(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    begun = time.monotonic()
+    with pytest.raises(CheckpointError, match="can't be looked up"):
+        checkpoint.list(tmp_path / "loop")
+    assert time.monotonic() - begun < 5
 
 
 def test_a_link_is_not_a_checkpoint_and_what_it_leads_to_stays(tmp_path: Path) -> None:

@@ -134,5 +134,7 @@ def test_what_is_no_path_is_refused_by_name(path: Any, tmp_path: Path) -> None:
         ):
             with pytest.raises(CheckpointError, match=r"path \(.*\) must be a str"):
                 call()
+    with pytest.raises(CheckpointError, match="holds a NUL"):
+        checkpoint.save(state, tmp_path / "a\0b")
     with pytest.raises(CheckpointError, match=r"out \(.*\) must be a str"):
         checkpoint.gather(tmp_path / "a", path)

@@ -47,7 +47,8 @@ _FINAL = (
     NotADirectoryError,
     ValueError,
 )
-_FINAL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOSYS}
+_FINAL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_FINAL_ERRNOS |= {errno.ENAMETOOLONG, errno.ENOSYS, errno.ELOOP}
 _PASSING_STATUS = {408, 423, 425, 429}
 _FINAL_STATUS = {501, 505, 507}
 _PASSING_CODES = {

@@ -41,6 +41,8 @@ def as_text(path: str | os.PathLike[str], what: str = "path") -> str:
         raise CheckpointError(f"{what} ({path!r:.80}) must be a str or a path that gives one.")
     if not text:
         raise CheckpointError(f"{what} is empty: name the checkpoint's directory.")
+    if "\0" in text:
+        raise CheckpointError(f"{what} ({text!r:.80}) holds a NUL character, which no file system's names can.")
     if _CUT_URL.match(text):
         raise CheckpointError(
             f"{what} ({text}) looks like a URL that was converted to pathlib.Path, which makes it a local path: pass"
