@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +130,54 @@ class PastVersions(Keeping):
         return self.total  # type: ignore[return-value]
 
 
+@dataclass
+class Told:
+    loss: Any = None
+    calls: int = 0
+
+
+class InADataclass(Keeping):
+    """It was as at the beginning on later stages, where the loss was left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = Told()
+
+    def keep(self, x: Tensor, result: Tensor) -> None:
+        self.told.loss = result.square().mean()
+
+    @property
+    def aux(self) -> Tensor:
+        return self.told.loss  # type: ignore[no-any-return]
+
+
+class InAUserDict(Keeping):
+    """So it was there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: UserDict[str, Tensor] = UserDict()
+
+    def keep(self, x: Tensor, result: Tensor) -> None:
+        self.told["loss"] = result.square().mean()
+
+    @property
+    def aux(self) -> Tensor | None:
+        return self.told.get("loss")
+
+
+class NothingInADict(Keeping):
+    """A dict that holds nothing but ``None`` was taken for an attribute that isn't there."""
+
+    def keep(self, x: Tensor, result: Tensor) -> None:
+        self.told = {"loss": None}
+        self.number = 2**70  # more than a tensor holds
+
+    @property
+    def aux(self) -> Tensor | None:
+        return self.told["loss"]
+
+
 class InADeque(Keeping):
     """Of what has no gradients: it was empty on later stages."""
 
@@ -141,6 +191,65 @@ class InADeque(Keeping):
     @property
     def aux(self) -> Tensor:
         return sum(self.last)  # type: ignore[return-value]
+
+
+class InANamespace(Keeping):
+    """Of what has gradients: it was left out on later stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = SimpleNamespace(loss=None)
+
+    def keep(self, x: Tensor, result: Tensor) -> None:
+        self.told.loss = result.square().mean()
+
+    @property
+    def aux(self) -> Tensor | None:
+        return self.told.loss  # type: ignore[no-any-return]
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total = 0.0
+
+
+class InAMeter(Keeping):
+    """A number in an object: it was 0 on later stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def keep(self, x: Tensor, result: Tensor) -> None:
+        self.meter.total += float(result.detach().mean())
+
+    @property
+    def aux(self) -> float:
+        return self.meter.total
+
+
+class NoneBySign(Keeping):
+    """In a dict: where it was None at first, it was left out on later stages."""
+
+    def keep(self, x: Tensor, result: Tensor) -> None:
+        self.told = {"loss": result.square().mean() if result.sum() > 0 else None}
+
+    @property
+    def aux(self) -> Tensor | None:
+        return self.told["loss"]
+
+
+class SetLater(Keeping):
+    """In the third microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.aux: Tensor | None = None
+
+    def keep(self, x: Tensor, result: Tensor) -> None:
+        self.calls += 1
+        self.aux = result.square().mean() if self.calls > 2 else None
 
 
 class BySign(Keeping):
@@ -165,7 +274,13 @@ def with_aux(root: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("on", [(2, {}), (3, {}), TWO_EACH], ids=["2", "3", "4 on 2 ranks"])
-@pytest.mark.parametrize("kind", [CachesAtFirst, HidesADict, Counts, CountsByValue, Lists, Writes, PastVersions])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(CachesAtFirst, HidesADict, Counts, CountsByValue, Lists, Writes, PastVersions),
+        *(InADataclass, InAUserDict, NothingInADict),
+    ],
+)
 def test_what_blocks_keep_is_as_in_one_process(kind: type[Keeping], on: tuple[int, dict[str, Any]]) -> None:
     stages, options = on
     assert_alike(seeded(partial(Of, kind)), with_aux, batches(), stages, **options)
@@ -173,11 +288,54 @@ def test_what_blocks_keep_is_as_in_one_process(kind: type[Keeping], on: tuple[in
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [(InADeque, "uses a deque of what net.blocks.0 keeps as last"), (BySign, r"net\.blocks\.\d\.aux is .*and was")],
+    [
+        (InADeque, "uses a deque of what net.blocks.0 keeps as last"),
+        (InAMeter, "uses a Meter of what net.blocks.0 keeps as meter"),
+        (InANamespace, "net.blocks.0 changes its SimpleNamespace told"),
+        (BySign, r"net\.blocks\.\d\.aux is .*and was"),
+        (NoneBySign, r"net\.blocks\.\d\.told is .*and was"),
+    ],
 )
 def test_what_cant_be_right_is_refused(kind: type[Keeping], says: str) -> None:
     with pytest.raises(StepError, match=says):
         on_stages(seeded(partial(Of, kind)), with_aux, batches(), 2)
+
+
+class Collects(Block):
+    """All add to one list."""
+
+    def __init__(self, losses: list[Tensor]) -> None:
+        super().__init__()
+        self.losses = losses
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        result = super().forward(x)
+        self.losses.append(result.square().mean())
+        return result
+
+
+class Collecting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.blocks = nn.ModuleList(Collects(self.losses) for _ in range(4))
+
+
+@pytest.mark.parametrize("on", [(2, {}), (4, {}), TWO_EACH], ids=["2", "4", "4 on 2 ranks"])
+def test_blocks_may_collect_in_one_list(on: tuple[int, dict[str, Any]]) -> None:
+    """With more than two stages, what the first had added was asked for by a wrong name, and refused."""
+
+    def step(root: nn.Module, x: Tensor) -> Tensor:
+        root.net.losses.clear()
+        return loss(root, x) * (1 + sum(root.net.losses))
+
+    stages, options = on
+    assert_alike(seeded(Collecting), step, batches(), stages, **options)
+
+
+def test_what_a_block_first_leaves_unset_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"net\.blocks\.\d\.aux was None after the first microbatch"):
+        on_stages(seeded(partial(Of, SetLater)), with_aux, batches(), 2)
 
 
 class HandsOnAtFirst(Block):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+import dataclasses
+from collections import UserDict, deque
+from collections.abc import Collection, Iterator, MutableMapping
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -13,9 +14,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_shard import tree
-from lightning_shard.namespaces import is_machinery
 from lightning_shard.pipeline.dataflow.messages import Held, Kept, KeptNumber, Slot
-from lightning_shard.pipeline.dataflow.objects import held_by, is_opaque
+from lightning_shard.pipeline.dataflow.objects import held_by, may_be_changed
 from lightning_shard.scripted import is_scripted
 from lightning_shard.versions import content, version
 
@@ -48,9 +48,9 @@ class _Noted:
     def of(cls, value: Any, *, looks_into_objects: bool) -> _Noted:
         if isinstance(value, _OTHERS):
             return cls(value, [], [*value], [])
-        if looks_into_objects and is_opaque(value) and not is_machinery(value):
-            return cls(value, [], [each for each in held_by(value) if isinstance(each, Tensor)], [])
-        entries = [(key, each) for key, each in _entries(value) if not isinstance(each, nn.Parameter)]
+        is_looked_into = looks_into_objects and may_be_changed(value) and _items(value) is None
+        entries = ((None, each) for each in held_by(value)) if is_looked_into else _entries(value, {})
+        entries = [(key, each) for key, each in entries if not isinstance(each, nn.Parameter)]
         keys, held = [key for key, _ in entries], [each for _, each in entries]
         return cls(value, keys, held, [(version(each), content(each)) for each in held])
 
@@ -94,27 +94,68 @@ class Attributes:
         ]
 
 
-def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What nested lists, tuples and dicts hold, with its keys; of other values themselves.
-
-    Dataclasses aren't entered: those of transformers' configs have fields that may not be read.
-    """
-    if isinstance(value, dict):
-        for key, each in dict.items(value):
-            yield key, None
-            yield from _entries(each)
-    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        yield len(value), None
-        for each in value:
-            yield from _entries(each)
-    else:
+def _entries(value: Any, seen: dict[int, Any]) -> Iterator[tuple[Any, Any]]:
+    """What nested lists, tuples, dicts and dataclasses hold, with its keys; of other values themselves."""
+    if id(value) in seen:
+        return
+    inside = _items(value)
+    if inside is None:
         yield None, value
+        return
+    seen[id(value)] = value
+    yield len(inside), None
+    for key, each in inside:
+        yield key, None
+        yield from _entries(each, seen)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
+    """The keys and values of a container; ``None`` for other values.
+
+    Transformers' configs, which are dataclasses, aren't entered: they have fields that may not be read.
+    """
+    if isinstance(value, (dict, UserDict)):
+        return [*dict.items(value.data if isinstance(value, UserDict) else value)]
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return [*enumerate(value)]
+    if not tree.is_node(value) or not dataclasses.is_dataclass(value):
+        return None
+    if any(kind.__module__.startswith("transformers.") for kind in type(value).__mro__):
+        return None
+    return [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value) if hasattr(value, each.name)]
 
 
 def _noted(module: nn.Module, looks_into_objects: bool) -> Iterator[tuple[str, _Noted]]:
     for key, value in chain(vars(module).items(), module._buffers.items()):
         if key not in OF_TORCH and key not in OF_RECURRENT_LAYERS and not isinstance(value, nn.Module):
             yield key, _Noted.of(value, looks_into_objects=looks_into_objects)
+
+
+@dataclass
+class Found:
+    """What searches have found that a block keeps.
+
+    Attributes:
+        names: What its submodules have kept in any search.
+        unset: Their attributes that were ``None`` after the last one, each with all attributes of its submodule.
+    """
+
+    names: dict[Name, None] = field(default_factory=dict)
+    unset: dict[Name, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, kept: Collection[Kept], block: nn.Module) -> None:
+        """After a call of the block that was searched."""
+        self.names.update({(each.module, each.name): None for each in kept})
+        self.unset = {
+            (path, key): vars(module)
+            for path, module in block.named_modules()
+            for key, value in vars(module).items()
+            if value is None and key not in OF_TORCH and (path, key) not in self.names
+        }
+
+    def still_unset(self) -> list[Name]:
+        """Those of :attr:`unset` that are ``None`` now. Asked for in each call, as there are few."""
+        return [name for name, held in self.unset.items() if held.get(name[1], held) is None]
 
 
 def keep(module: nn.Module, key: str, value: Any) -> None:
@@ -139,11 +180,20 @@ def as_tensor(leaf: Any, device: torch.device) -> Tensor | None:
     return torch.tensor(leaf, dtype=KeptNumber(type(leaf)).slot.dtype, device=device) if _is_number(leaf) else None
 
 
+def is_told_otherwise(agreed: Any, value: Any) -> bool:
+    """Whether a text or ``None``, which other stages read without asking for it, has changed since it was told them."""
+    if not tree.is_node(agreed):
+        return isinstance(agreed, _AS_THEY_ARE) and not _is_same(agreed, value)
+    told = {path: leaf for path, leaf in tree.walk(agreed) if isinstance(leaf, _AS_THEY_ARE)}
+    now = tree.walk(tree.map_leaves(_without_sizes, value)) if told else ()
+    return any(path in told and not _is_same(told[path], leaf) for path, leaf in now)
+
+
 def put_into(container: Any, filled: Any) -> bool:
     """Give a list, dict or dataclass the entries of another one of its type; returns whether it has them now."""
     if type(container) is not type(filled) and not (isinstance(container, dict) and isinstance(filled, dict)):
         return False
-    if isinstance(container, dict):
+    if isinstance(container, MutableMapping):
         container.clear()
         container.update(filled)
     elif isinstance(container, list):
@@ -156,6 +206,10 @@ def put_into(container: Any, filled: Any) -> bool:
     return True
 
 
+def _is_same(told: Any, now: Any) -> bool:
+    return type(told) is type(now) and bool(told == now)
+
+
 def _slot(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return Slot.of(leaf)
@@ -165,7 +219,7 @@ def _slot(leaf: Any) -> Any:
 
 
 def _is_number(leaf: Any) -> bool:
-    return type(leaf) in (bool, int, float)
+    return type(leaf) in (bool, float) or (type(leaf) is int and -(2**63) <= leaf < 2**63)
 
 
 def _without_sizes(leaf: Any) -> Any:

@@ -339,7 +339,7 @@ class MixedSamples:
             runs = [None if each is None else again(*each) for each in single]
             with NotesDraws() as notes:
                 runs.append(None if joined is None else again(*joined))
-            self._found.fixed |= _as_long(one, runs[-1])
+            self._found.fixed |= _as_long(one, runs[0], runs[-1])
             return runs if not notes.has_drawn else [*runs[:-1], None]
         finally:
             memory.forget()
@@ -362,13 +362,18 @@ _FAILED = (
 )
 
 
-def _as_long(one: _Run, joined: _Run | None) -> set[tuple[str, ...]]:
-    """Paths of what a step returned that is as long for two microbatches as for one."""
-    numbers = joined.numbers if joined is not None else {}
+def _as_long(one: _Run, alone: _Run | None, joined: _Run | None) -> set[tuple[str, ...]]:
+    """Paths of what a step returned that is as long for two microbatches as for each.
+
+    Of what varies, such as detections, the first may have as many as both; or all have none.
+    """
+    first, second, both = (each.numbers if each is not None else {} for each in (one, alone, joined))
+    lengths = {path: first[kind, path].value for kind, path in first.keys() & second.keys() if kind == LENGTH}
     return {
         path
-        for kind, path in one.numbers.keys() & numbers.keys()
-        if kind == LENGTH and bool(one.numbers[kind, path].value == numbers[kind, path].value)
+        for path, length in lengths.items()
+        if (LENGTH, path) in both and bool(length) and bool(second[LENGTH, path].value == length)
+        if bool(both[LENGTH, path].value == length)
     }
 
 

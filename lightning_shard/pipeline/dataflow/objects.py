@@ -6,11 +6,13 @@ items, or its attributes. Objects in objects are found by their paths: the keys 
 
 from __future__ import annotations
 
+import argparse
 import copy
 import inspect
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +20,10 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.namespaces import is_machinery
 
+PLAIN_OBJECTS = (SimpleNamespace, argparse.Namespace, UserDict, UserList)
+"""Classes of the standard library whose objects hold a user's values."""
 Path = tuple[Any, ...]
 """The attributes, keys and indices that lead to an object from the arguments of a call."""
 
@@ -37,6 +42,13 @@ def is_object(value: Any) -> bool:
 def is_opaque(value: Any) -> bool:
     """Whether it is an object with attributes that is neither a tensor, a module, a class nor a nesting (``tree``)."""
     return not (tree.is_node(value) or isinstance(value, (Tensor, nn.Module, type))) and hasattr(value, "__dict__")
+
+
+def may_be_changed(value: Any) -> bool:
+    """Whether it is an object in which a user's code may keep values: of a class of its own, or a namespace."""
+    if isinstance(value, (Tensor, nn.Module, type, list, tuple, dict)) or not hasattr(value, "__dict__"):
+        return False
+    return type(value) in PLAIN_OBJECTS or not is_machinery(value)
 
 
 def held_by(value: Any, depth: int = 4) -> list[Any]:

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.namespaces import is_machinery, namespaces
+from lightning_shard.namespaces import namespaces
 from lightning_shard.pipeline.dataflow.kept import OF_TORCH, Attributes
 from lightning_shard.pipeline.dataflow.messages import Change, Held, Slot
-from lightning_shard.pipeline.dataflow.objects import Path, held_by, is_object, is_opaque, objects, rebuilt
+from lightning_shard.pipeline.dataflow.objects import Path, held_by, is_object, may_be_changed, objects, rebuilt
 from lightning_shard.pipeline.dataflow.objects import entries as entries_of
 from lightning_shard.versions import version
 
@@ -91,7 +91,7 @@ class Before:
                 (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, held_by(value), True)
                 for path, module in block.named_modules()
                 for key, value in vars(module).items()
-                if key not in OF_TORCH and is_opaque(value) and not is_machinery(value)
+                if key not in OF_TORCH and may_be_changed(value) and not tree.is_node(value)
             ]
         globals_before = None if outside is None else dict(outside)
         return cls(block, noted, [*given, *own], held, attributes, unfollowed, globals_before)
@@ -249,7 +249,7 @@ def _globals_of(block: nn.Module) -> list[tuple[str, Any]]:
     """Globals and attributes of classes and functions that the block's code uses, and attributes of objects there."""
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in block.modules())
     found = {f"{each.name}.{key}": v for each in namespaces(*kinds) for key, v in each.held.items()}
-    objects = {name: value for name, value in found.items() if is_opaque(value) and not is_machinery(value)}
+    objects = {name: value for name, value in found.items() if may_be_changed(value)}
     return [*found.items(), *((f"{n}.{key}", v) for n, value in objects.items() for key, v in vars(value).items())]
 
 

@@ -6,6 +6,7 @@ objects that it was given, and what hooks of its submodules saw.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow import kept
 from lightning_shard.pipeline.dataflow.crossing import Passage, value_of
-from lightning_shard.pipeline.dataflow.kept import Name
+from lightning_shard.pipeline.dataflow.kept import Found
 from lightning_shard.pipeline.dataflow.messages import BlockCall, Change, Held, Kept, Key, Slot, described
 from lightning_shard.pipeline.dataflow.objects import alike, entries, objects
 from lightning_shard.pipeline.dataflow.side_effects import DEEPEST, Before, check_sendable
@@ -34,7 +35,7 @@ class OwnCall:
         name: The block's name.
         index: Its place.
         passage: That of the microbatch.
-        kept_once: What submodules of the block were found to keep in all searches; completed here.
+        found: What all searches have found that the block keeps; completed here.
         device: Where the stage computes.
         is_last: Whether no stage follows.
         hands_on: Whether the next stage gets the block's output as its hidden state.
@@ -50,7 +51,7 @@ class OwnCall:
         block: nn.Module,
         arguments: Any,
         *,
-        kept_once: dict[Name, None],
+        found: Found,
         device: torch.device,
         is_last: bool,
         hands_on: bool,
@@ -61,11 +62,12 @@ class OwnCall:
         self._passage = passage
         self._block = block
         self._arguments = arguments
-        self._kept_once = kept_once
+        self._found = found
         self._device = device
         self._is_last = is_last
         self._hands_on = hands_on
         self._call_by_call = call_by_call
+        self._unset = [] if passage.searching or is_last else found.still_unset()
         asks = passage.searching and not call_by_call
         self._given_objects = (arguments, _unknown_in(arguments)) if asks else ((), {})
         self._before: Before | None = None
@@ -149,6 +151,8 @@ class OwnCall:
         if not passage.searching:
             self._check_as_agreed(output)
             self._note_kept_as_agreed()
+            if len(self._unset) != len(self._found.still_unset()):
+                self._warn_of_set()
             return
         assert before is not None
         passage.blocks[index] = BlockCall(
@@ -162,8 +166,8 @@ class OwnCall:
 
     def _note_kept(self, before: Before) -> tuple[Kept, ...]:
         """What submodules keep: also what they kept in an earlier microbatch, and this call has left alone."""
-        found = before.attributes.changed(self._kept_once)
-        self._kept_once.update({(each.module, each.name): None for each in found})
+        found = before.attributes.changed(self._found.names)
+        self._found.add(found, self._block)
         for each in found:
             self._send_kept(each)
         return tuple(replace(each, value=kept.slots(each.value)) for each in found)
@@ -183,7 +187,7 @@ class OwnCall:
             value = getattr(self._block.get_submodule(agreed.module), agreed.name, None)
             if is_asked:
                 self._send_kept(replace(agreed, value=value))
-            elif value is not None and not isinstance(agreed.value, (str, type(None))):
+            elif value is not None and not kept.is_told_otherwise(agreed.value, value):
                 continue  # no later stage uses it
             if (slots := kept.slots(value)) != agreed.value:
                 path = ".".join(filter(None, (self._name, agreed.module, agreed.name)))
@@ -193,10 +197,24 @@ class OwnCall:
                     " batches. Or use pipeline_parallel_size=1."
                 )
 
+    def _warn_of_set(self) -> None:
+        """Warn of attributes that the block has set, and left at ``None`` when it was seen what it keeps."""
+        for path, key in set(self._unset) - set(self._found.still_unset()):
+            del self._found.unset[path, key]
+            warnings.warn(
+                f"{'.'.join(filter(None, (self._name, path, key)))} was None after the first microbatch of these"
+                " shapes, and is set now. Later pipeline stages don't see it, where a step uses it: what a block keeps"
+                " may depend on a batch's shapes, not on its values or on earlier batches.",
+                stacklevel=2,
+            )
+
     def _send_kept(self, each: Kept) -> None:
         for place, leaf in enumerate(kept.leaves(each.value)):
-            if (tensor := kept.as_tensor(leaf, self._device)) is not None:
-                self._passage.produced(("kept", self._index, each.module, each.name, place), tensor)
+            key: Key = ("kept", self._index, each.module, each.name, place)
+            if isinstance(leaf, Unknown):  # in a container that blocks of earlier stages hold, too
+                self._passage.known[key] = value_of(leaf)
+            elif (tensor := kept.as_tensor(leaf, self._device)) is not None:
+                self._passage.produced(key, tensor)
 
     def _note_objects(self, output: Any, before: Before) -> tuple[Change, ...]:
         passage, index = self._passage, self._index

@@ -37,7 +37,7 @@ from lightning_shard.pipeline.dataflow.crossing import (
     provenance,
     unknown_states,
 )
-from lightning_shard.pipeline.dataflow.kept import Attributes, Name, keep
+from lightning_shard.pipeline.dataflow.kept import Attributes, Found, keep
 from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, Request, Slot
 from lightning_shard.pipeline.dataflow.padding_masks import masks_made_as_given
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, recording_provenance, refuse
@@ -120,7 +120,7 @@ class Stage:
         self._drawn: dict[int, Callable[[], None]] = {}
         self._own_call: OwnCall | None = None
         self._parts_before: list[Attributes] = []
-        self._kept_once: defaultdict[int, dict[Name, None]] = defaultdict(dict)
+        self._kept: defaultdict[int, Found] = defaultdict(Found)
         self.is_first = self.index == 0
         self.is_last = self.index == self.count - 1
 
@@ -370,7 +370,7 @@ class Stage:
             passage,
             block,
             (args, kwargs),
-            kept_once=self._kept_once[index],
+            found=self._kept[index],
             device=self.device,
             is_last=self.is_last,
             hands_on=index == self.owned[-1],

@@ -26,6 +26,9 @@ from lightning_shard.pipeline.dataflow.uncalled import called_now, out_of_order
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.user_hooks import forward_hooks
 
+_NOTHING = object()
+"""In place of an attribute that isn't there."""
+
 
 @dataclass(eq=False)
 class StandIn:
@@ -33,15 +36,15 @@ class StandIn:
 
     Attributes:
         own: The block's own forward, if this stage runs it too, at other places.
-        _set: By place, submodule and name, the attributes that were set: what the block's own stage told, and the
-            leaves of what they were set to here.
+        _set: By place, submodule and name, the attributes that were set: what the block's own stage told, what they
+            were set to here, and its leaves.
     """
 
     stage: Stage
     name: str
     block: nn.Module
     own: Callable[..., Any] | None = None
-    _set: dict[tuple[int, str, str], tuple[Any, list[Any]]] = field(default_factory=dict)
+    _set: dict[tuple[int, str, str], tuple[Any, Any, list[Any]]] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         passage, index = self.stage.passage, self.stage.place
@@ -111,18 +114,18 @@ class StandIn:
         arrives = {key[2:4] for key in passage.received if key[:2] == ("kept", index)}
         for each in done.kept:
             module, name = self.block.get_submodule(each.module), (each.module, each.name)
-            held = getattr(module, each.name, None)
+            held = getattr(module, each.name, _NOTHING)
             if not passage.searching and name not in arrives and self._is_as_set(index, each, held):
                 continue
             filled = self._fill_slots(each.value, ("kept", index, *name), f"what {self.name} keeps as {each.name}")
-            self._set[index, *name] = (each.value, kept.leaves(filled))
             if not (each.in_place and kept.put_into(held, filled)):
-                self.stage.keep(module, each.name, filled)
+                self.stage.keep(module, each.name, held := filled)
+            self._set[index, *name] = (each.value, held, kept.leaves(held))
 
     def _is_as_set(self, index: int, each: Kept, held: Any) -> bool:
         """Whether an attribute still is what it was last set to, for a microbatch like this one."""
-        value, leaves = self._set.get((index, each.module, each.name), (None, None))
-        return leaves is not None and value == each.value and tree.same_entries(leaves, kept.leaves(held))
+        told, was_set_to, leaves = self._set.get((index, each.module, each.name), (None, _NOTHING, []))
+        return held is was_set_to and told == each.value and tree.same_entries(leaves, kept.leaves(held))
 
     def _change_objects(self, done: BlockCall, index: int, arguments: Any) -> None:
         """Change objects among the arguments as the block did on its own stage.
@@ -230,7 +233,7 @@ class _Absent:
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise StepError(
             f"The step uses {self.__dict__['_what']}, and such an object isn't sent to other pipeline"
-            " stages: collect or keep the tensors themselves, or use pipeline_parallel_size=1."
+            " stages: collect tensors and numbers themselves, keep them as attributes, or use pipeline_parallel_size=1."
         )
 
     def __getattr__(self, name: str) -> NoReturn:

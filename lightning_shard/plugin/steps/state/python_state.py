@@ -9,7 +9,6 @@ process groups, loggers' threads).
 
 from __future__ import annotations
 
-import argparse
 import collections
 import functools
 import random
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import Code, Namespace, begin_at, is_machinery, is_own, namespaces
 from lightning_shard.pipeline.dataflow.kept import OF_RECURRENT_LAYERS
+from lightning_shard.pipeline.dataflow.objects import PLAIN_OBJECTS
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 from lightning_shard.scripted import is_scripted
 
@@ -37,7 +37,6 @@ STAND_INS = frozenset(
 CONTAINERS = (dict, list, set, collections.deque)
 _HANDED_ON = (tuple, frozenset)
 _LEAVES = (Tensor, np.ndarray, *OwnGenerator.__args__)
-_OBJECTS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex})
 _BEGINS: WeakKeyDictionary[nn.Module, dict[Any, None]] = WeakKeyDictionary()
 """What the last search of a module began at, beside the classes of its submodules."""
@@ -171,7 +170,7 @@ def is_object(value: Any) -> bool:
 def _has_state(kind: Any) -> bool:
     if issubclass(kind, (type, Enum, nn.Module, types.ModuleType, *_LEAVES, *CONTAINERS, *_HANDED_ON)):
         return False
-    return kind in _OBJECTS or (not is_machinery(kind) and (kind.__dictoffset__ != 0 or bool(slots(kind))))
+    return kind in PLAIN_OBJECTS or (not is_machinery(kind) and (kind.__dictoffset__ != 0 or bool(slots(kind))))
 
 
 def attributes(value: Any) -> dict[str, Any]:
