@@ -58,6 +58,32 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class MeasuredByOne(Measured):
+    def __init__(self, size: torchmetrics.Metric) -> None:
+        super().__init__()
+        self.size = size
+
+
+class Shared(Module):
+    """A metric for two neighbours, on one stage; before, for all of them, those of one stage were counted."""
+
+    per_metric = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        metrics = [torchmetrics.MeanMetric() for _ in range(4 // self.per_metric)]
+        self.layers = nn.ModuleList(MeasuredByOne(metrics[place // self.per_metric]) for place in range(4))
+
+    def on_train_epoch_end(self) -> None:
+        for layer in self.layers[:: self.per_metric]:
+            self.seen.append(float(layer.size.compute()))  # type: ignore[union-attr, operator]
+            layer.size.reset()  # type: ignore[union-attr, operator]
+
+
+class SharedByAll(Shared):
+    per_metric = 4
+
+
 class Normed(Module):
     """Of a block on another stage it read the first values: BatchNorm doesn't change their versions."""
 
@@ -80,10 +106,16 @@ def fit(kind: type[Module], stages: int) -> list[float]:
     return module.seen
 
 
-def test_a_metric_in_a_block_is_on_all_stages_what_its_own_stage_computes() -> None:
-    expected = fit(Module, 1)
-    for seen in run_ranks(fit, 2, Module, 2, elastic=True):
+@pytest.mark.parametrize("kind", [Module, Shared])
+def test_a_metric_in_a_block_is_on_all_stages_what_its_own_stage_computes(kind: type[Module]) -> None:
+    expected = fit(kind, 1)
+    for seen in run_ranks(fit, 2, kind, 2, elastic=True):
         assert seen == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_metric_that_blocks_of_several_stages_share_is_refused() -> None:
+    with pytest.raises(RanksFailed, match=r"Several pipeline stages update one MeanMetric, .* layers\.0, layers\.1"):
+        run_ranks(fit, 2, SharedByAll, 2, elastic=True)
 
 
 def test_statistics_of_another_stages_blocks_are_refused_in_hooks() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.mixed_samples import LENGTH, Number, _as_long, _Run
 from lightning_shard.pipeline.runtime.outputs import lengths, merge, with_losses
 
 Pair = namedtuple("Pair", "x y")
@@ -115,6 +116,13 @@ def test_what_is_as_long_for_twice_as_many_samples_is_refused(step: str) -> None
     fixed = lengths({"x": FIXED[step](X[:2])}).items() & lengths({"x": FIXED[step](X[:4])}).items()
     with pytest.raises(StepError, match=r"\['x'\].*it has 2 entries for each"):
         merge([{"x": FIXED[step](batch)} for batch in tree.split(X, 4)], 2, dict(fixed))
+
+
+@pytest.mark.parametrize(("one", "other", "joined", "fixed"), [(2, 2, 2, True), (2, 0, 2, False), (0, 0, 0, False)])
+def test_what_varies_in_length_is_no_vector_of_classes(one: int, other: int, joined: int, *, fixed: bool) -> None:
+    """Detections were refused in a later batch, in which a microbatch had as many as samples."""
+    runs = [_Run(0, {}, {}, {(LENGTH, ("x",)): Number(torch.tensor(float(n)))}) for n in (one, other, joined)]
+    assert _as_long(*runs) == ({("x",)} if fixed else set())
 
 
 @pytest.mark.parametrize("step", [lambda x: [x, x + 1], lambda x: ("cat", "dog"), lambda x: (x, {"mean": x.mean()})])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,14 +16,18 @@ from torchmetrics import MeanMetric, Metric
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.uncalled import few
 from lightning_shard.pipeline.stages.rank_stages import Stages
+from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.means_over_steps import MeansOverSteps
 from lightning_shard.plugin.steps.state.python_state import reachable
 
 _BROADCAST = "_is_broadcast_over_stages"
-"""In the attributes of a metric whose ``compute`` gives the value of the stage that updates it: the block that holds
-it, or ``None``."""
+"""In the attributes of a metric whose ``compute`` gives the value of the stage that updates it: what holds it."""
+Holders = frozenset[str | None]
+"""The blocks that hold a metric; ``None`` stands for what is around them."""
+_AROUND_BLOCKS: Holders = frozenset({None})
 
 
 class SharedMetrics:
@@ -53,8 +59,9 @@ class SharedMetrics:
         """
         found = {path: value for path, value in reachable(module) if isinstance(value, Metric)}
         everywhere = set.intersection(*map(set, self._groups.gather_over_stages([*found])))
+        holders = self._holders(module, found)
         for path, metric in found.items():
-            self.share(metric, of_steps=path in everywhere, block=self._block_around(path))
+            self.share(metric, of_steps=path in everywhere, holders=frozenset(holders[id(metric)]))
         for callback in callbacks:
             for leaf in tree.leaves(dict(vars(callback))):
                 for part in leaf.modules() if isinstance(leaf, nn.Module) else ():
@@ -78,22 +85,35 @@ class SharedMetrics:
         finally:
             setattr(Metric, "__init__", own)  # noqa: B010
 
+    def _holders(self, module: nn.Module, found: Mapping[str, Metric]) -> Mapping[int, Collection[str | None]]:
+        """What holds each metric, by its id; one may be given to several blocks."""
+        holders: defaultdict[int, set[str | None]] = defaultdict(set)
+        every_path = module.named_modules(remove_duplicate=False) if found else ()
+        for path, value in chain(found.items(), every_path):
+            if isinstance(value, Metric):
+                holders[id(value)].add(self._block_around(path))
+        return holders
+
     def _block_around(self, path: str) -> str | None:
         names = self._stages.held[0].places if self._stages is not None else ()
         return next((name for name in names if path.startswith(f"{name}.")), None)
 
-    def share(self, metric: Metric, *, of_steps: bool, block: str | None = None) -> None:
+    def share(self, metric: Metric, *, of_steps: bool, holders: Holders = _AROUND_BLOCKS) -> None:
         """
         Args:
             of_steps: Whether the last stage's steps update it, so that only that stage can compute it.
-            block: The block that holds it, whose stage updates it then.
+            holders: What holds it; if these are blocks, their stage updates it then.
         """
         if metric.process_group is None:
             metric.process_group = self._groups.data
             metric.__dict__["__deepcopy__"] = partial(self._copied, metric)
         if of_steps and self._stages is not None and _BROADCAST not in metric.__dict__:
-            metric.__dict__[_BROADCAST] = block
-            share = self._from_last_stage if block is None else partial(self._from_holder, block)
+            metric.__dict__[_BROADCAST] = holders
+            share = (
+                self._from_last_stage
+                if holders == _AROUND_BLOCKS
+                else partial(self._from_holder, type(metric), holders)
+            )
             metric.__dict__["compute"] = self._of(metric.compute, share)
             if isinstance(metric, MeanMetric):
                 metric.__dict__["update"] = self.means.weighing(metric.update)
@@ -107,7 +127,7 @@ class SharedMetrics:
         finally:
             own.update(held)
         copied.process_group = None
-        self.share(copied, of_steps=_BROADCAST in held, block=held.get(_BROADCAST))
+        self.share(copied, of_steps=_BROADCAST in held, holders=held.get(_BROADCAST, _AROUND_BLOCKS))
         return copied
 
     def _of(self, compute: Callable[[], Any], share: Callable[[Callable[[], Any]], Any]) -> Callable[[], Any]:
@@ -131,22 +151,29 @@ class SharedMetrics:
         value = compute() if self._stages.is_last else None
         return self._groups.broadcast_from_last_stage(value, self._device)
 
-    def _from_holder(self, block: str, compute: Callable[[], Any]) -> Any:
-        """The value of the rank that holds a block.
+    def _from_holder(self, kind: type[Metric], holders: Holders, compute: Callable[[], Any]) -> Any:
+        """The value of the rank that holds a block, or blocks.
 
         Raises:
-            StepError: Several do, since the block runs several times: each has counted its own calls.
+            StepError: Several do: each has counted its own calls.
         """
         assert self._stages is not None
-        holds = any(place in stage.owned for stage in self._stages.held for place in stage.places[block])
+        holds = any(self._calls(stage, holder) for stage in self._stages.held for holder in holders)
         own = (tree.map_leaves(self._on_host, compute()),) if holds else None
         found = [each for each in self._groups.gather_over_stages(own) if each is not None]
         if len(found) > 1:
+            blocks = few([*sorted(filter(None, holders)), *(["what is around them"] if None in holders else [])])
             raise StepError(
-                f"{block} runs on several pipeline stages, each of which updates the metrics in it for its own calls:"
-                " have the network return what they are updated with, or use pipeline_parallel_size=1."
+                f"Several pipeline stages update one {kind.__name__}, which is in {blocks}, each for its own calls:"
+                " give each block one of its own that nothing else holds, have the network return what it is updated"
+                " with, or use pipeline_parallel_size=1."
             )
         return tree.map_leaves(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, found[0][0])
+
+    @staticmethod
+    def _calls(stage: Stage, holder: str | None) -> bool:
+        """Whether a stage calls a block, or the code after all blocks."""
+        return stage.is_last if holder is None else any(place in stage.owned for place in stage.places[holder])
 
     @staticmethod
     def _on_host(leaf: Any) -> Any:
