@@ -49,8 +49,8 @@ class _Noted:
         if isinstance(value, _OTHERS):
             return cls(value, [], [*value], [])
         is_looked_into = looks_into_objects and may_be_changed(value) and _items(value) is None
-        entries = ((None, each) for each in held_by(value)) if is_looked_into else _entries(value, {})
-        entries = [(key, each) for key, each in entries if not isinstance(each, nn.Parameter)]
+        found = ((None, each) for each in held_by(value)) if is_looked_into else _entries(value, {})
+        entries = [(key, each) for key, each in found if not isinstance(each, nn.Parameter)]
         keys, held = [key for key, _ in entries], [each for _, each in entries]
         return cls(value, keys, held, [(version(each), content(each)) for each in held])
 
@@ -118,9 +118,10 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
         return [*dict.items(value.data if isinstance(value, UserDict) else value)]
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         return [*enumerate(value)]
-    if not tree.is_node(value) or not dataclasses.is_dataclass(value):
+    if not dataclasses.is_dataclass(value) or not tree.is_node(value):
         return None
-    if any(kind.__module__.startswith("transformers.") for kind in type(value).__mro__):
+    kinds: Any = type(value).__mro__
+    if any(kind.__module__.startswith("transformers.") for kind in kinds):
         return None
     return [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value) if hasattr(value, each.name)]
 

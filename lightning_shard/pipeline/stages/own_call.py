@@ -7,6 +7,7 @@ objects that it was given, and what hooks of its submodules saw.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_shard.pipeline.dataflow import kept
 from lightning_shard.pipeline.dataflow.crossing import Passage, value_of
 from lightning_shard.pipeline.dataflow.kept import Found
 from lightning_shard.pipeline.dataflow.messages import BlockCall, Change, Held, Kept, Key, Slot, described
-from lightning_shard.pipeline.dataflow.objects import alike, entries, objects
+from lightning_shard.pipeline.dataflow.objects import alike, entries, may_be_changed, objects
 from lightning_shard.pipeline.dataflow.side_effects import DEEPEST, Before, check_sendable
 from lightning_shard.pipeline.dataflow.taint import REMEDY, Unknown, refuse
 from lightning_shard.pipeline.dataflow.uncalled import called_now
@@ -39,6 +40,7 @@ class OwnCall:
         device: Where the stage computes.
         is_last: Whether no stage follows.
         hands_on: Whether the next stage gets the block's output as its hidden state.
+        changes_in_place: Told of a tensor or an object that it has changed, by an attribute of a submodule.
         call_by_call: Whether the step runs call by call: changes of objects are exchanged after the call then
             (``network_calls.py``).
     """
@@ -55,6 +57,7 @@ class OwnCall:
         device: torch.device,
         is_last: bool,
         hands_on: bool,
+        changes_in_place: Callable[[str, Any], None],
         call_by_call: bool,
     ) -> None:
         self._name = name
@@ -66,6 +69,7 @@ class OwnCall:
         self._device = device
         self._is_last = is_last
         self._hands_on = hands_on
+        self._changes_in_place = changes_in_place
         self._call_by_call = call_by_call
         self._unset = [] if passage.searching or is_last else found.still_unset()
         asks = passage.searching and not call_by_call
@@ -170,6 +174,9 @@ class OwnCall:
         self._found.add(found, self._block)
         for each in found:
             self._send_kept(each)
+            is_one = each.in_place and (isinstance(each.value, Tensor) or may_be_changed(each.value))
+            if is_one and not tree.is_node(each.value):
+                self._changes_in_place(self._path_of(each.module, each.name), each.value)
         return tuple(replace(each, value=kept.slots(each.value)) for each in found)
 
     def _note_kept_as_agreed(self) -> None:
@@ -190,7 +197,7 @@ class OwnCall:
             elif value is not None and not kept.is_told_otherwise(agreed.value, value):
                 continue  # no later stage uses it
             if (slots := kept.slots(value)) != agreed.value:
-                path = ".".join(filter(None, (self._name, agreed.module, agreed.name)))
+                path = self._path_of(agreed.module, agreed.name)
                 raise StepError(
                     f"{path} is {described(slots)}, and was {described(agreed.value)} for an earlier microbatch of the"
                     " same shapes: what a block keeps may depend on a batch's shapes, not on its values or on earlier"
@@ -202,11 +209,14 @@ class OwnCall:
         for path, key in set(self._unset) - set(self._found.still_unset()):
             del self._found.unset[path, key]
             warnings.warn(
-                f"{'.'.join(filter(None, (self._name, path, key)))} was None after the first microbatch of these"
+                f"{self._path_of(path, key)} was None after the first microbatch of these"
                 " shapes, and is set now. Later pipeline stages don't see it, where a step uses it: what a block keeps"
                 " may depend on a batch's shapes, not on its values or on earlier batches.",
                 stacklevel=2,
             )
+
+    def _path_of(self, module: str, key: str) -> str:
+        return ".".join(filter(None, (self._name, module, key)))
 
     def _send_kept(self, each: Kept) -> None:
         for place, leaf in enumerate(kept.leaves(each.value)):

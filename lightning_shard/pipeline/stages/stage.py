@@ -6,12 +6,13 @@ Code around the blocks runs on every stage: masks, rotary tables and other argum
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, takewhile
+from itertools import accumulate, chain, takewhile
 from typing import Any, NoReturn
 
 import torch
@@ -120,6 +121,7 @@ class Stage:
         self._drawn: dict[int, Callable[[], None]] = {}
         self._own_call: OwnCall | None = None
         self._parts_before: list[Attributes] = []
+        self._shared: set[str] = set()
         self._kept: defaultdict[int, Found] = defaultdict(Found)
         self.is_first = self.index == 0
         self.is_last = self.index == self.count - 1
@@ -374,8 +376,25 @@ class Stage:
             device=self.device,
             is_last=self.is_last,
             hands_on=index == self.owned[-1],
+            changes_in_place=self._warn_if_shared,
             call_by_call=self.calls is not None,
         )
+
+    def _warn_if_shared(self, path: str, value: Any) -> None:
+        """Warn of what a block changes in place, and code around this stage's blocks may read by another name."""
+        assert self._root is not None
+        within = tuple(f"{self.blocks[place]}." for place in self.owned)
+        others = ((path, each) for path, each in self._root.named_modules() if not f"{path}.".startswith(within))
+        held = ((path, chain(vars(each).items(), each._buffers.items())) for path, each in others)
+        other = next((f"{path}.{key}".lstrip(".") for path, own in held for key, each in own if each is value), None)
+        if other is not None and other not in self._shared:
+            self._shared.add(other)
+            warnings.warn(
+                f"{path} is one {type(value).__name__} with {other}, and changed in place in its block. Each pipeline"
+                " stage has its own, and other stages don't see there what this one's blocks have changed: give each"
+                " block its own, or have the network return what it is changed by.",
+                stacklevel=2,
+            )
 
     def _check_backward_hooks(self, index: int, name: str, module: nn.Module) -> None:
         if index < (self.owned.start if self.is_last else self.owned.stop):  # its output is received or sent here
