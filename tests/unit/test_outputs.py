@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.mixed_samples import LENGTH, Number, _as_long, _Run
-from lightning_shard.pipeline.runtime.outputs import lengths, merge, with_losses
+from lightning_shard.pipeline.dataflow.mixed_samples import LENGTH, Number, _lengths, _Run
+from lightning_shard.pipeline.runtime.outputs import Lengths, lengths, merge, with_losses
 
 Pair = namedtuple("Pair", "x y")
 X = torch.arange(24.0).reshape(8, 3)
@@ -115,20 +115,36 @@ def test_what_is_as_long_for_twice_as_many_samples_is_refused(step: str) -> None
     """With as many classes as a microbatch has samples it was joined as if it had a row for each."""
     fixed = lengths({"x": FIXED[step](X[:2])}).items() & lengths({"x": FIXED[step](X[:4])}).items()
     with pytest.raises(StepError, match=r"\['x'\].*it has 2 entries for each"):
-        merge([{"x": FIXED[step](batch)} for batch in tree.split(X, 4)], 2, dict(fixed))
+        merge([{"x": FIXED[step](batch)} for batch in tree.split(X, 4)], 2, Lengths(set(dict(fixed))))
 
 
-@pytest.mark.parametrize(("one", "other", "joined", "fixed"), [(2, 2, 2, True), (2, 0, 2, False), (0, 0, 0, False)])
-def test_what_varies_in_length_is_no_vector_of_classes(one: int, other: int, joined: int, *, fixed: bool) -> None:
+@pytest.mark.parametrize(
+    ("one", "other", "joined", "known"),
+    [(2, 2, 2, "fixed"), (2, 0, 2, "growing"), (1, 1, 2, "growing"), (1, 2, 2, ""), (0, 0, 0, "")],
+)
+def test_what_varies_in_length_is_no_vector_of_classes(one: int, other: int, joined: int, known: str) -> None:
     """Detections were refused in a later batch, in which a microbatch had as many as samples."""
     runs = [_Run(0, {}, {}, {(LENGTH, ("x",)): Number(torch.tensor(float(n)))}) for n in (one, other, joined)]
-    assert _as_long(*runs) == ({("x",)} if fixed else set())
+    assert [*map(bool, _lengths(*runs))] == [known == "fixed", known == "growing"]
+
+
+@pytest.mark.parametrize("step", [lambda x: x[::2], lambda x: [float(v) for v in x[::2, 0]]], ids=["rows", "floats"])
+def test_what_was_seen_to_grow_is_joined_whatever_its_length(step: Callable[[Tensor], Any]) -> None:
+    """It was refused in a batch whose microbatches had equally many detections by chance."""
+    parts = [step(part) for part in X.split(4)]
+    with pytest.raises(StepError, match="for each, of 4 samples"):
+        merge(parts, 4)
+    assert same(merge(parts, 4, Lengths(growing={()})), step(X))
+
+
+def test_no_rows_at_all_are_no_rows() -> None:
+    assert merge([X[:0], X[:0]], 4).shape == (0, 3)
 
 
 @pytest.mark.parametrize("step", [lambda x: [x, x + 1], lambda x: ("cat", "dog"), lambda x: (x, {"mean": x.mean()})])
 def test_what_is_known_to_be_parts_is_put_together_by_part(step: Callable[[Tensor], Any]) -> None:
     fixed = lengths(step(X[:2])).items() & lengths(step(X[:4])).items()
-    assert same(merge([step(batch) for batch in tree.split(X, 4)], 2, dict(fixed)), step(X))
+    assert same(merge([step(batch) for batch in tree.split(X, 4)], 2, Lengths(set(dict(fixed)))), step(X))
 
 
 def test_losses_take_the_place_of_those_that_were_returned() -> None:

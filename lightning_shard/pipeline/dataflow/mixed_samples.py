@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.draws import NotesDraws
 from lightning_shard.pipeline.dataflow.exchanged_samples import (
@@ -125,14 +126,16 @@ class Findings:
         loss: What the loss is, as far as known.
         logs: Names of logs that aren't the mean of their microbatches', or their sum.
         means: Names of logs that are, though the microbatches' differ: no function of a mean would be.
-        fixed: Paths of what the step returned that is as long for two microbatches as for one.
+        fixed: Paths of what the step returned that is as long for two microbatches as for each.
+        growing: Paths of what is as long for two as for both together.
     """
 
     stages: list[Stage] = field(default_factory=list)
     loss: LossOf | None = None
     logs: list[str] = field(default_factory=list)
     means: list[str] = field(default_factory=list)
-    fixed: set[tuple[str, ...]] = field(default_factory=set)
+    fixed: set[tree.Path] = field(default_factory=set)
+    growing: set[tree.Path] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -339,7 +342,9 @@ class MixedSamples:
             runs = [None if each is None else again(*each) for each in single]
             with NotesDraws() as notes:
                 runs.append(None if joined is None else again(*joined))
-            self._found.fixed |= _as_long(one, runs[0], runs[-1])
+            fixed, growing = _lengths(one, runs[0], runs[-1])
+            self._found.fixed |= fixed
+            self._found.growing |= growing
             return runs if not notes.has_drawn else [*runs[:-1], None]
         finally:
             memory.forget()
@@ -362,19 +367,22 @@ _FAILED = (
 )
 
 
-def _as_long(one: _Run, alone: _Run | None, joined: _Run | None) -> set[tuple[str, ...]]:
-    """Paths of what a step returned that is as long for two microbatches as for each.
+def _lengths(one: _Run, alone: _Run | None, joined: _Run | None) -> tuple[set[tree.Path], set[tree.Path]]:
+    """Paths of what a step returned that is as long for two microbatches as for each, or as for both together.
 
-    Of what varies, such as detections, the first may have as many as both; or all have none.
+    Of what varies, such as detections, the first may have as many as both; and where there are none, nothing is known.
     """
-    first, second, both = (each.numbers if each is not None else {} for each in (one, alone, joined))
-    lengths = {path: first[kind, path].value for kind, path in first.keys() & second.keys() if kind == LENGTH}
-    return {
-        path
-        for path, length in lengths.items()
-        if (LENGTH, path) in both and bool(length) and bool(second[LENGTH, path].value == length)
-        if bool(both[LENGTH, path].value == length)
-    }
+    fixed, growing = set(), set()
+    if alone is not None and joined is not None:
+        for kind, path in one.numbers.keys() & alone.numbers.keys() & joined.numbers.keys():
+            if kind != LENGTH:
+                continue
+            first, second, both = (float(run.numbers[kind, path].value) for run in (one, alone, joined))
+            if both == first + second > 0:
+                growing.add(path)
+            elif both == first == second > 0:
+                fixed.add(path)
+    return fixed, growing
 
 
 def _tolerance(tensor: Tensor) -> float:

@@ -3,20 +3,21 @@
 The merge is the inverse of the split into microbatches:
 
 - Tensors and arrays are concatenated along their first dimension, in order, if they have a row per sample, are a flat
-  view of one that has, or differ in length, such as detections.
+  view of one that has, differ in length, such as detections, or were seen to be longer for more samples.
 - Floats, and floating-point tensors without dimensions, are means over the batch: they are averaged.
 - Lists are concatenated if they have an entry per sample, or differ in length. A list of different results, such as
   ``[logits, features]``, is merged entry by entry, as tuples, dicts and dataclasses always are.
 - Values that are equal for all microbatches, and that can't be counts, are kept.
 
 Anything else is ambiguous, such as a vector with an element per class: it is refused by its key. So is one with as many
-classes as a microbatch has samples, if it was as long for twice as many samples (:func:`lengths`). So are indices of
+classes as a microbatch has samples, if it was as long for twice as many samples (:class:`Lengths`). So are indices of
 samples within the microbatch, where they can be recognised: the keys of a dict, and rows such as ``torch.nonzero``'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from numbers import Number
 from typing import Any, NoReturn
@@ -31,18 +32,38 @@ from lightning_shard.errors import StepError
 _KEPT = (str, bytes, bool, np.bool_, torch.dtype, torch.device, type(None))
 
 
-def merge(parts: Sequence[Any], size: int, fixed: Collection[tree.Path] = ()) -> Any:
+@dataclass(frozen=True)
+class Lengths:
+    """What is known of the lengths of what a step returns, by a run on two microbatches as one.
+
+    Attributes:
+        fixed: The paths of values that have no entry for each sample, though they may have as many.
+        growing: The paths of values whose entries are those of the microbatches, one after the other.
+    """
+
+    fixed: set[tree.Path] = field(default_factory=set)
+    growing: set[tree.Path] = field(default_factory=set)
+
+    def add(self, fixed: Collection[tree.Path], growing: Collection[tree.Path]) -> None:
+        self.fixed.update(fixed)
+        self.growing.update(growing)
+
+
+UNKNOWN = Lengths()
+
+
+def merge(parts: Sequence[Any], size: int, known: Lengths = UNKNOWN) -> Any:
     """Merge the results of the microbatches into one.
 
     Args:
         parts: The step's return value for each microbatch, in order.
         size: The number of samples in a microbatch.
-        fixed: The paths of values that have no entry for each sample, though they may have as many.
+        known: What is known of the lengths of values.
 
     Raises:
         StepError: A value can't be merged; names its key.
     """
-    return parts[0] if len(parts) == 1 else _merge(parts, size, fixed, ())
+    return parts[0] if len(parts) == 1 else _merge(parts, size, known, ())
 
 
 def lengths(result: Any, path: tree.Path = ()) -> dict[tree.Path, int]:
@@ -57,9 +78,9 @@ def lengths(result: Any, path: tree.Path = ()) -> dict[tree.Path, int]:
     return found
 
 
-def _merge(parts: Sequence[Any], size: int, fixed: Collection[tree.Path], path: tree.Path) -> Any:
+def _merge(parts: Sequence[Any], size: int, known: Lengths, path: tree.Path) -> Any:
     first = parts[0]
-    is_fixed = path in fixed and lengths(first).get(()) == size
+    is_fixed = path in known.fixed and lengths(first).get(()) == size
     if is_fixed and (_is_array(first) or (isinstance(first, list) and _holds_plain_values(first))):
         _refuse(
             path,
@@ -69,8 +90,8 @@ def _merge(parts: Sequence[Any], size: int, fixed: Collection[tree.Path], path: 
     if any(type(part) is not type(first) for part in parts):
         _refuse(path, "it is of another type for each", "return the same type for every batch")
     if _is_array(first):
-        return _merge_arrays(parts, size, path)
-    if isinstance(first, list) and not is_fixed and _has_entries(parts, size, path):
+        return _merge_arrays(parts, size, path, grows=path in known.growing)
+    if isinstance(first, list) and not is_fixed and (path in known.growing or _has_entries(parts, size, path)):
         return type(first)(chain.from_iterable(parts))
     if type(first) is tuple and not is_fixed and all(len(part) == size and _holds_texts(part) for part in parts):
         return tuple(chain.from_iterable(parts))  # one text per sample: the split treats it as a column too
@@ -85,7 +106,7 @@ def _merge(parts: Sequence[Any], size: int, fixed: Collection[tree.Path], path: 
                 "return a list with an entry for each sample, or texts as keys",
             )
         columns = zip(*([child for _, child in tree.children(part)] for part in parts))
-        return tree.rebuild(first, [_merge(c, size, fixed, (*path, str(k))) for k, c in zip(keys[0], columns)])
+        return tree.rebuild(first, [_merge(c, size, known, (*path, str(k))) for k, c in zip(keys[0], columns)])
     if isinstance(first, (float, np.floating)):
         return type(first)(sum(parts) / len(parts))
     if isinstance(first, _KEPT) or not isinstance(first, (Number, torch.Size)):
@@ -99,7 +120,7 @@ def _merge(parts: Sequence[Any], size: int, fixed: Collection[tree.Path], path: 
     )
 
 
-def _merge_arrays(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
+def _merge_arrays(parts: Sequence[Any], size: int, path: tree.Path, *, grows: bool) -> Any:
     first = parts[0]
     is_tensor = isinstance(first, Tensor)
     if any(part.ndim != first.ndim or part.shape[1:] != first.shape[1:] for part in parts):
@@ -109,7 +130,8 @@ def _merge_arrays(parts: Sequence[Any], size: int, path: tree.Path) -> Any:
             "pad all to one length, or return a list with an entry for each sample",
         )
     if first.ndim:
-        if len({len(part) for part in parts}) == 1 and len(first) != size and not _is_flat_view(first, size):
+        may_be_fixed = len(first) not in (0, size) and len({len(part) for part in parts}) == 1
+        if may_be_fixed and not grows and not _is_flat_view(first, size):
             _refuse(
                 path,
                 f"it has shape {tuple(first.shape)} for each, of {size} samples",

@@ -468,7 +468,7 @@ class PipelinedSteps:
         follows = what_follows(self._module.trainer)
         if self._stages.is_last:
             size = tree.batch_size(parts[0]) if len(parts) > 1 else 0
-            merged = tree.map_leaves(_detached, merge(results, size, self._compared.fixed(method, args)))
+            merged = tree.map_leaves(_detached, merge(results, size, self._compared.lengths(method, args)))
             in_blocks = sorted(self._logs.in_blocks(of_last=True))  # the broadcaster takes no set for an equal value
             changes = self._kept.changes()
             self._uneven_lists.look(changes, len(results))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_shard import tree
 from lightning_shard.errors import WHOLE_BATCHES
 from lightning_shard.pipeline.dataflow.mixed_samples import LENGTH, LOG, LOSS, Findings, Number, NumbersOf
-from lightning_shard.pipeline.runtime.outputs import lengths
+from lightning_shard.pipeline.runtime.outputs import Lengths, lengths
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.plugin.steps.logs import HeldLogs
 from lightning_shard.plugin.steps.loss_weight import LossWeights
@@ -49,7 +48,7 @@ class ComparedSamples:
         self._loss_of = loss_of
         self._warns = warns
         self._begun: set[tuple[Any, ...]] = set()
-        self._fixed: defaultdict[tuple[Any, ...], set[tree.Path]] = defaultdict(set)
+        self._lengths: defaultdict[tuple[Any, ...], Lengths] = defaultdict(Lengths)
 
     def looks(
         self, method: str, args: Sequence[Any], microbatches: int, *, uses_results: bool = True
@@ -77,9 +76,9 @@ class ComparedSamples:
         loss = self._loss_of(result).detach().clone()
         return {(LOSS, ""): Number(loss, self._weights.number(microbatch))} | logged
 
-    def fixed(self, method: str, args: Sequence[Any]) -> Collection[tree.Path]:
-        """Paths of what a step with these arguments returns that has no entry for each sample, as far as known."""
-        return self._fixed[(method, *args[1:])]
+    def lengths(self, method: str, args: Sequence[Any]) -> Lengths:
+        """What is known of the lengths of what a step with these arguments returns."""
+        return self._lengths[(method, *args[1:])]
 
     def tell(
         self, method: str, args: Sequence[Any], found: Findings, microbatches: int, *, is_known: bool = False
@@ -89,7 +88,7 @@ class ComparedSamples:
         Args:
             is_known: Whether it was told already why the loss isn't a mean; logs are then none for the same reason.
         """
-        self._fixed[(method, *args[1:])] |= found.fixed
+        self.lengths(method, args).add(found.fixed, found.growing)
         self._logs.trust(found.means)
         if is_known or not self._warns:
             return
