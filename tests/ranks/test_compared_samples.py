@@ -782,3 +782,27 @@ def three_batches() -> list[Tensor]:
 
 def test_a_network_that_changes_itself_in_its_first_forward_trains_alike() -> None:
     assert_trains_alike(Settles, three_batches, ["pp2"])
+
+
+class AttendsTimeFirst(UndroppedMean):
+    """Its blocks attend over the first dimension, as ``nn.MultiheadAttention`` does unless told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([x, x.roll(1, 1), x.roll(2, 1)])
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[0])  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()  # type: ignore[no-any-return]
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)  # type: ignore[no-any-return]
+
+
+def test_rows_of_networks_that_have_the_time_first_are_joined_from_microbatches_of_one_sample() -> None:
+    assert_trains_alike(AttendsTimeFirst, three_batches, ["pp2"], microbatches=8)

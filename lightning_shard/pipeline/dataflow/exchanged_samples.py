@@ -137,7 +137,7 @@ def places(shape: tuple[int, ...], size: int) -> list[Place]:
     """Where so many samples may lie in a tensor of this shape, the most likely first."""
     if not shape:
         return []
-    dims = (0,) if size == 1 else range(min(2, len(shape)))
+    dims = (0,) if size == shape[0] == 1 else range(min(2, len(shape)))  # 1 × 1: not also the second
     found = [Place(shape, dim) for dim in dims if shape[dim] == size]
     several, rest = divmod(shape[0], size)
     if several > 1 and not rest:

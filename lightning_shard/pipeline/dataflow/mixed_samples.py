@@ -156,6 +156,36 @@ class _Run:
         return cls(i, received, sent, {(_SENT, str(key)): Number(t) for key, t in sent.items() if is_number(t)})
 
 
+@dataclass
+class _Lengths:
+    """How long for two microbatches as one is what a step returned.
+
+    A reading that takes something else for samples lengthens nothing: what is fixed is so in all readings, what grows
+    in one.
+
+    Attributes:
+        fixed: Paths of what is as long as for each; ``None`` before a reading.
+        growing: Paths of what is as long as for both together.
+    """
+
+    fixed: set[tree.Path] | None = None
+    growing: set[tree.Path] = field(default_factory=set)
+
+    def add(self, one: _Run, alone: _Run | None, joined: _Run | None) -> None:
+        """Of what varies, such as detections, the first may have as many as both; where there are none, nothing is known."""
+        if alone is None or joined is None:
+            return
+        fixed = set()
+        for kind, path in one.numbers.keys() & alone.numbers.keys() & joined.numbers.keys():
+            if kind == LENGTH:
+                first, second, both = (float(run.numbers[kind, path].value) for run in (one, alone, joined))
+                if both == first + second > 0:
+                    self.growing.add(path)
+                elif both == first == second > 0:
+                    fixed.add(path)
+        self.fixed = fixed if self.fixed is None else self.fixed & fixed
+
+
 @dataclass(frozen=True)
 class _Runs:
     """The runs that are compared.
@@ -257,6 +287,7 @@ class MixedSamples:
         del self._first[stage.index]
         pair = Pair(microbatches[one.i], microbatches[i], one.received, other.received)
         judged, clean, loss = False, None, None
+        lengths = self._lengths = _Lengths()
         for reading in range(READINGS):
             given = self._to_run(kind, pair, reading, has_numbers=bool(one.numbers), is_last=stage.is_last)
             if not given:
@@ -265,11 +296,13 @@ class MixedSamples:
             if clean is None and runs is not None:
                 judged, loss = True, runs.loss() or loss
                 clean = None if runs.compares(pair.size) else runs
-            is_open = clean is None and reading + 1 < pair.readings()
+            is_open = (clean is None or bool(lengths.fixed)) and reading + 1 < pair.readings()
             if not self._peers.holds_on_any(kind, is_open):
                 break
         if judged and clean is None:
             self._found.stages.append(stage)
+        self._found.fixed |= (lengths.fixed or set()) - lengths.growing
+        self._found.growing |= lengths.growing
         self._found.loss = loss if stage.is_last else self._found.loss
         if clean is not None and clean.joined is not None:
             logs, means = clean.logs()
@@ -342,9 +375,7 @@ class MixedSamples:
             runs = [None if each is None else again(*each) for each in single]
             with NotesDraws() as notes:
                 runs.append(None if joined is None else again(*joined))
-            fixed, growing = _lengths(one, runs[0], runs[-1])
-            self._found.fixed |= fixed
-            self._found.growing |= growing
+            self._lengths.add(one, runs[0], runs[-1])
             return runs if not notes.has_drawn else [*runs[:-1], None]
         finally:
             memory.forget()
@@ -366,23 +397,6 @@ _FAILED = (
     " microbatches=1 or data_parallel_size=1."
 )
 
-
-def _lengths(one: _Run, alone: _Run | None, joined: _Run | None) -> tuple[set[tree.Path], set[tree.Path]]:
-    """Paths of what a step returned that is as long for two microbatches as for each, or as for both together.
-
-    Of what varies, such as detections, the first may have as many as both; and where there are none, nothing is known.
-    """
-    fixed, growing = set(), set()
-    if alone is not None and joined is not None:
-        for kind, path in one.numbers.keys() & alone.numbers.keys() & joined.numbers.keys():
-            if kind != LENGTH:
-                continue
-            first, second, both = (float(run.numbers[kind, path].value) for run in (one, alone, joined))
-            if both == first + second > 0:
-                growing.add(path)
-            elif both == first == second > 0:
-                fixed.add(path)
-    return fixed, growing
 
 
 def _tolerance(tensor: Tensor) -> float:
