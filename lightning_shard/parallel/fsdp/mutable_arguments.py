@@ -3,7 +3,8 @@
 With gradients enabled, FSDP2 passes copies of such containers to a unit (torch 2.11 to 2.13). So code around the unit
 wouldn't see the unit's changes, and would use the old entries. The entries of a changed copy are put into the original,
 and originals take the place of copies in these and in what the unit returns, at any depth. Gradients of entries that
-the unit doesn't return enter it elsewhere than at its output (``bypassed_units.py``).
+the unit doesn't return enter it elsewhere than at its output (``bypassed_units.py``). Tensors that it changes in place
+are in ``changed_tensors.py``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.fsdp.changed_tensors import ChangedTensors
 from lightning_shard.parallel.fsdp.units import class_name
 
 _LOOKS_INTO_DATACLASSES = torch.__version__ >= "2.12"
@@ -42,20 +44,25 @@ class _Call:
     def __init__(self) -> None:
         self._given: list[Any] = []
         self._copies: list[tuple[Any, Any, list[Any]]] = []
+        self._tensors = ChangedTensors()
 
     def begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._given = [*tree.containers((args, kwargs))]
+        self._tensors.begins((args, kwargs))
 
-    def copied(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def copied(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        args, kwargs = self._tensors.handed((args, kwargs))
         pairs = zip(self._given, tree.containers((args, kwargs)))
         self._copies = [(given, copy, _entries(copy)) for given, copy in pairs if given is not copy or _isnt_seen(copy)]
+        return args, kwargs
 
     def ends(self, unit: nn.Module, _: Any, output: Any) -> Any:
         copies, self._given, self._copies = self._copies, [], []
+        changed = self._tensors.ends(unit)
         _refuse_unseen(unit, [*tree.containers(output), *(c for _, c, old in copies if _differs(old, c))])
-        if not copies:
+        if not copies and not changed:
             return output
-        originals = _Originals({id(copy): given for given, copy, _ in copies})
+        originals = _Originals({id(copy): given for given, copy, _ in copies} | changed)
         for given, copy, before in copies:
             if _differs(before, copy):
                 _fill(given, copy)
