@@ -731,6 +731,34 @@ def test_logs_that_are_no_means_are_told_of_once(settings: dict[str, Any], batch
     assert {method: sorted(names) for method, names in told.items()} == {"test": other, "fit": other}
 
 
+class ChosenAndRejected(Views):
+    """Both go through the network at once, as for a preference loss, in evaluations too."""
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x = torch.cat([batch[0], batch[0].flip(1)])
+        for block in self.blocks:
+            x = block(x)
+        chosen, rejected = self.head(x).chunk(2)
+        better = (chosen - rejected).sum(-1)
+        self.log("loss", -F.logsigmoid(better).mean())
+        self.log("accuracy", (better > 0).float().mean())
+        self.log("!root", better.square().mean().sqrt())
+
+
+def logs_of_views_told_of() -> list[str]:
+    L.seed_everything(1, verbose=False)
+    loader: Any = DataLoader(TensorDataset(torch.randn(32, WIDTH), torch.randint(0, WIDTH, (32,))), batch_size=16)
+    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=4)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        L.Trainer(devices=2, strategy=strategy, **QUIET).test(ChosenAndRejected(), loader, verbose=False)
+    return [name for each in said for name in re.findall(r"self.log\('(.*?)', …\) (?:logs|of)", str(each.message))]
+
+
+def test_means_over_samples_of_two_views_are_not_told_of_in_evaluations() -> None:
+    assert run_ranks(logs_of_views_told_of, 2, elastic=True)[0] == ["!root"]
+
+
 class Padded(UndroppedMean):
     """On one data rank a mean over numbers that vary, and on the other over equal ones; ranks call each other."""
 

@@ -286,28 +286,29 @@ class MixedSamples:
         self._checked.add((kind, stage.index))
         del self._first[stage.index]
         pair = Pair(microbatches[one.i], microbatches[i], one.received, other.received)
-        judged, clean, loss = False, None, None
+        judged, loss = False, None
+        clean: list[_Runs] = []
         lengths = self._lengths = _Lengths()
         for reading in range(READINGS):
             given = self._to_run(kind, pair, reading, has_numbers=bool(one.numbers), is_last=stage.is_last)
             if not given:
                 break
             runs = self._runs(ran, run, numbers_of, given, one, other, pair.size)
-            if clean is None and runs is not None:
+            if runs is not None and (not clean or _THE_LOSS not in one.numbers):
                 judged, loss = True, runs.loss() or loss
-                clean = None if runs.compares(pair.size) else runs
-            is_open = (clean is None or bool(lengths.fixed)) and reading + 1 < pair.readings()
-            if not self._peers.holds_on_any(kind, is_open):
+                clean += [] if runs.compares(pair.size) else [runs]
+            # where there is no loss, means that a reading makes other numbers of show that it is wrong, as do lengths
+            is_open = not clean or bool(lengths.fixed) or (_THE_LOSS not in one.numbers and bool(_logs_of(clean)[0]))
+            if not self._peers.holds_on_any(kind, is_open and reading + 1 < pair.readings()):
                 break
-        if judged and clean is None:
+        if judged and not clean:
             self._found.stages.append(stage)
         self._found.fixed |= (lengths.fixed or set()) - lengths.growing
         self._found.growing |= lengths.growing
         self._found.loss = loss if stage.is_last else self._found.loss
-        if clean is not None and clean.joined is not None:
-            logs, means = clean.logs()
-            self._found.logs += logs
-            self._found.means += means
+        logs, means = _logs_of(clean)
+        self._found.logs += logs
+        self._found.means += means
 
     def _runs(
         self,
@@ -397,6 +398,15 @@ _FAILED = (
     " microbatches=1 or data_parallel_size=1."
 )
 
+
+def _logs_of(readings: Sequence[_Runs]) -> tuple[list[str], list[str]]:
+    """The names of logs that are means in no reading, and of those that are means in any, and no functions of one."""
+    found = [runs.logs() for runs in readings if runs.joined is not None]
+    if not found:
+        return [], []
+    first, *others = found
+    means = dict.fromkeys(name for _, each in found for name in each)
+    return [name for name in first[0] if all(name in unlike for unlike, _ in others)], list(means)
 
 
 def _tolerance(tensor: Tensor) -> float:
