@@ -163,8 +163,10 @@ def _exclude_buffers(root: nn.Module, stages: Stages, modules: Collection[nn.Mod
             if buffer not in module._non_persistent_buffers_set:
                 module._non_persistent_buffers_set.add(buffer)
                 stages.foreign_buffers.add(f"{path}.{buffer}")
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            module.register_state_dict_post_hook(_without_extra_state)
+        kind = type(module)
+        saves_more = kind._save_to_state_dict is not nn.Module._save_to_state_dict  # as torch's FakeQuantize
+        if saves_more or kind.get_extra_state is not nn.Module.get_extra_state:
+            module.register_state_dict_post_hook(_without_own)
 
 
 def _ignore_in_loads(root: nn.Module, parameters: Collection[_Slot], buffers: Collection[str]) -> None:
@@ -236,8 +238,12 @@ def _without_hollow(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: A
             del state_dict[name]
 
 
-def _without_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    state.pop(f"{prefix}_extra_state", None)
+def _without_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Hook: remove what a module saves itself, and not its submodules."""
+    own = [name for name in state if name.startswith(prefix)]
+    for name in own:
+        if name.removeprefix(prefix).partition(".")[0] not in module._modules:
+            del state[name]
 
 
 def _parameter(module: nn.Module, target: str) -> Any:
