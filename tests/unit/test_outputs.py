@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.mixed_samples import LENGTH, Number, _lengths, _Run
+from lightning_shard.pipeline.dataflow.mixed_samples import LENGTH, Number, _Lengths, _Run
 from lightning_shard.pipeline.runtime.outputs import Lengths, lengths, merge, with_losses
 
 Pair = namedtuple("Pair", "x y")
@@ -125,7 +125,17 @@ def test_what_is_as_long_for_twice_as_many_samples_is_refused(step: str) -> None
 def test_what_varies_in_length_is_no_vector_of_classes(one: int, other: int, joined: int, known: str) -> None:
     """Detections were refused in a later batch, in which a microbatch had as many as samples."""
     runs = [_Run(0, {}, {}, {(LENGTH, ("x",)): Number(torch.tensor(float(n)))}) for n in (one, other, joined)]
-    assert [*map(bool, _lengths(*runs))] == [known == "fixed", known == "growing"]
+    seen = _Lengths()
+    seen.add(*runs)
+    assert [bool(seen.fixed), bool(seen.growing)] == [known == "fixed", known == "growing"]
+
+
+def test_a_reading_that_lengthens_a_result_shows_that_others_were_wrong() -> None:
+    seen = _Lengths()
+    for joined in (4, 8):
+        runs = [_Run(0, {}, {}, {(LENGTH, ("x",)): Number(torch.tensor(float(n)))}) for n in (4, 4, joined)]
+        seen.add(*runs)
+    assert (seen.fixed, seen.growing) == (set(), {("x",)})
 
 
 @pytest.mark.parametrize("step", [lambda x: x[::2], lambda x: [float(v) for v in x[::2, 0]]], ids=["rows", "floats"])

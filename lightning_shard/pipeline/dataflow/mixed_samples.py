@@ -172,7 +172,10 @@ class _Lengths:
     growing: set[tree.Path] = field(default_factory=set)
 
     def add(self, one: _Run, alone: _Run | None, joined: _Run | None) -> None:
-        """Of what varies, such as detections, the first may have as many as both; where there are none, nothing is known."""
+        """Compare the runs' lengths.
+
+        Of what varies, such as detections, the first may have as many as both; where there are none, nothing is known.
+        """
         if alone is None or joined is None:
             return
         fixed = set()
@@ -269,6 +272,7 @@ class MixedSamples:
         self._first: dict[int, _Run] = {}
         self._checked: set[tuple[str, int]] = set()
         self._found = Findings()
+        self._lengths = _Lengths()
 
     def ran(self, kind: str, i: int, ran: Ran, microbatches: Sequence[Any], run: RunOn, numbers_of: NumbersOf) -> None:
         """Microbatch ``i`` has run on one of this rank's stages, forward; check it with the one before.
