@@ -51,6 +51,7 @@ from lightning_shard.plugin.steps.batches import Batches
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows, what_follows
 from lightning_shard.plugin.steps.checks.changed_batches import ChangedBatches
 from lightning_shard.plugin.steps.checks.compared_samples import ComparedSamples
+from lightning_shard.plugin.steps.checks.stepped_schedulers import steps_no_scheduler
 from lightning_shard.plugin.steps.checks.summed_losses import SummedLosses
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.checks.written_files import WrittenFiles
@@ -426,6 +427,7 @@ class PipelinedSteps:
             WholeNorms.aside(),
             self._output.watched(microbatches),
             self._files.watched(),
+            steps_no_scheduler(self._module.trainer, microbatches),  # type: ignore[attr-defined]
             inference_mode_as_no_grad(),
         ):
             yield

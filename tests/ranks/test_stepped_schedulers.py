@@ -1,0 +1,46 @@
+"""A step that steps a learning-rate scheduler itself: as in one process, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_shard.testing import RanksFailed, run_ranks
+from tests.parity import Model, Seen, layout, train
+
+PIPELINE = layout(pipeline=2)
+
+
+class Steps(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        scheduler: Any = self.lr_schedulers()
+        scheduler.step()
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "frequency": 1000}]
+
+
+def losses(sizes: dict[str, int] | None, **options: Any) -> list[float]:
+    seen: Seen = train("gpt", sizes, module=Steps, steps=4, **options)
+    return seen.losses
+
+
+def test_with_one_microbatch_it_is_stepped_once() -> None:
+    plain = losses(None)
+    for own in run_ranks(losses, 2, PIPELINE, microbatches=1, elastic=True, timeout_s=60):
+        assert own == pytest.approx(plain, abs=1e-5)
+
+
+def test_with_several_it_is_refused() -> None:
+    """It was stepped once for each of them, and more often in the first batch."""
+    with pytest.raises(RanksFailed, match=r"steps the ExponentialLR itself, and runs once for each of 4 microbatches"):
+        run_ranks(losses, 2, PIPELINE, elastic=True, timeout_s=60)
