@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.convert.outfile import OutFile, Source
-from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY, put_together
+from lightning_shard.checkpoint.foreign.keys_of_hooks import TRANSFORMERS_KEY
+from lightning_shard.checkpoint.foreign.lightning_ckpt import put_together
 from lightning_shard.checkpoint.foreign.torchfile import Skeleton, fake_tensor, skeleton
 from lightning_shard.checkpoint.format.decode import decode
 from lightning_shard.checkpoint.format.header import build_header, dtype_name
@@ -139,6 +140,8 @@ def pretrained(
     """
     tree = checkpoint.state_json()
     raw = tree.get(TRANSFORMERS_KEY) if isinstance(tree, dict) else None
+    if not (isinstance(raw, dict) and {"models", "tokenizer"} <= raw.keys()):
+        raw = None  # a program's own state under this key
     tensors = StoredTensors(checkpoint.manifest.trainer, checkpoint)
     known = decode(raw, lambda name: tensors[name].full()) if raw else {"models": {}, "tokenizer": {}}
     models = known["models"]

@@ -11,10 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_shard.checkpoint.foreign.keys_of_hooks import (
+    EXTRA_STATE,
+    OPTIMIZER_TENSORS,
+    OWN,
+    TRANSFORMERS_KEY,
+    put_back,
+    set_aside,
+)
 from lightning_shard.errors import CheckpointError
 
-TRANSFORMERS_KEY = "transformers"
-"""Key of the trainer state for what a transformers folder needs beside the weights."""
 _DATA_PLACE = {"epoch", "position", "unit", "seed"}
 """Keys of the data position that the strategy's loaders save, which other loaders can't load."""
 
@@ -27,11 +33,16 @@ def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
         ``rest["optimizer_states"]`` has ``"values"`` (by number and key, what isn't a tensor), ``"param_groups"``, and
         ``"numbered"`` as :func:`~lightning_shard.checkpoint.optimizers.named.name_numbered` expects it.
     """
-    rest = {key: value for key, value in content.items() if key != "state_dict"}
+    own = content.get(OWN)  # of a gathered checkpoint
+    rest = set_aside(
+        {key: value for key, value in content.items() if key not in ("state_dict", OWN, OPTIMIZER_TENSORS)}
+    )
+    if isinstance(own, Mapping):
+        rest[OWN] = {**own, **rest.get(OWN, {})}
     model = {name: value for name, value in content["state_dict"].items() if isinstance(value, Tensor)}
     extra = {name: value for name, value in content["state_dict"].items() if not isinstance(value, Tensor)}
     if extra:
-        rest["extra_state"] = extra
+        rest[EXTRA_STATE] = extra
     optimizer: dict[str, Tensor] = {}
     described = []
     for index, state in enumerate(rest.get("optimizer_states", [])):
@@ -68,8 +79,9 @@ def put_together(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | 
                 " .ckpt file: gather with optimizer=False."
             )
         return {"state_dict": dict(model)}
-    content = {key: value for key, value in rest.items() if key not in ("extra_state", TRANSFORMERS_KEY)}
-    content["state_dict"] = {**model, **rest.get("extra_state", {})}
+    content = {key: value for key, value in rest.items() if key not in (EXTRA_STATE, TRANSFORMERS_KEY)}
+    content["state_dict"] = {**model, **rest.get(EXTRA_STATE, {})}
+    put_back(content)
     _forget_place_in_data(content)
     if optimizer is None:
         for key in ("optimizer_states", "lr_schedulers", "callbacks"):

@@ -19,7 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.excluded import complete
-from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
+from lightning_shard.checkpoint.foreign.keys_of_hooks import (
+    EXTRA_STATE,
+    OPTIMIZER_TENSORS,
+    RANK_STATE,
+    TRANSFORMERS_KEY,
+    put_back,
+    set_aside,
+)
 from lightning_shard.checkpoint.optimizers.named import flatten_optimizer_states, merge_stages
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.sharded_values import lay_out, lift, merge_over_stages
@@ -142,7 +149,7 @@ class ShardedCheckpointIO(CheckpointIO):
             raise ConfigurationError(SEVERAL_RANKS)
         if self._site is None and self.exclude_frozen:
             raise ConfigurationError("exclude_frozen needs strategy='hybrid_shard', which knows what doesn't train.")
-        rest = dict(checkpoint)
+        rest = dict(checkpoint) if self._site is not None else set_aside(checkpoint)
         state = rest.pop("state_dict", {})
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
@@ -161,7 +168,7 @@ class ShardedCheckpointIO(CheckpointIO):
         if described is not None:
             rest["optimizer_states"] = described
         if extra:
-            rest["extra_state"] = extra
+            rest[EXTRA_STATE] = extra
         arguments: dict[str, Any] = {
             "optimizer": {**optimizer, **sharded},
             "trainer_state": rest,
@@ -253,10 +260,10 @@ class ShardedCheckpointIO(CheckpointIO):
         if not isinstance(loaded, dict) or "pytorch-lightning_version" not in loaded:
             return weights_alone(stored)
         loaded.pop(TRANSFORMERS_KEY, None)
-        loaded["state_dict"] = {**stored, **loaded.pop("extra_state", {})}
-        loaded["optimizer_tensors"] = dict(stored.optimizer)
+        loaded["state_dict"] = {**stored, **loaded.pop(EXTRA_STATE, {})}
+        loaded[OPTIMIZER_TENSORS] = dict(stored.optimizer)
         if self._site is not None and stored.manifest.layout == self._site.layout.sizes:
-            loaded["rank_state"] = stored.rank_state(self._site.layout.rank)
+            loaded[RANK_STATE] = stored.rank_state(self._site.layout.rank)
         return loaded
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -270,10 +277,12 @@ class ShardedCheckpointIO(CheckpointIO):
             name: value.full() if isinstance(value, ckpt.StoredTensor) else value
             for name, value in loaded["state_dict"].items()
         }
-        if any(not name.startswith("state/") for name in loaded.pop("optimizer_tensors")):
+        if any(not name.startswith("state/") for name in loaded.pop(OPTIMIZER_TENSORS)):
             loaded.pop("optimizer_states", None)
             if loaded.get(WEIGHTS_ALONE):
                 loaded["optimizer_states"] = []
+        loaded.pop(RANK_STATE, None)
+        put_back(loaded)
         state_dict = loaded.pop("state_dict")
         rest, pairs = lay_out(loaded, {}, ())
         ckpt.load_tensors(pairs)

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from lightning_shard.checkpoint import Pair, StoredTensor, load_together
 from lightning_shard.checkpoint.excluded import excluded_of
-from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY
+from lightning_shard.checkpoint.foreign.keys_of_hooks import OWN, RANK_STATE, TRANSFORMERS_KEY, put_back, set_aside
 from lightning_shard.checkpoint.names import prefix_of
 from lightning_shard.checkpoint.optimizers.named import merge_stages, name_numbered, named_optimizer_state
 from lightning_shard.checkpoint.optimizers.restored import Plan, asked_as, plan_optimizers, renamed
@@ -134,11 +134,12 @@ class CheckpointedStrategy(ConnectedStrategy):
         states: dict[str, Any] = {
             key: same_on_data_ranks(checkpoint[key], parameters, self.groups.gradient, self.root_device)
             for key in ("state_dict", "current_model_state")  # the latter: the module's, where the former is an average
-            if key in checkpoint
+            if isinstance(checkpoint.get(key), Mapping)
         }
         if finetuning_callbacks(self.lightning_module.trainer) and "optimizer_states" in checkpoint:
             whole_groups(checkpoint, self.lightning_module.trainer, self._parameter_groups())
-        own: dict[str, Any] = {"seed": self._seed}
+        checkpoint = set_aside(checkpoint)
+        own: dict[str, Any] = {**checkpoint.get(OWN, {}), "seed": self._seed}
         if self.checkpoint_io.exclude_frozen:
             states["state_dict"], own["excluded"] = self._frozen().leave_out(states["state_dict"])
         if self.is_global_zero:  # whose state is saved
@@ -146,7 +147,7 @@ class CheckpointedStrategy(ConnectedStrategy):
                 self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
             )
         self.checkpoint_io.save_checkpoint(
-            {**checkpoint, **states, "lightning_shard": own},
+            {**checkpoint, **states, OWN: own},
             self.broadcast(filepath),
             storage_options=storage_options,
         )
@@ -157,8 +158,8 @@ class CheckpointedStrategy(ConnectedStrategy):
         module = self.lightning_module
         assert module is not None
         if module.trainer.state.fn == TrainerFn.FITTING:  # an evaluation isn't resumed
-            self._seed = loaded.get("lightning_shard", {}).get("seed", self._seed)
-        self._generators = loaded.pop("rank_state", None)
+            self._seed = loaded.get(OWN, {}).get("seed", self._seed)
+        self._generators = loaded.pop(RANK_STATE, None)
         own = module.state_dict(keep_vars=True)
         elsewhere = set(self._names_of_other_stages()) - own.keys()
         live = {name: value for name, value in own.items() if isinstance(value, Tensor)}
@@ -170,9 +171,11 @@ class CheckpointedStrategy(ConnectedStrategy):
             return found
 
         load_together(pairs)
-        if "current_model_state" in loaded:  # the other one is an average, of frozen parameters too
+        # then the other state is an average, of frozen parameters too
+        if isinstance(loaded.get("current_model_state"), Mapping):
             _complete_average(loaded)
         reopen_epoch(loaded.get("loops", {}).get("fit_loop", {}))
+        put_back(loaded)
         self._gave_lazy = edits_checkpoints(module)
         if self._gave_lazy:
             loaded["state_dict"] = as_lazy(loaded["state_dict"])
@@ -326,4 +329,4 @@ def _complete_average(loaded: dict[str, Any]) -> None:
     if (excluded := excluded_of(loaded, average)) is not None:
         names = (name for name in excluded["tensors"] if name in module)  # others are other stages'
         loaded["state_dict"] = {name: module[name] for name in names} | dict(average)
-        loaded["lightning_shard"] = {key: each for key, each in loaded["lightning_shard"].items() if key != "excluded"}
+        loaded[OWN] = {key: each for key, each in loaded[OWN].items() if key != "excluded"}
