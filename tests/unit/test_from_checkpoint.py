@@ -29,7 +29,7 @@ def saved(path: Path) -> Module:
 
 def test_a_directory_and_its_hyperparameters(tmp_path: Path) -> None:
     module = saved(tmp_path / "c")
-    for path in (tmp_path / "c", str(tmp_path / "c"), f"file://{tmp_path}/c"):
+    for path in (tmp_path / "c", str(tmp_path / "c"), f"file://{tmp_path}/c", tmp_path / "c" / "manifest.json"):
         again = Module.load_from_checkpoint(path)
         assert torch.equal(again.layer.weight, module.layer.weight)
     assert Module.load_from_checkpoint(tmp_path / "c", map_location=torch.device("cpu")).layer.weight.is_cpu

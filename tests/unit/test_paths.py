@@ -134,6 +134,10 @@ def test_what_is_no_path_is_refused_by_name(path: Any, tmp_path: Path) -> None:
         ):
             with pytest.raises(CheckpointError, match=r"path \(.*\) must be a str"):
                 call()
+    (tmp_path / "file").write_text("a plain checkpoint")
+    with pytest.raises(CheckpointError, match="is a single file, and a checkpoint is a directory"):
+        checkpoint.save(state, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "a plain checkpoint"
     with pytest.raises(CheckpointError, match="holds a NUL"):
         checkpoint.save(state, tmp_path / "a\0b")
     with pytest.raises(CheckpointError, match=r"out \(.*\) must be a str"):

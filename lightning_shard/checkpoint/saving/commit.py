@@ -34,12 +34,16 @@ def look_before_saving(store: Store) -> Earlier:
 
     Raises:
         CheckpointError: There is a ``manifest.json`` of another program; or the path is a symbolic link to a
-            checkpoint.
+            checkpoint, or a file.
     """
     if isinstance(store, LocalStore) and os.path.islink(store.root) and store.exists(MANIFEST_NAME):
         raise CheckpointError(
             f"{store.root} is a symbolic link to the checkpoint {os.path.realpath(store.root)}, which would be"
             " overwritten: save to another path, or to that one by its own name, or remove the link."
+        )
+    if isinstance(store, LocalStore) and os.path.isfile(store.root):
+        raise CheckpointError(
+            f"{store.root} is a single file, and a checkpoint is a directory: save to another path, or remove the file."
         )
     return look(store)
 

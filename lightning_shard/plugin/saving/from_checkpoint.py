@@ -22,6 +22,8 @@ def take_over_reading() -> None:
     read_file = saving.pl_load
 
     def read(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if isinstance(path, (str, os.PathLike)) and os.path.basename(path) == "manifest.json":
+            path = os.path.dirname(path) or "."  # a sharded checkpoint, by the path of its manifest
         try:
             return read_file(path, map_location=map_location, weights_only=weights_only)
         except OSError as error:  # a directory, or no file of exactly this name

@@ -47,7 +47,7 @@ from torch import Tensor
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.catalog import commits, is_file, names_in
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.checkpoint.store import as_path, local_path, open_filesystem
+from lightning_shard.checkpoint.store import as_path, as_text, local_path, open_filesystem
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.saving.checkpoint_io import SEVERAL_RANKS, ShardedCheckpointIO
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
@@ -474,9 +474,9 @@ def _is_local(path: str) -> bool:
 
 def _normalised(path: str | os.PathLike[str]) -> str:
     """One spelling for each directory, since Lightning compares paths: as it does for local paths, for all of them."""
-    text = os.fspath(path)
-    if not isinstance(path, str) and re.match(r"[A-Za-z][\w+.-]+:/", text):
+    if isinstance(path, Path) and re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
         raise ConfigurationError(f"dirpath ({path!r}) was a URL before it was made a Path: pass it as a str.")
+    text = as_text(path, "dirpath")
     if (local := local_path(text)) is not None:
         return os.path.realpath(os.path.expanduser(local))
     scheme, separator, rest = text.partition("://")
