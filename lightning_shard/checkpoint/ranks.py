@@ -36,9 +36,15 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any = None) -> Ranks:
-        """The ranks of ``group``; by default, of the whole world."""
+        """The ranks of ``group``; by default, of the whole world.
+
+        Raises:
+            CheckpointError: This rank isn't one of them.
+        """
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise CheckpointError(f"Rank {dist.get_rank()} isn't in group: call this on the ranks of the group only.")
         group = group if group is not None else dist.group.WORLD
         return cls(dist.get_rank(), tuple(dist.get_process_group_ranks(group)), group)
 

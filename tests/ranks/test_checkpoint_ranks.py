@@ -288,3 +288,21 @@ def gather_to_a_full_disk(folder: str) -> str:
 def test_a_gather_that_fails_on_one_rank_fails_on_all_and_none_waits(tmp_path):
     for message in run_ranks(gather_to_a_full_disk, 2, str(tmp_path), timeout_s=40):
         assert "No space left on device" in message
+
+
+def saved_by_some(path: str) -> str:
+    group, state = dist.new_group([0, 2]), {"t": torch.arange(5)}
+    if dist.get_rank() == 1:
+        with pytest.raises(CheckpointError, match="Rank 1 isn't in group"):
+            checkpoint.save(state, path, group=group)
+        with pytest.raises(CheckpointError, match="Rank 1 isn't in group"):
+            checkpoint.AsyncSaver(group)
+    else:
+        with checkpoint.AsyncSaver(group) as saver:
+            saver.save(state, path)
+    dist.barrier()
+    return checkpoint.read(path).manifest.attempt
+
+
+def test_some_of_the_ranks_save_and_the_others_are_told_that_they_do_not(tmp_path: Path) -> None:
+    assert len(set(run_ranks(saved_by_some, 3, str(tmp_path / "c")))) == 1
