@@ -317,8 +317,9 @@ def place_of(mesh: DeviceMesh) -> Place:
     return place
 
 
-def _forget(key: int, _: object) -> None:
-    _places.pop(key, None)
+def _forget(key: int, _: object, places: dict[int, Place] = _places) -> None:
+    # bound as a default, since at exit a module's names are gone before the last meshes are
+    places.pop(key, None)
 
 
 def _short(ranks: Any) -> str:

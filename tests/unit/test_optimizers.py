@@ -245,6 +245,29 @@ def test_one_saved_by_name_beside_a_numbered_one_comes_back_by_name(tmp_path: Pa
     assert fresh[1].state[into["c"]]["momentum_buffer"].tolist() == [3.0, 3.0]
 
 
+def test_a_ckpt_whose_optimizer_state_is_by_names_is_taken_by_position_as_torch_does(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    module(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    names = [f"any/name.{number}" for number in range(4)]
+    named = {
+        "state": {names[number]: entries for number, entries in state["state"].items()} | {"note": 5},
+        "param_groups": [{**state["param_groups"][0], "params": names}],
+    }
+    torch.save({"state_dict": module.state_dict(), "optimizer_states": [named]}, tmp_path / "a.ckpt")
+    again = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    other = torch.optim.AdamW(again.parameters(), lr=0.2)
+    checkpoint.load(tmp_path / "a.ckpt", again, optimizer=other)
+    assert other.state.pop("note") == 5  # type: ignore[call-overload]
+    found = other.state_dict()
+    assert found["param_groups"] == state["param_groups"]
+    assert found["state"].keys() == state["state"].keys()
+    for number, entries in state["state"].items():
+        assert all(torch.equal(found["state"][number][key], value) for key, value in entries.items())
+
+
 def test_a_group_of_new_parameters_keeps_its_settings(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     checkpoint.save(module, tmp_path / "c", optimizer=pulled([module.weight], [module.bias], lr=0.9))

@@ -6,7 +6,7 @@ parameter names (``"{optimizer}/{parameter}/{key}"``); where these aren't known,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -47,18 +47,28 @@ def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
     described = []
     for index, state in enumerate(rest.get("optimizer_states", [])):
         values: dict[str, dict[str, Any]] = {}
-        for number, entries in state["state"].items():
-            for key, value in entries.items() if isinstance(number, int) else ():
+        numbers = _numbers(state["param_groups"])
+        for parameter, entries in state["state"].items():
+            for key, value in entries.items() if parameter in numbers else ():
                 if isinstance(value, Tensor):
-                    optimizer[f"{index}/{number}/{key}"] = value
+                    optimizer[f"{index}/{numbers[parameter]}/{key}"] = value
                 else:
-                    values.setdefault(str(number), {})[key] = value
-        groups = [{**group, "params": [str(number) for number in group["params"]]} for group in state["param_groups"]]
-        shared = {key: entries for key, entries in state["state"].items() if not isinstance(key, int)}
+                    values.setdefault(numbers[parameter], {})[key] = value
+        groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in state["param_groups"]]
+        shared = {key: entries for key, entries in state["state"].items() if key not in numbers}
         described.append({"numbered": True, "values": values, "shared": shared, "param_groups": groups})
     if "optimizer_states" in rest:
         rest["optimizer_states"] = described
     return model, optimizer, rest
+
+
+def _numbers(groups: Iterable[Mapping[str, Any]]) -> dict[Any, str]:
+    """The number of each parameter, by the key that the groups list it under.
+
+    The key is a number, or a name, as of ``get_optimizer_state_dict``. torch takes any, and goes by the position.
+    """
+    listed = [key for group in groups for key in group["params"]]
+    return {key: str(key if isinstance(key, int) else position) for position, key in enumerate(listed)}
 
 
 def put_together(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None, rest: Any) -> dict[str, Any]:

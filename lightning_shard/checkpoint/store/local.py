@@ -46,7 +46,7 @@ def thread_count() -> int:
     """The number of threads for this process: its share of the processors among the machine's ranks."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     neighbours = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, min(MAX_THREADS, processors // (int(neighbours) if neighbours.isdigit() else 1) or 1))
+    return max(1, min(MAX_THREADS, processors // max(1, int(neighbours) if neighbours.isdecimal() else 1)))
 
 
 class LocalStore:
