@@ -185,8 +185,8 @@ def _entries(tensors: Mapping[str, Tensor], archive: Archive) -> dict[str, Any]:
     section: dict[str, Any] = {}
     known: dict[str, str] = {}
     for name, tensor in tensors.items():
-        if not isinstance(name, str):
-            raise CheckpointError(f"A tensor is named {name!r:.60}: names must be strings.")
+        if not isinstance(name, str) or any("\ud800" <= character <= "\udfff" for character in name):
+            raise CheckpointError(f"A tensor is named {name!r:.60}: names must be strings that UTF-8 has.")
         entry = archive.stored_as(name, tensor)
         first = known.setdefault(json.dumps(entry), name) if tensor.numel() else name
         section[name] = entry if first == name else {"same_as": first}
