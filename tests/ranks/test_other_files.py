@@ -14,13 +14,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch import Tensor, distributed
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import HybridShardStrategy, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint.convert import write
 from lightning_shard.errors import CheckpointError
 from lightning_shard.testing import run_ranks
 from tests.parity import GLOBAL_BATCH, NETWORKS, QUIET, Model, Tokens, layout, loader, world
 
 SAVED, TRAINED = 2, 4  # an epoch has two steps
+ONE_PROCESS = "one_process"
 LAYOUTS = {"pp2": layout(pipeline=2), "tp2": layout(tensor=2)}
 
 
@@ -68,6 +69,8 @@ def both_ways(name: str, folder: str, plain: str, pretrained: str) -> dict[str, 
     fit(own, strategy(), folder)
     resumed = Tuned()
     fit(resumed, strategy(), ckpt_path=plain)
+    of_one_process = Tuned()
+    fit(of_one_process, strategy(), ckpt_path=f"{Path(plain).parent}/{ONE_PROCESS}")
     started = Tuned()
     trainer = fit(started, strategy(), ckpt_path=pretrained)
     assert trainer.global_step == TRAINED
@@ -85,7 +88,7 @@ def both_ways(name: str, folder: str, plain: str, pretrained: str) -> dict[str, 
         checkpoint.gather(saved, f"{folder}/no.safetensors", dtype=torch.int8 if distributed.get_rank() else None)
     return {
         "own": own.losses,
-        "resumed": resumed.losses,
+        "resumed": [resumed.losses, of_one_process.losses],
         "started": [started.losses, loaded.losses],
         "share": seen[-1][0],
     }
@@ -104,7 +107,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, dict[str,
     started.model.load_state_dict(model.state_dict())
     fit(started)
     losses = {"uninterrupted": uninterrupted.losses, "started": started.losses}
-    return str(folder / f"step={SAVED}.ckpt"), str(folder / "hf"), losses
+    saved = folder / f"step={SAVED}.ckpt"
+    # as a Trainer on one process saves with this plugin: its optimizer's state is whole in the trainer state
+    ShardedCheckpointIO().save_checkpoint(torch.load(saved, weights_only=False), folder / ONE_PROCESS)
+    return str(saved), str(folder / "hf"), losses
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -115,7 +121,8 @@ def test_plain_checkpoints_and_folders_go_in_and_come_out(
     ranks = run_ranks(both_ways, 2, name, str(tmp_path), stock, pretrained, elastic=True)
     for seen in ranks:
         assert seen["own"] == pytest.approx(losses["uninterrupted"], rel=2e-6)
-        assert seen["resumed"] == pytest.approx(losses["uninterrupted"][SAVED:], rel=2e-6)
+        for resumed in seen["resumed"]:
+            assert resumed == pytest.approx(losses["uninterrupted"][SAVED:], rel=2e-6)
         for started in seen["started"]:
             assert started == pytest.approx(losses["started"], rel=2e-6)
 

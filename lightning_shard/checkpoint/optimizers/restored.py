@@ -135,10 +135,10 @@ def stored_states(checkpoint: Checkpoint) -> list[dict[str, Any]] | None:
     raw = tree if "$" in tree else {OPTIMIZER_STATES: tree.get(OPTIMIZER_STATES)}
     state = decode(raw, lambda name: tensors[name].full(), checkpoint.optimizer.__getitem__)
     states = state.get(OPTIMIZER_STATES) if isinstance(state, Mapping) else None
-    return None if states is None else [_described(index, item) for index, item in enumerate(states)]
+    return None if states is None else [described(index, item) for index, item in enumerate(states)]
 
 
-def _described(index: int, state: Any) -> dict[str, Any]:
+def described(index: int, state: Any) -> dict[str, Any]:
     """Normalize an entry: our form is unchanged; a plain ``state_dict()``, which Trainers on one process keep whole in
     the trainer state, is converted."""
     if isinstance(state, Mapping) and "values" in state and "param_groups" in state:

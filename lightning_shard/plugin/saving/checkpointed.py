@@ -20,7 +20,7 @@ from lightning_shard.checkpoint.excluded import excluded_of
 from lightning_shard.checkpoint.foreign.keys_of_hooks import OWN, RANK_STATE, TRANSFORMERS_KEY, put_back, set_aside
 from lightning_shard.checkpoint.names import prefix_of
 from lightning_shard.checkpoint.optimizers.named import merge_stages, name_numbered, named_optimizer_state
-from lightning_shard.checkpoint.optimizers.restored import Plan, asked_as, plan_optimizers, renamed
+from lightning_shard.checkpoint.optimizers.restored import Plan, asked_as, described, plan_optimizers, renamed
 from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.checkpoint.store import as_path
 from lightning_shard.errors import ConfigurationError, StateMismatchError
@@ -241,6 +241,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             listed = [name for state in named for group in state["param_groups"] for name in group["params"]]
             if prefix := prefix_of(listed, set(self._assembly.places)):
                 tensors, states = renamed(tensors, states, None, {"": prefix})
+        states = [described(index, state) for index, state in enumerate(states)]
         everywhere = self._parameter_groups()
         if any(state.get("numbered") for state in states):
             tensors, states = name_numbered(tensors, states, everywhere)
