@@ -20,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.containers import has_forward
-from lightning_shard.parallel.source_order import attributes_used, loops
+from lightning_shard.parallel.source_order import attributes_used, loops, loops_first
 from lightning_shard.scripted import is_scripted
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -475,7 +475,8 @@ def _running_order(
             break
     else:
         used = []
-    order = _loops_first(type(level), used, carriers)
+    below = {*dict(level.named_modules(remove_duplicate=False)), *dict(level.named_parameters(remove_duplicate=False))}
+    order = loops_first(type(level), used, carriers, below)
     for name in [child for child in carriers if child not in order]:
         order.append(name)
     place = {name: index for index, name in enumerate(children)}
@@ -483,17 +484,3 @@ def _running_order(
         earlier = [order.index(carrier) for carrier in carriers if place[carrier] < place[name]]
         order.insert(max(earlier) + 1 if earlier else 0, name)
     return [*(name for name in bare if name not in order), *order]
-
-
-def _loops_first(cls: type, used: Sequence[str], carriers: Sequence[str]) -> list[str]:
-    """``used`` with modules that the loop over the blocks calls moved before the blocks.
-
-    They run between all blocks, so the earliest stage that needs one holds it.
-    """
-    order = list(used)
-    for loop in loops(cls):
-        places = [order.index(name) for name in carriers if name in loop and name in order]
-        for name in [name for name in order[min(places) :] if name in loop and name not in carriers] if places else ():
-            order.remove(name)
-            order.insert(min(places), name)
-    return order

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 _SELF = ("self",)
@@ -61,6 +61,28 @@ def loops(cls: type) -> list[set[str]]:
     inherited = [vars(base).get("forward") for base in cls.__mro__[1:]]
     methods = (code_of(value) for value in [*vars(cls).values(), *inherited] if inspect.isfunction(value))
     return [used for body in methods for used in _loops_in(body)]
+
+
+def loops_first(cls: type, used: Sequence[str], carriers: Collection[str], names: Set[str]) -> list[str]:
+    """``used`` with modules that the loop over the blocks calls, or takes a parameter of, moved before the blocks.
+
+    They run between all blocks, so the earliest stage that needs one holds it.
+
+    Args:
+        used: Names of attributes, in order.
+        carriers: Those that contain blocks.
+        names: Of all modules and parameters below; what else a loop names (``self.norm.parameters()``) isn't used so.
+    """
+    order = list(used)
+    for loop in loops(cls):
+        within = {name.partition(".")[0] for name in loop & names}
+        places = [order.index(name) for name in carriers if name in within and name in order]
+        for name in (
+            [name for name in order[min(places) :] if name in within and name not in carriers] if places else ()
+        ):
+            order.remove(name)
+            order.insert(min(places), name)
+    return order
 
 
 def _loops_in(body: Sequence[ast.stmt]) -> Iterator[set[str]]:

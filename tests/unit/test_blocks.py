@@ -215,6 +215,20 @@ class UsesAPartBetween(Whole):
         return self.head(x)
 
 
+class AddsATable(UsesAPartBetween):
+    """Its loop calls no part, and takes the weight of one, as DETR's decoder does of its queries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._prepare(x)
+        for experts in self.layers:
+            x = experts(x + self.norm.weight)
+        return self.head(x)
+
+    def freeze(self) -> None:
+        for one, other in zip(self.layers.parameters(), self.head.parameters()):
+            one.requires_grad = other.requires_grad = False
+
+
 class LooksFirst(UsesAPartBetween):
     """Names its layers before it prepares, without running them; its loop is over a variable that holds them."""
 
@@ -229,7 +243,9 @@ class LooksFirst(UsesAPartBetween):
         return self.head(x)
 
 
-@pytest.mark.parametrize(("network", "part"), [(Prepares, "prepare"), (UsesAPartBetween, "norm"), (LooksFirst, "norm")])
+@pytest.mark.parametrize(
+    ("network", "part"), [(Prepares, "prepare"), (UsesAPartBetween, "norm"), (AddsATable, "norm"), (LooksFirst, "norm")]
+)
 def test_what_runs_before_an_inherited_forward_or_within_the_loop_comes_first(network: type[Whole], part: str) -> None:
     places = dict(find_blocks(network()).parts)
     assert places[part] == places["embed"] == 0
