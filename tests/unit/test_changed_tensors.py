@@ -119,6 +119,29 @@ def test_what_is_saved_for_backwards_is_still_guarded() -> None:
         root(batches()[0]).backward()
 
 
+class AddsLater(Block):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        self.calls += 1
+        if self.calls > 1:
+            x += 1
+        return super().forward(x * 1)
+
+
+class ChangesLater(InPlace):
+    kind = AddsLater
+
+
+def test_a_block_that_begins_to_change_its_argument_in_a_later_call_is_named() -> None:
+    root, _ = sharded(ChangesLater)
+    root(batches()[0])
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace") as raised:
+        root(batches()[1])
+    [note] = raised.value.__notes__
+    assert note.startswith("A AddsLater changes an argument in place here, and changed none in its first call")
+
+
 class OfTwo(Block):
     def forward(self, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
         x += super().forward(other)

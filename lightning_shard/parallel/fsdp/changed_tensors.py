@@ -8,6 +8,7 @@ change in place is without sharding. A unit that changes none gets FSDP2's views
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -74,6 +75,17 @@ class ChangedTensors:
             with torch._C.DisableTorchFunction(), torch.autograd._unsafe_preserve_version_counter(given):
                 given.copy_(alias)
         return {id(alias): given for given, alias, _ in changed}
+
+
+def note_late_change(unit: nn.Module, _: Any, output: Any) -> None:
+    """Forward hook, also of calls that fail: explain the error, if autograd has refused a change in place."""
+    error = sys.exc_info()[1] if output is None else None
+    if isinstance(error, RuntimeError) and "RegisterPostBackwardFunction is a view" in str(error):
+        error.add_note(
+            f"A {class_name(unit)} changes an argument in place here, and changed none in its first call, which shows"
+            " what FSDP2 has to hand it: write x = x + y in place of x += y (inplace=False), or use"
+            " data_parallel_size=1."
+        )
 
 
 class _Alias(torch.autograd.Function):

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.changed_tensors import ChangedTensors
+from lightning_shard.parallel.fsdp.changed_tensors import ChangedTensors, note_late_change
 from lightning_shard.parallel.fsdp.units import class_name
 
 _LOOKS_INTO_DATACLASSES = torch.__version__ >= "2.12"
@@ -36,6 +36,7 @@ def write_back_arguments(units: Iterable[nn.Module]) -> None:
         unit.register_forward_pre_hook(call.begins, prepend=True, with_kwargs=True)  # before FSDP2 copies
         unit.register_forward_pre_hook(call.copied, with_kwargs=True)
         unit.register_forward_hook(call.ends)
+        unit.register_forward_hook(note_late_change, always_call=True)  # also where the unit fails
 
 
 class _Call:
