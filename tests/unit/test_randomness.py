@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import threading
 from typing import Any
@@ -156,4 +157,23 @@ def test_generators_with_a_seed_and_those_of_other_threads_are_left_alone() -> N
             other = threading.Thread(target=lambda: drawn.append(made()))
             other.start()
             other.join()
+    assert not {*drawn[0]} & {*drawn[1]}
+
+
+def tell(sender: Any) -> None:
+    sender.send(made())
+
+
+def test_processes_that_a_step_forks_draw_as_ever() -> None:
+    """The workers of a loader that a step goes over drew the same numbers, each as the others."""
+    fork = multiprocessing.get_context("fork")
+    drawn: list[list[float]] = []
+    with unseeded.seeded(), randomness.preserved(CPU):
+        randomness.seed_all(5)
+        for _ in range(2):
+            receiver, sender = fork.Pipe(duplex=False)
+            worker = fork.Process(target=tell, args=(sender,))
+            worker.start()
+            drawn.append(receiver.recv())
+            worker.join()
     assert not {*drawn[0]} & {*drawn[1]}

@@ -6,12 +6,13 @@ of :func:`seeded` they take their seeds, one after the other, from that of the m
 Private: ``numpy.random.bit_generator.randbits`` (seen in numpy 2.4), which a ``SeedSequence`` without entropy calls: so
 all bit generators, ``RandomState()`` and ``np.random.seed()``. Where numpy has no such name it is left alone. Public,
 but replaced: ``random.Random.seed`` and ``random.seed``. Other threads draw as ever, since it isn't the same on all
-ranks when they do.
+ranks when they do; so do processes that a step forks, such as the workers of a loader, which would all draw the same.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -40,6 +41,13 @@ class _State(threading.local):
 
 
 _STATE = _State()
+
+
+def _forget() -> None:
+    _STATE.seed = None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def seed(number: int) -> None:
