@@ -519,9 +519,11 @@ def test_a_parameter_that_is_looked_up_in_a_step_is_had_from_its_stage() -> None
 
 
 @pytest.mark.long  # the other stage waits for some seconds whether it was the first to fail
-def test_on_stages_a_step_changes_nothing_for_each_microbatch() -> None:
+@pytest.mark.parametrize("kind", [ChangesLater, AssignsLater])
+def test_on_stages_a_step_changes_nothing_for_each_microbatch(kind: type[Plain]) -> None:
+    """What is assigned to ``data`` was taken over after each microbatch."""
     with pytest.raises(RanksFailed, match="was changed in place in a step, which runs once for each microbatch"):
-        run_ranks(on_stages, 2, ChangesLater, elastic=True)
+        run_ranks(on_stages, 2, kind, elastic=True)
 
 
 def test_on_one_rank_they_are_too() -> None:

@@ -158,6 +158,7 @@ class UnshardedParameters:
             StepError: On a pipeline stage, a step changed a parameter in place.
         """
         if self.is_gathered:
+            assigned_others: set[nn.Parameter] = set()
             for slot in self._slots:
                 _, name, held, running, put = slot
                 if slot.module._parameters.get(name) is not running:
@@ -167,10 +168,12 @@ class UnshardedParameters:
                     held.requires_grad_(running.requires_grad)
                 own: Tensor = held._local_tensor  # type: ignore[attr-defined]
                 if own.data_ptr() != (assigned := _local(running)).data_ptr():  # a step ran p.data = …
+                    if self.in_microbatches and not torch.equal(own, assigned):
+                        assigned_others.add(running)
                     own.data.copy_(assigned.data)
             self.is_gathered = False
             for slot, before, now in zip(self._slots, self._versions, self._seen_versions()):
-                if before != now or was_written(slot.running):
+                if before != now or was_written(slot.running) or slot.running in assigned_others:
                     raise StepError(
                         f"The parameter {slot.name!r} of a {type(slot.module).__name__}, of shape"
                         f" {tuple(slot.running.shape)}, was"
