@@ -95,12 +95,12 @@ class Normed(Module):
             self.seen.append(float(layer[1].running_var.mean()))  # type: ignore[index]
 
 
-def fit(kind: type[Module], stages: int) -> list[float]:
+def fit(kind: type[Module], stages: int, **options: Any) -> list[float]:
     torch.manual_seed(1)
     module = kind()
     settings: dict[str, Any] = {"devices": 1, "strategy": "auto"}
     if stages > 1:
-        settings = {"devices": stages, "strategy": HybridShardStrategy(pipeline_parallel_size=stages)}
+        settings = {"devices": stages, "strategy": HybridShardStrategy(pipeline_parallel_size=stages, **options)}
     data = TensorDataset(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(2)))
     L.Trainer(max_epochs=2, **settings, **QUIET).fit(module, DataLoader(data, batch_size=16))
     return module.seen
@@ -118,6 +118,8 @@ def test_a_metric_that_blocks_of_several_stages_share_is_refused() -> None:
         run_ranks(fit, 2, SharedByAll, 2, elastic=True)
 
 
-def test_statistics_of_another_stages_blocks_are_refused_in_hooks() -> None:
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_statistics_of_another_stages_blocks_are_refused_in_hooks(schedule: str) -> None:
+    """With two stages on each rank they were the first values."""
     with pytest.raises(RanksFailed, match=r"A hook asks for what layers\.0 keeps as running_var.*a checkpoint has"):
-        run_ranks(fit, 2, Normed, 2, elastic=True)
+        run_ranks(fit, 2, Normed, 2, schedule=schedule, elastic=True)

@@ -7,7 +7,7 @@ siblings' parameters, and stand-ins replace the forwards of their blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,9 +28,16 @@ class View:
 
     A parameter is in its module's ``_parameters``, where FSDP replaces it; an entry of ``__dict__`` is found before it.
     FSDP's lazy initialisation reads attributes too, so a view is in place only within a call of FSDP's root.
+
+    Attributes:
+        entries: A dict, a key and the value there.
+        foreign: The numbers of entries that the stage has set on modules of blocks that no stage of the rank holds.
+        is_foreign: Whether a module is of these.
     """
 
     entries: list[tuple[dict[Any, Any], Any, Any]] = field(default_factory=list)
+    foreign: list[int] = field(default_factory=list)
+    is_foreign: Callable[[nn.Module], bool] = bool
     _before: list[Any] = field(default_factory=list)
 
     def add(self, holder: dict[Any, Any], key: Any, value: Any) -> None:
@@ -41,11 +48,19 @@ class View:
         holder = module._buffers if key in module._buffers else module.__dict__
         place = next((i for i, entry in enumerate(self.entries) if entry[0] is holder and entry[1] == key), None)
         if place is None:
+            if self.is_foreign(module):
+                self.foreign.append(len(self.entries))
             self.add(holder, key, value)
             self._before.append(holder.get(key, _ABSENT))
         else:
             self.entries[place] = (holder, key, value)
         holder[key] = value
+
+    def leave_foreign(self) -> None:
+        """Let hooks between steps see what the stage knows of blocks on other ranks, not what they kept at first."""
+        for number in self.foreign:
+            holder, key, value = self.entries[number]
+            holder[key] = value
 
     def put(self) -> None:
         self._before = [holder.get(key, _ABSENT) for holder, key, _ in self.entries]
@@ -112,7 +127,11 @@ class Stages(Sequence[Stage]):
         """Register the stages' hooks, after ``root`` was sharded; each view disables FSDP's on siblings' modules."""
         for stage in self.held:
             stage.join(root)
+        blocks = {name for stage in self.held for name in stage.blocks}
+        own = {stage.blocks[place] for stage in self.held for place in stage.owned}
+        foreign = {each for name in blocks - own for each in root.get_submodule(name).modules()}
         for stage, view in self.views.items():
+            view.is_foreign = foreign.__contains__
             hollow = {id(holder) for holder, _, value in view.entries if isinstance(value, Hollow)}
             for module in stage.elsewhere:
                 if any(p is not None for p in module._parameters.values()) and id(module.__dict__) not in hollow:
@@ -126,6 +145,11 @@ class Stages(Sequence[Stage]):
         if not self.in_step or self._current is None:
             raise StepError(said_of_hook(sentence))
         self._current.on_missing(values, sentence)
+
+    def leave_foreign(self) -> None:
+        """End a batch: outside of steps, blocks on other ranks look as they do to the last stage here."""
+        for view in self.views.values():
+            view.leave_foreign()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:

@@ -217,6 +217,7 @@ class StatesApart:
                 if self._keeps(stage, path) and each is not now:
                     each.put_back()
         self._put_back_of_holders()
+        self._stages.leave_foreign()
         self._shown = None
 
     def _put_back_of_holders(self) -> None:
