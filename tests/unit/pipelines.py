@@ -339,6 +339,8 @@ def _run_step(
             result = step(root, batch)
             if stage.is_last:
                 refuse(result, "What the step returns")
+                if kept is not None:
+                    kept.check_numbers(stage)
             return result
     except StageEnd:
         return None

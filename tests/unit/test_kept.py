@@ -212,6 +212,9 @@ class Meter:
     def __init__(self) -> None:
         self.total = 0.0
 
+    def reset(self) -> None:
+        self.total = 0.0
+
 
 class InAMeter(Keeping):
     """A number in an object: it was 0 on later stages."""
@@ -299,6 +302,43 @@ def test_what_blocks_keep_is_as_in_one_process(kind: type[Keeping], on: tuple[in
 def test_what_cant_be_right_is_refused(kind: type[Keeping], says: str) -> None:
     with pytest.raises(StepError, match=says):
         on_stages(seeded(partial(Of, kind)), with_aux, batches(), 2)
+
+
+class Resets(InAMeter):
+    """Only the block itself reads it."""
+
+    aux = 0.0  # type: ignore[assignment]
+
+
+def test_objects_that_blocks_keep_may_be_reset_by_code_around_them() -> None:
+    def step(root: nn.Module, x: Tensor) -> Tensor:
+        for block in root.net.blocks:
+            block.meter.reset()
+        return with_aux(root, x)
+
+    assert_alike(seeded(partial(Of, Resets)), step, batches(), 2)
+
+
+class Scales(Keeping):
+    """By another number than at the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def keep(self, x: Tensor, result: Tensor) -> None:
+        self.factor = 2.0
+
+    @property
+    def aux(self) -> float:
+        return self.factor
+
+
+@pytest.mark.parametrize("on", [(2, {}), TWO_EACH], ids=["2", "4 on 2 ranks"])
+def test_numbers_that_blocks_keep_are_none_that_code_around_them_sets(on: tuple[int, dict[str, Any]]) -> None:
+    """With two stages on a rank, what they were before was compared, and refused as a change after the network."""
+    stages, options = on
+    assert_alike(seeded(partial(Of, Scales)), with_aux, batches(), stages, **options)
 
 
 class Collects(Block):

@@ -223,8 +223,10 @@ class StandIn:
 class _Absent:
     """Given to hooks, and kept as an attribute, in place of an object that holds tensors on another stage.
 
+    It may be reset, which changes nothing: on its own stage the same code resets it.
+
     Raises:
-        StepError: Code uses it.
+        StepError: Code uses it otherwise.
     """
 
     def __init__(self, kind: str, text: str) -> None:
@@ -236,13 +238,19 @@ class _Absent:
             " stages: collect tensors and numbers themselves, keep them as attributes, or use pipeline_parallel_size=1."
         )
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):  # Python's protocols: copying, inspection
             raise AttributeError(name)
+        if name in ("reset", "clear"):
+            return _reset
         self._refuse()
 
     __call__ = __setattr__ = __delattr__ = _refuse
     __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
+
+
+def _reset(*_: Any, **__: Any) -> None:
+    """What resets an object that isn't there."""
 
 
 def _into_arguments(

@@ -164,12 +164,7 @@ class KeptState:
 
     @contextmanager
     def step(self, *, searching: bool) -> Iterator[None]:
-        """Track what the user's step, which runs inside on one microbatch as far as this stage runs it, changes.
-
-        Raises:
-            StepError: After all blocks have run, it has set a number on a block of another stage. Checked only while
-                searching, since there may be many modules.
-        """
+        """Track what the user's step, which runs inside on one microbatch as far as this stage runs it, changes."""
         self._in_step, self._searching, self._numbers = True, searching, None
         self._written.clear()
         if self._watched is None:
@@ -189,7 +184,6 @@ class KeptState:
             if self._before is not None:
                 self._changed.update(self._since(self._before))
             self._before = None
-        self._check_numbers()
 
     def remember(self) -> Callable[[], None]:
         """Snapshot what is known of the batch; returns a function that restores it."""
@@ -320,7 +314,13 @@ class KeptState:
             if type(value) in (bool, int, float, str)
         }
 
-    def _check_numbers(self) -> None:
+    def check_numbers(self) -> None:
+        """At a step's end, where modules of other stages still look as they do to this one.
+
+        Raises:
+            StepError: After all blocks have run, it has set a number on a block of another stage. Checked only while
+                searching, since there may be many modules.
+        """
         now = self._numbers_elsewhere() if self._numbers else {}
         for (path, name), before in (self._numbers or {}).items():
             if now.get((path, name), before) != before:

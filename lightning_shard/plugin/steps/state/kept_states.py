@@ -44,6 +44,15 @@ class KeptStates:
         assert kept is not None
         return kept.step(searching=searching)
 
+    def check_numbers(self, stage: Stage) -> None:
+        """At a step's end on the last stage, inside of what it runs in: check what can't be sent to others.
+
+        Raises:
+            StepError: It has set a number on a block of another stage.
+        """
+        if stage.is_last and self._of_last is not None:
+            self._of_last.check_numbers()
+
     def remember(self) -> Callable[[], None]:
         """Snapshot what is known of the batch; returns a function that restores it."""
         forgets = [kept.remember() for kept in (self._of_early, self._of_last) if kept is not None]
