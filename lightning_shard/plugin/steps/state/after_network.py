@@ -321,8 +321,9 @@ class KeptState:
             StepError: After all blocks have run, it has set a number on a block of another stage. Checked only while
                 searching, since there may be many modules.
         """
-        now = self._numbers_elsewhere() if self._numbers else {}
-        for (path, name), before in (self._numbers or {}).items():
+        noted, self._numbers = self._numbers or {}, None
+        now = self._numbers_elsewhere() if noted else {}
+        for (path, name), before in noted.items():
             if now.get((path, name), before) != before:
                 raise StepError(
                     f"A step changes {name} of {path} after calling the network, and the pipeline stage that holds"
