@@ -135,6 +135,49 @@ OF_HALVES = PLAN | {"enter.0": "colwise", "leave.0": "rowwise"}
 del OF_HALVES["enter"], OF_HALVES["leave"]
 
 
+class Coder(nn.Module):
+    """A step calls its methods, and not itself."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.between = between
+        self.enter, self.leave = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return BETWEEN[self.between](self.enter(x))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.encode(x))  # type: ignore[no-any-return]
+
+
+class ByMethods(OfBackbone):
+    def __init__(self, between: str) -> None:
+        super().__init__("each")
+        self.coder = Coder(between)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.coder.leave(self.coder.encode(batch["x"]))
+        return super().training_step({**batch, "x": x}, batch_idx)
+
+
+class InADict(OfBackbone):
+    """Its layers are alike, so that they are taken for blocks."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__(between)
+        self.coder = nn.ModuleDict({"enter": nn.Linear(WIDTH, 2 * WIDTH), "leave": nn.Linear(2 * WIDTH, WIDTH)})
+        self.between = between
+        del self.net
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.coder["leave"](BETWEEN[self.between](self.coder["enter"](batch["x"])))
+        return F.mse_loss(self.head(x), batch["y"])
+
+
+OF_CODERS = PLAN | {"coder.enter": "colwise", "coder.leave": "rowwise"}
+OF_A_DICT = {"coder.enter": "colwise", "coder.leave": "rowwise"}
+
+
 class NormFirst(OfBackbone):
     """Its norm is placed on the first stage and used after the blocks: a split head gets what no stage has at first."""
 
@@ -167,6 +210,13 @@ def test_so_they_do_on_data_ranks_and_where_parts_hand_on_split_features() -> No
     assert_trains_alike(partial(Halves, "each"), batches, ["tp2"], tensor_parallel_plan=OF_HALVES)
 
 
+@pytest.mark.parametrize(("kind", "plan"), [(ByMethods, OF_CODERS), (InADict, OF_A_DICT)])
+def test_so_they_do_where_layers_are_called_from_outside_of_their_module(
+    kind: type[OfBackbone], plan: dict[str, str]
+) -> None:
+    assert_trains_alike(partial(kind, "each"), batches, ["tp2", "dp2 x tp2"], tensor_parallel_plan=plan)
+
+
 def test_a_split_head_behind_a_norm_of_the_first_stage() -> None:
     plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "out": "colwise_gather_output"}
     assert_trains_alike(NormFirst, batches, "pp2 x tp2", tensor_parallel_plan=plan)
@@ -174,8 +224,10 @@ def test_a_split_head_behind_a_norm_of_the_first_stage() -> None:
 
 def refusals() -> list[str]:
     found = []
-    for kind, between in [(OfBackbone, "all"), (OfZeros, "softmax"), (OfItself, "all"), (Halves, "softmax")]:
-        plan = OF_HALVES if kind is Halves else PLAN
+    plans = {Halves: OF_HALVES, ByMethods: OF_CODERS, InADict: OF_A_DICT}
+    kinds = [OfBackbone, OfZeros, OfItself, Halves, ByMethods, InADict]
+    for kind, between in zip(kinds, ["all", "softmax", "all", "softmax", "softmax", "all"]):
+        plan = plans.get(kind, PLAN)
         strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
         trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
         with pytest.raises(PlanError) as error:
@@ -186,9 +238,8 @@ def refusals() -> list[str]:
 
 def test_code_between_them_that_needs_all_features_is_refused_by_the_name_of_what_holds_them() -> None:
     for found in run_ranks(refusals, 2, elastic=True):
-        for said, who, where in zip(
-            found, ["net"] * 2 + ["training_step"] * 2, ["net.leave"] * 2 + ["leave", "leave.0"]
-        ):
+        layers = ["net.leave"] * 2 + ["leave", "leave.0", "coder.leave", "coder.leave"]
+        for said, who, where in zip(found, ["net"] * 2 + ["training_step"] * 4, layers, strict=True):
             assert said.startswith(f"tensor_parallel_plan: {who} computes something else when the layers that it holds")
             assert f"first in what {where} returns" in said
 

@@ -9,6 +9,9 @@ owner.
 
 A layer with whole input and whole output is correct by itself. If there are no other layers, nothing is run.
 
+Code may call layers of a block, or of a part, by another method than the module's forward. Where a step does so first,
+it is compared as an owner, after it has run; these layers are then whole in its second run.
+
 Not checked: what :mod:`lightning_shard.parallel.tensor.check_blocks` doesn't check, inputs and outputs that are split,
 and code that can't run a second time without gradients.
 """
@@ -16,7 +19,7 @@ and code that can't run a second time without gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from typing import Any
 
@@ -28,6 +31,7 @@ from lightning_shard import tree
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.containers import has_forward
 from lightning_shard.parallel.context.check_positions import TrialRuns, random_state
+from lightning_shard.parallel.tensor.calls_outside import noting_calls_outside
 from lightning_shard.parallel.tensor.check_blocks import (
     FirstCalls,
     JointAttempt,
@@ -69,6 +73,7 @@ class AroundBlocksCheck:
         trial_runs_of_step: TrialRuns,
         joint_attempt: JointAttempt,
     ) -> None:
+        blocks = [name for name in blocks if not (name in styles and _is_layer(root.get_submodule(name)))]
         inside = tuple(f"{name}." for name in (*blocks, *parts))
         around = [name for name in styles if not f"{name}.".startswith(inside)]
         crossing = [name for name in around if not _is_whole_outside(styles[name])]
@@ -82,7 +87,14 @@ class AroundBlocksCheck:
         self._blocks = [name for name in blocks if not any(_is_in(name, other) for other in blocks)]
         within = tuple(f"{name}." for name in blocks)
         self._layers = {name: style for name, style in styles.items() if not f"{name}.".startswith(within)}
-        self._forwards = {name: vars(root.get_submodule(name)).get("forward") for name in self._layers}
+        self._styles = styles
+        self._forwards = {name: vars(root.get_submodule(name)).get("forward") for name in styles}
+        self._inside: dict[str, str] = {}
+        if steps and "" not in self._owners and not any(isinstance(s, ScatterSequence) for s in styles.values()):
+            for name in styles:
+                around_it = next((each for each in (*self._blocks, *parts) if _is_in(name, each)), None)
+                if around_it is not None and not _is_whole_outside(styles[name]):
+                    self._inside[name] = around_it
         self._steps = steps
         self._trial_runs = trial_runs
         self._trial_runs_of_step = trial_runs_of_step
@@ -101,6 +113,35 @@ class AroundBlocksCheck:
             for method in self._steps if not name else ("forward",):
                 runs = self._trial_runs if name else self._trial_runs_of_step
                 self._compare_first_calls(owner, name or method, method, first, blocks, layers, runs)
+        if self._inside:
+            first = FirstCalls(root)
+            for method in self._steps:
+                self._watch_first_calls(root, method, first)
+
+    def _watch_first_calls(self, root: nn.Module, method: str, first: FirstCalls) -> None:
+        """Compare a step after its first call, if that has called layers from outside of their block or part."""
+        own, had = getattr(root, method), method in vars(root)
+
+        @wraps(own)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if not first.is_due():
+                return own(*args, **kwargs)
+            arguments = None
+            with suppress(OpaqueError):
+                arguments = copied((args, kwargs))  # the step may change them
+            with noting_calls_outside(root, self._inside) as outside:
+                returned = own(*args, **kwargs)
+            with first.comparing() as trains:
+                if trains:
+                    _put_back(root, method, own if had else None)
+                if outside and arguments is not None:
+                    within = tuple(f"{each}." for each in self._blocks if each not in outside)
+                    blocks = {each: root.get_submodule(each) for each in self._blocks if each not in outside}
+                    layers = {name: root.get_submodule(name) for name in self._styles if not name.startswith(within)}
+                    self._refuse_apart(root, method, own, arguments, blocks, layers, self._trial_runs_of_step)
+            return returned
+
+        vars(root)[method] = watched
 
     def _compare_first_calls(
         self,
@@ -119,24 +160,34 @@ class AroundBlocksCheck:
             if not first.is_due():
                 return own(*args, **kwargs)
             with first.comparing() as trains:
-                if trains and had:
-                    vars(owner)[method] = own
-                elif trains:
-                    del vars(owner)[method]
-                inside = {parameter for block in blocks.values() for parameter in block.parameters()}
-                with torch.no_grad(), enlarged(each for each in owner.parameters() if each not in inside):
-                    apart = self._first_apart(owner, name, own, (args, kwargs), blocks, layers, trial_runs)
-            if apart is not None:
-                raise PlanError(
-                    f"tensor_parallel_plan: {name} computes something else when the layers that it holds beside its"
-                    f" blocks are split than whole, first in {apart}. What follows a 'colwise' layer, up to a 'rowwise'"
-                    " one, must work on a part of its features: a norm or softmax over them, or things that lie one"
-                    " after the other in them, need all. Choose 'colwise_gather_output', and 'rowwise_split_input' for"
-                    " the layer behind it, or leave both out of the plan."
-                )
+                if trains:
+                    _put_back(owner, method, own if had else None)
+                self._refuse_apart(owner, name, own, (args, kwargs), blocks, layers, trial_runs)
             return own(*args, **kwargs)
 
         vars(owner)[method] = compared
+
+    def _refuse_apart(
+        self,
+        owner: nn.Module,
+        name: str,
+        own: Callable[..., Any],
+        arguments: tuple[Any, Any],
+        blocks: Mapping[str, nn.Module],
+        layers: Mapping[str, nn.Module],
+        trial_runs: TrialRuns,
+    ) -> None:
+        inside = {parameter for block in blocks.values() for parameter in block.parameters()}
+        with torch.no_grad(), enlarged(each for each in owner.parameters() if each not in inside):
+            apart = self._first_apart(owner, name, own, arguments, blocks, layers, trial_runs)
+        if apart is not None:
+            raise PlanError(
+                f"tensor_parallel_plan: {name} computes something else when the layers that it holds beside its"
+                f" blocks are split than whole, first in {apart}. What follows a 'colwise' layer, up to a 'rowwise'"
+                " one, must work on a part of its features: a norm or softmax over them, or things that lie one"
+                " after the other in them, need all. Choose 'colwise_gather_output', and 'rowwise_split_input' for"
+                " the layer behind it, or leave both out of the plan."
+            )
 
     def _first_apart(
         self,
@@ -151,7 +202,7 @@ class AroundBlocksCheck:
         """Where results differ first, in running order; ``None`` if nowhere, or if that can't be known."""
         device = next((parameter.device for parameter in owner.parameters()), torch.device("cpu"))
         calls: list[_Call] = []
-        whole_outside = {name: layer for name, layer in layers.items() if _gives_whole(self._layers[name])}
+        whole_outside = {name: layer for name, layer in layers.items() if _gives_whole(self._styles[name])}
 
         def outcomes(replayed: Iterator[_Call] | None) -> tuple[Outcomes, bytes]:
             args, kwargs = copied(arguments)
@@ -281,6 +332,19 @@ def _note_returned(name: str, seen: Outcomes, _: nn.Module, __: Any, returned: A
 
 def _copies(value: Any) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tree.tensors(value)]
+
+
+def _put_back(owner: nn.Module, method: str, own: Callable[..., Any] | None) -> None:
+    """Undo the wrapping of a method; ``None`` stands for that of the class."""
+    if own is None:
+        del vars(owner)[method]
+    else:
+        vars(owner)[method] = own
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a block is a layer, as in a list of linear layers: its own code can't misread how it is split."""
+    return not any(True for _ in module.children())
 
 
 def _owner(root: nn.Module, name: str) -> str:
