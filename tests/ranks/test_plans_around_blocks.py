@@ -267,6 +267,35 @@ def test_what_is_right_is_evaluated_alike(kind: type[OfBackbone]) -> None:
     assert_trains_alike(partial(kind, "each"), batches, ["tp2"], tensor_parallel_plan=PLAN)
 
 
+class ByForward(OfItself):
+    """Its step calls it as a network, as most do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.leave(BETWEEN[self.between](self.enter(x)))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch["x"]), batch["y"])
+
+
+def on_data_ranks() -> list[str]:
+    found = []
+    loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    for kind, plan in [(ByForward, PLAN), (ByMethods, OF_CODERS), (InADict, OF_A_DICT)]:
+        strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
+        with pytest.raises(PlanError) as error:
+            L.Trainer(strategy=strategy, devices=4, max_steps=1, **QUIET).fit(kind("softmax"), loader)
+        found.append(str(error.value))
+    return found
+
+
+def test_so_it_is_on_data_ranks() -> None:
+    for found in run_ranks(on_data_ranks, 4, elastic=True):
+        assert all(said.startswith("tensor_parallel_plan: training_step computes something else") for said in found)
+
+
 def deprecated() -> list[str]:
     strategy: Any = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
     loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]

@@ -10,7 +10,9 @@ Private (torch 2.11 to 2.13): of the states of parameters, the modules that hold
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -92,6 +94,8 @@ class _Watched:
         return len(outputs) != 1 or bool(local.data_ptr() == outputs[0].data_ptr())
 
     def check_in_place(self) -> None:
+        if _OTHERS_IN_PLACE.get():
+            return
         held = self._parameter
         expected = held.sharded_param if self._group.is_sharded else gathered_of(held)
         for module, name in self._slots:
@@ -137,6 +141,19 @@ def watch_parameters(root: nn.Module) -> None:
         everything = _WatchedList(parameter for own in held.values() for parameter in own)
         _WATCHED[root] = ref(everything)
         root.register_forward_hook(partial(_at_end, everything), prepend=True)
+
+
+_OTHERS_IN_PLACE: ContextVar[bool] = ContextVar("whether others are in parameters' places", default=False)
+
+
+@contextmanager
+def others_in_place() -> Iterator[None]:
+    """Inside, other tensors are in the places of parameters for a comparison, which puts the parameters back."""
+    token = _OTHERS_IN_PLACE.set(True)
+    try:
+        yield
+    finally:
+        _OTHERS_IN_PLACE.reset(token)
 
 
 def check_before_gather(called: nn.Module, *_: Any) -> None:

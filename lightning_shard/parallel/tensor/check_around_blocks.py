@@ -31,6 +31,7 @@ from lightning_shard import tree
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.containers import has_forward
 from lightning_shard.parallel.context.check_positions import TrialRuns, random_state
+from lightning_shard.parallel.fsdp.watched_parameters import others_in_place
 from lightning_shard.parallel.tensor.calls_outside import noting_calls_outside
 from lightning_shard.parallel.tensor.check_blocks import (
     FirstCalls,
@@ -211,6 +212,7 @@ class AroundBlocksCheck:
                 for each, layer in whole_outside.items():
                     inside.callback(layer.register_forward_hook(partial(_note_returned, each, seen)).remove)
                 if replayed is not None:
+                    inside.enter_context(others_in_place())
                     for each, layer in layers.items():
                         inside.enter_context(_whole(layer, self._forwards[each], keeps=each in whole_outside))
                 for each, block in blocks.items():
