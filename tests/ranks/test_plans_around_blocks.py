@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -294,6 +295,33 @@ def on_data_ranks() -> list[str]:
 def test_so_it_is_on_data_ranks() -> None:
     for found in run_ranks(on_data_ranks, 4, elastic=True):
         assert all(said.startswith("tensor_parallel_plan: training_step computes something else") for said in found)
+
+
+class TakesGradients(OfItself):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = batch["x"].requires_grad_()
+        y = self.leave(BETWEEN[self.between](self.enter(x)))
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        for layer in self.layers:
+            y = layer(y)
+        return F.mse_loss(self.head(y), batch["y"]) + slope.square().mean()
+
+
+def warned() -> list[str]:
+    strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
+    loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as said, suppress(RuntimeError):
+        warnings.simplefilter("always")
+        L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET).fit(TakesGradients("each"), loader)
+    return [str(each.message) for each in said]
+
+
+def test_a_step_that_cant_run_again_is_told_of() -> None:
+    first, second = run_ranks(warned, 2, elastic=True)
+    told = [each for each in first if each.startswith("tensor_parallel_plan: training_step isn't compared")]
+    assert len(told) == 1
+    assert "RuntimeError: element 0 of tensors does not require grad" in told[0]
+    assert not any("isn't compared" in each for each in second)
 
 
 def deprecated() -> list[str]:

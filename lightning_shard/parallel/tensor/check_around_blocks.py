@@ -18,6 +18,7 @@ and code that can't run a second time without gradients.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
@@ -39,6 +40,7 @@ from lightning_shard.parallel.tensor.check_blocks import (
     OpaqueError,
     are_alike,
     copied,
+    is_on_first_rank,
     warn_of_draws,
 )
 from lightning_shard.parallel.tensor.small_weights import enlarged
@@ -230,7 +232,7 @@ class AroundBlocksCheck:
         with trial_runs(owner) as changes:
             whole = None
             try:
-                with self._joint_attempt(name or "the step"):
+                with self._joint_attempt(name or "the step"), _telling_of_errors(owner, name):
                     owner.eval()
                     split, drawn = outcomes(None)
                     changes.restore()
@@ -334,6 +336,22 @@ def _note_returned(name: str, seen: Outcomes, _: nn.Module, __: Any, returned: A
 
 def _copies(value: Any) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tree.tensors(value)]
+
+
+@contextmanager
+def _telling_of_errors(owner: nn.Module, name: str) -> Iterator[None]:
+    """Warn of an error inside, which keeps the plan from being compared with the code."""
+    try:
+        yield
+    except Exception as error:
+        if is_on_first_rank(owner):
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            warnings.warn(
+                f"tensor_parallel_plan: {name} isn't compared with what it computes with whole layers, since it can't"
+                f" be run again without gradients ({reason:.200}). assert_trains_alike shows whether the plan fits.",
+                stacklevel=2,
+            )
+        raise
 
 
 def _put_back(owner: nn.Module, method: str, own: Callable[..., Any] | None) -> None:

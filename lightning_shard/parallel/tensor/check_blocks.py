@@ -307,11 +307,16 @@ def _check(
             )
 
 
-def warn_of_draws(module: nn.Module, name: str) -> None:
-    """Warn, on the first tensor rank, that a module draws random numbers for split features."""
+def is_on_first_rank(module: nn.Module) -> bool:
+    """Whether this is the first of the ranks that hold parts of a module: it speaks for all."""
     meshes = (parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor))
     coordinate = next((mesh.get_coordinate() for mesh in meshes), None)
-    if coordinate and not any(coordinate):
+    return coordinate is not None and not any(coordinate)
+
+
+def warn_of_draws(module: nn.Module, name: str) -> None:
+    """Warn, on the first tensor rank, that a module draws random numbers for split features."""
+    if is_on_first_rank(module):
         warnings.warn(
             f"tensor_parallel_plan: {name} draws random numbers, as for dropout, for features or heads that the plan"
             " splits. All tensor ranks draw the same ones, each for its part: every feature is dropped as often as on"
