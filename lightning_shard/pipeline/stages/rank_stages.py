@@ -37,7 +37,7 @@ class View:
 
     entries: list[tuple[dict[Any, Any], Any, Any]] = field(default_factory=list)
     foreign: list[int] = field(default_factory=list)
-    is_foreign: Callable[[nn.Module], bool] = bool
+    is_foreign: Callable[[nn.Module], bool] = lambda module: False
     _before: list[Any] = field(default_factory=list)
 
     def add(self, holder: dict[Any, Any], key: Any, value: Any) -> None:
