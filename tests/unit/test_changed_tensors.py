@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.bypassed_units import BypassedUnits
-from lightning_shard.sharding import full_tensor
 from tests.unit.test_crossing import Block, Net, batches
-from tests.unit.test_mutable_arguments import alone, sharded
+from tests.unit.test_mutable_arguments import alone, assert_step_alike, sharded
 
 __all__ = ["alone"]  # a fixture of all tests here
 
@@ -93,17 +90,7 @@ class Flows(InPlace):
 def test_changes_in_place_are_the_callers(network: type[Net]) -> None:
     root, plain = sharded(network)
     for x in batches():
-        bypassed = BypassedUnits(root, dist.group.WORLD, torch.device("cpu"))
-        with bypassed.watched():
-            values = [each(x) for each in (root, plain)]
-        torch.testing.assert_close(*values)
-        bypassed.gather(values[0])
-        for value in values:
-            value.backward()
-        for (name, own), expected in zip(root.named_parameters(), plain.parameters()):
-            assert own.grad is not None
-            assert expected.grad is not None
-            torch.testing.assert_close(full_tensor(own.grad), expected.grad, msg=name)
+        assert_step_alike(root, plain, x)
 
 
 def test_what_is_saved_for_backwards_is_still_guarded() -> None:

@@ -91,6 +91,21 @@ def sharded(network: type[Net]) -> tuple[Sharded, Sharded]:
     return root, plain
 
 
+def assert_step_alike(root: Sharded, plain: Sharded, x: Tensor) -> None:
+    """The loss of a batch and all gradients, which are added to earlier ones, are those of the plain network."""
+    bypassed = BypassedUnits(root, dist.group.WORLD, torch.device("cpu"))
+    with bypassed.watched():
+        values = [each(x) for each in (root, plain)]
+    torch.testing.assert_close(*values)
+    bypassed.gather(values[0])
+    for value in values:
+        value.backward()
+    for (name, own), expected in zip(root.named_parameters(), plain.parameters()):
+        assert own.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(full_tensor(own.grad), expected.grad, msg=name)
+
+
 SEES_DATACLASSES = torch.__version__ >= "2.12"
 
 
@@ -99,17 +114,7 @@ def test_what_is_changed_is_seen_around_them() -> None:
     for network in (PassesDict, PassesList, ChangesDict, Appends, AppendsWithin, *dataclasses):
         root, plain = sharded(network)
         [x, *_] = batches()
-        bypassed = BypassedUnits(root, dist.group.WORLD, torch.device("cpu"))
-        with bypassed.watched():
-            values = [each(x) for each in (root, plain)]
-        torch.testing.assert_close(*values)
-        bypassed.gather(values[0])
-        for value in values:
-            value.backward()
-        for (name, own), expected in zip(root.named_parameters(), plain.parameters()):
-            assert own.grad is not None
-            assert expected.grad is not None
-            torch.testing.assert_close(full_tensor(own.grad), expected.grad, msg=name)
+        assert_step_alike(root, plain, x)
 
 
 @pytest.mark.parametrize("network", [PassesState, ChangesState])
