@@ -127,8 +127,11 @@ def save_read_and_gather(folder: Path, races: int) -> Counter[str]:
     dist.barrier()
     done = folder / "done"
     if rank == 0:
-        for race in range(races):
+        chance, race = random.Random(0), 0
+        while race < races or len(list(folder.glob("whole-*"))) < dist.get_world_size() - 1:
             checkpoint.save(state(race), path, group=group, fsync=False)
+            time.sleep(chance.uniform(0, 0.02))  # or a slow reader never meets one that stays
+            race += 1
         done.touch()
         return seen
     with_pauses(("reading", "mapped"), 0.004)
@@ -149,6 +152,8 @@ def save_read_and_gather(folder: Path, races: int) -> Counter[str]:
             seen["read"] += 1
         except CheckpointReplacedError as error:
             seen["told that it was replaced" if "was replaced by attempt" in str(error) else str(error)] += 1
+        if seen["gathered"] and seen["read"]:
+            (folder / f"whole-{rank}").touch()
     return seen
 
 
@@ -158,9 +163,8 @@ def test_a_reader_beside_a_writer_sees_one_checkpoint_or_is_told(
 ) -> None:
     _, *seen = run_ranks(save_read_and_gather, 3, tmp_path, 5 * races, timeout_s=60 + races)
     total = sum(seen, Counter[str]())
-    assert total["loaded"]
-    assert total["read"]
     assert set(total) <= EXPECTED
+    assert total["told that it was replaced"] + total["replaced twice while one was read"], "they never met"
     ledger("Races", "readers beside a program that overwrites", tried=sum(total.values()), note=str(dict(total)))
 
 
