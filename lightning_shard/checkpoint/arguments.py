@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 from lightning_shard.errors import ConfigurationError
-
-
-def check_count(name: str, value: Any, least: int, why: str = "") -> None:
-    """Raise ConfigurationError unless ``value`` is an integer of at least ``least``."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < least:
-        raise ConfigurationError(f"{name} ({value!r:.80}) must be an integer of at least {least}{why}.")
 
 
 def check_tolerance(name: str, value: Any) -> None:

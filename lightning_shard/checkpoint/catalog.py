@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from lightning_shard.checkpoint.arguments import check_count
+from lightning_shard.arguments import check_count
 from lightning_shard.checkpoint.folder import exists, remove_attempt
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.loading.open import read

@@ -1,4 +1,4 @@
-"""Checks of what plans and searches are given, beside the strategy's own settings."""
+"""Checks the layout that a plan is given."""
 
 from __future__ import annotations
 
@@ -6,21 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from lightning_shard.errors import ConfigurationError, LayoutError
+from lightning_shard.errors import LayoutError
 from lightning_shard.layout import Layout, check_sizes
 
 _SIZES = tuple(field.name for field in fields(Layout) if field.name.startswith("data_") or "_size" in field.name)
-
-
-def check_numbers(**numbers: Any) -> None:
-    """Check that numbers are integers of at least 1.
-
-    Raises:
-        ConfigurationError: One isn't.
-    """
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{name} ({value!r}) must be an integer of at least 1.")
 
 
 def layout_of(given: Layout | Mapping[str, int]) -> Layout:

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 
-from lightning_shard.dryrun.arguments import check_numbers, layout_of
+from lightning_shard.arguments import check_count
+from lightning_shard.dryrun.arguments import layout_of
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.peak import Held
 from lightning_shard.dryrun.planned import Plan, Run
@@ -72,9 +73,9 @@ def plan(
     Raises:
         ConfigurationError: A run would refuse the settings, too; or the module can't be built without memory.
     """
-    check_numbers(accumulate_grad_batches=accumulate_grad_batches)
+    accumulate_grad_batches = check_count("accumulate_grad_batches", accumulate_grad_batches)
     if device_memory is not None:
-        check_numbers(device_memory=device_memory)
+        device_memory = check_count("device_memory", device_memory)
     check_switches(reduce_each_microbatch=reduce_each_microbatch, asynchronous_saving=asynchronous_saving)
     precision = trainer_private.named_precision(precision)
     chosen = layout_of(layout)

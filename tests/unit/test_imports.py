@@ -13,9 +13,11 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A room is a folder or a single module of the package; it may import itself and these.
 TRADES = {"parallel", "pipeline", "checkpoint"}
 GROUND = {
-    *("errors", "gloo", "layout", "namespaces", "scripted", "sharding", "subclasses", "tree", "user_hooks", "versions"),
+    *("arguments", "errors", "gloo", "layout", "namespaces", "scripted", "sharding", "subclasses", "tree"),
+    *("user_hooks", "versions"),
 }
 ROOMS: dict[str, set[str]] = {
+    "arguments": {"errors"},
     "errors": set(),
     "gloo": set(),
     "layout": {"errors"},

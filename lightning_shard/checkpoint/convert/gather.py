@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_shard.checkpoint.arguments import check_count
+from lightning_shard.arguments import check_count
 from lightning_shard.checkpoint.convert import export
 from lightning_shard.checkpoint.convert.write import Progress, deliver
 from lightning_shard.checkpoint.excluded import complete
@@ -160,7 +160,7 @@ def _as_ours(path: str | os.PathLike[str], out: str) -> Iterator[None]:
 def _refuse_without_effect(format: Format, max_shard_bytes: Any, config: Any) -> None:
     """Refuse arguments that the format has no use for: what is written wouldn't be what was asked for."""
     if max_shard_bytes is not None:
-        check_count("max_shard_bytes", max_shard_bytes, 1)
+        check_count("max_shard_bytes", max_shard_bytes)
         if format == "lightning":
             raise CheckpointError(
                 "format='lightning' writes one file, a .ckpt: leave out max_shard_bytes, or write format='safetensors'."

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_shard.checkpoint.arguments import check_count
+from lightning_shard.arguments import check_count
 from lightning_shard.checkpoint.format.manifest import OWN_FILE
 from lightning_shard.checkpoint.loading.open import read
 

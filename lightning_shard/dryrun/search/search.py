@@ -22,7 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_shard import tree
-from lightning_shard.dryrun.arguments import check_numbers
+from lightning_shard.arguments import check_count
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.optimizer import OptimizerState, ask
 from lightning_shard.dryrun.memory.peak import Held, usable
@@ -69,9 +69,10 @@ def search_module(
     Raises:
         ConfigurationError: A run would refuse the settings, too; or layouts can't be compared.
     """
-    check_numbers(devices=devices, global_batch=global_batch, most=most)
+    devices, global_batch = check_count("devices", devices), check_count("global_batch", global_batch)
+    check_count("most", most)
     if device_memory is not None:
-        check_numbers(device_memory=device_memory)
+        device_memory = check_count("device_memory", device_memory)
     check_switches(reduce_each_microbatch=reduce_each_microbatch)
     precision = trainer_private.named_precision(precision)
     profile = device_of(device)
@@ -132,8 +133,7 @@ def search(
         ConfigurationError: The step can't be counted, or a number is invalid.
     """
     for name, value in (("devices", space.devices), ("global_batch", space.global_batch), ("most", most)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{name} ({value!r}) must be an integer of at least 1.")
+        check_count(name, value)
     if space.held.cpu_offload:
         raise ConfigurationError(
             "cpu_offload=True can't be searched, since an optimizer's step on the host isn't timed: leave it out, and"

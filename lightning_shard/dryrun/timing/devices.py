@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lightning_shard.arguments import check_count
 from lightning_shard.errors import ConfigurationError
 
 GB = 10**9
@@ -397,7 +398,7 @@ def _of_mapping(given: Mapping[str, Any]) -> Device:
         _above_zero(values["memory_bandwidth"], "memory_bandwidth"),
         _link(values["inside"], "inside"),
         _link(values["between"], "between"),
-        _count(values["per_machine"], "per_machine"),
+        check_count("per_machine", values["per_machine"]),
         Achieved(**{name: _fraction(value, f"achieved.{name}") for name, value in values["achieved"].items()}),
         f"the user's profile, based on {based_on}" if based_on else str(values["source"]),
         tuple(map(str, values.get("notes", ()))),
@@ -425,7 +426,7 @@ def _link(value: Mapping[str, Any], setting: str) -> Link:
     return Link(
         _above_zero(value.get("bandwidth"), f"{setting}.bandwidth"),
         float(latency),
-        None if peers is None else _count(peers, f"{setting}.peers"),
+        None if peers is None else check_count(f"{setting}.peers", peers),
     )
 
 
@@ -451,9 +452,3 @@ def _fraction(value: Any, setting: str) -> float:
     if number is None or not 0 < number <= 1:
         raise ConfigurationError(f"{setting} ({value!r}) must be a fraction above 0 and at most 1.")
     return number
-
-
-def _count(value: Any, setting: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{setting} ({value!r}) must be an integer of at least 1.")
-    return value
