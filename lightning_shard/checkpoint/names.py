@@ -14,22 +14,37 @@ from a name to the new one, or to None to leave the tensor out."""
 def new_names(names: Iterable[str], strip_prefix: str | None = None, rename: Rename | None = None) -> dict[str, str]:
     """Map new names to old ones: first ``strip_prefix`` is removed from names that have it, then ``rename`` is applied.
 
+    Args:
+        names: All of a model's names.
+
     Raises:
         ConfigurationError: ``strip_prefix`` or ``rename`` is of another kind.
         StateMismatchError: No name has the prefix, or two tensors would get the same name.
     """
-    if not (strip_prefix is None or isinstance(strip_prefix, str)):
-        raise ConfigurationError(f"strip_prefix ({strip_prefix!r:.80}) must be a str or None.")
-    if not (rename is None or callable(rename) or isinstance(rename, Mapping)):
-        raise ConfigurationError(f"rename ({rename!r:.80}) must map prefixes to what replaces them, or be a function.")
     old = list(names)
+    found = renamed_among(old, strip_prefix, rename)
     if strip_prefix and old and not any(name.startswith(strip_prefix) for name in old):
         raise StateMismatchError(
             f"No tensor's name begins with strip_prefix ({strip_prefix!r}); a name is {old[0]!r}, for example: pass the"
             " prefix that names have, or leave strip_prefix out."
         )
+    return found
+
+
+def renamed_among(names: Iterable[str], strip_prefix: str | None, rename: Rename | None) -> dict[str, str]:
+    """:func:`new_names` of some of a model's names, none of which need have the prefix.
+
+    Raises:
+        ConfigurationError, StateMismatchError: As :func:`new_names`.
+    """
+    if not (strip_prefix is None or isinstance(strip_prefix, str)):
+        raise ConfigurationError(f"strip_prefix ({strip_prefix!r:.80}) must be a str or None.")
+    if not (rename is None or callable(rename) or isinstance(rename, Mapping)):
+        raise ConfigurationError(f"rename ({rename!r:.80}) must map prefixes to what replaces them, or be a function.")
+    if isinstance(rename, Mapping) and not all(isinstance(each, str) for pair in rename.items() for each in pair):
+        raise ConfigurationError(f"rename ({rename!r:.80}) must map prefixes to what replaces them, all of them str.")
     found: dict[str, str] = {}
-    for name in old:
+    for name in names:
         new = _renamed(name.removeprefix(strip_prefix or ""), rename)
         if new is None:
             continue
@@ -39,6 +54,14 @@ def new_names(names: Iterable[str], strip_prefix: str | None = None, rename: Ren
             )
         found[new] = name
     return found
+
+
+def unmatched(names: Iterable[str], strip_prefix: str | None, rename: Rename | None) -> list[str]:
+    """The prefixes in ``rename`` that no name begins with."""
+    if not isinstance(rename, Mapping):
+        return []
+    rest = [name.removeprefix(strip_prefix or "") for name in names]
+    return [prefix for prefix in rename if not any(name.startswith(prefix) for name in rest)]
 
 
 def prefix_of(stored: Collection[str], names: set[str]) -> str:
@@ -60,6 +83,9 @@ def _renamed(name: str, rename: Rename | None) -> str | None:
     if rename is None:
         return name
     if callable(rename):
-        return rename(name)
+        new = rename(name)
+        if new is not None and not isinstance(new, str):
+            raise ConfigurationError(f"rename({name!r:.80}) ({new!r:.80}) must be a str, or None to leave it out.")
+        return new
     prefix = max((prefix for prefix in rename if name.startswith(prefix)), key=len, default=None)
     return name if prefix is None else rename[prefix] + name.removeprefix(prefix)

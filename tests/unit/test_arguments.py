@@ -37,7 +37,7 @@ WRONG: dict[str, list[Any]] = {
     "dtype": ["float32", 5, torch.int8],
     "max_shard_bytes": ["5GB", 0, -1, 1.5],
     "strip_prefix": [5, b"w", ["w"]],
-    "rename": [5, ["w"], "w"],
+    "rename": [5, ["w"], "w", {"w": 5}, {5: "w"}, lambda name: 5],
     "mesh": [5, "mesh", [0]],
     "storage_options": ["key", 5, ["key"]],
     "state": [None, 5, "w"],

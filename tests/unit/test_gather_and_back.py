@@ -125,6 +125,11 @@ def test_names_and_dtypes_can_be_changed(saved, tmp_path):
     ("options", "error", "says"),
     [
         ({"rename": lambda name: "x"}, StateMismatchError, "would both be named 'x'"),
+        ({"rename": {"net.": "", "head.": ""}}, StateMismatchError, "No tensor's name begins with 'net.' or 'head.'"),
+        ({"rename": {"model.": ""}, "strip_prefix": "model."}, StateMismatchError, "name is 'n', for example"),
+        ({"rename": lambda name: None}, StateMismatchError, "leaves out all tensors"),
+        ({"rename": {"metric": "__metadata__"}}, UnsupportedStateError, "'__metadata__' can't be a tensor's name"),
+        ({"rename": {"metric": "\ud800"}}, UnsupportedStateError, "can't be a tensor's name"),
         ({"strip_prefix": "net."}, StateMismatchError, "No tensor's name begins with"),
         ({"dtype": torch.int8}, CheckpointError, "floating"),
         ({"format": "zip"}, CheckpointError, "must be one of"),
@@ -138,6 +143,14 @@ def test_what_can_not_be_gathered_is_said_and_leaves_no_file(saved, tmp_path, op
     with pytest.raises(error, match=says):
         checkpoint.gather(saved, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("out", ["m.safetensors", "m.ckpt"])
+def test_a_prefix_to_rename_that_no_name_has_is_told(saved, tmp_path, out):
+    with pytest.warns(UserWarning, match="No tensor's name begins with 'modle.', which rename is to replace") as told:
+        checkpoint.gather(saved, tmp_path / out, rename={"model.": "net.", "modle.": "net."})
+    assert len(told) == 1
+    assert set(checkpoint.read(tmp_path / out)) == {"net.a", "net.b", "net.n", "metric"}
 
 
 def test_dtypes_that_safetensors_lacks_are_warned_of(tmp_path):

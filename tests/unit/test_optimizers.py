@@ -220,6 +220,21 @@ def test_names_change_with_those_of_the_model(tmp_path: Path) -> None:
     assert same(fresh.state_dict(), optimizer.state_dict())
 
 
+def test_a_prefix_may_be_that_of_one_optimizers_parameters_only(tmp_path: Path) -> None:
+    module = nn.ModuleDict({"model": nn.Linear(2, 2), "critic": nn.Linear(2, 2)})
+    saved = [pulled(list(part.parameters())) for part in module.values()]
+    for number, optimizer in enumerate(saved):
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.full_like(parameter, 1.0 + number)
+        optimizer.step()
+    checkpoint.save(module, tmp_path / "c", optimizer=saved)
+    into = nn.Linear(2, 2)
+    into.critic = nn.Linear(2, 2)
+    fresh = [pulled([into.weight, into.bias]), pulled(list(into.critic.parameters()))]
+    checkpoint.load(tmp_path / "c", into, optimizer=fresh, strip_prefix="model.")
+    assert [same(new.state_dict(), old.state_dict()) for new, old in zip(fresh, saved)] == [True, True]
+
+
 def pulled(*groups: list[nn.Parameter], lr: float = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD([{"params": list(group)} for group in groups], lr=lr, momentum=0.9)
 

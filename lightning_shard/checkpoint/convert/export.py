@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from lightning_shard.checkpoint.foreign.keys_of_hooks import TRANSFORMERS_KEY
 from lightning_shard.checkpoint.foreign.lightning_ckpt import put_together
 from lightning_shard.checkpoint.foreign.torchfile import Skeleton, fake_tensor, skeleton
 from lightning_shard.checkpoint.format.decode import decode
-from lightning_shard.checkpoint.format.header import build_header, dtype_name
+from lightning_shard.checkpoint.format.header import build_header, check_name, dtype_name
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, StoredTensors
-from lightning_shard.checkpoint.names import Rename, new_names
+from lightning_shard.checkpoint.names import Rename, new_names, unmatched
 from lightning_shard.checkpoint.store import open_store
 from lightning_shard.errors import CheckpointError, StateMismatchError
 
@@ -51,11 +52,16 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Naming:
-    """Which of the model's tensors to write, under which names and in which dtype."""
+    """Which of the model's tensors to write, under which names and in which dtype.
+
+    Attributes:
+        tells: Whether this rank warns.
+    """
 
     dtype: torch.dtype | None = None
     strip_prefix: str | None = None
     rename: Rename | None = None
+    tells: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
@@ -63,8 +69,29 @@ class Naming:
 
     def of(self, stored: Mapping[str, StoredTensor]) -> dict[str, Source]:
         """The sources by their new names."""
-        found = new_names(stored, self.strip_prefix, self.rename)
-        return {new: self.source(stored[old]) for new, old in found.items()}
+        return {new: self.source(stored[old]) for new, old in self.names(stored).items()}
+
+    def names(self, old: Iterable[str]) -> dict[str, str]:
+        """New names to old ones. Nothing compares them with what was wanted, as a load does, so it is said here.
+
+        Raises:
+            StateMismatchError: As :func:`new_names`; or ``rename`` has no effect, or leaves out all tensors.
+        """
+        old = list(old)
+        found = new_names(old, self.strip_prefix, self.rename)
+        if old and not found:
+            raise StateMismatchError("rename leaves out all tensors of the model: let it return new names of some.")
+        if old and (without := unmatched(old, self.strip_prefix, self.rename)):
+            assert isinstance(self.rename, Mapping)
+            message = (
+                f"No tensor's name begins with {' or '.join(map(repr, without)):.200}, which rename is to replace; a"
+                f" name is {old[0].removeprefix(self.strip_prefix or '')!r}, for example."
+            )
+            if len(without) == len(self.rename):
+                raise StateMismatchError(f"{message} Pass what names begin with, or leave rename out.")
+            if self.tells:
+                warnings.warn(message, stacklevel=6)
+        return found
 
     def source(self, stored: StoredTensor) -> Source:
         convert = self.dtype is not None and stored.dtype.is_floating_point
@@ -113,6 +140,8 @@ def _shards(order: Sequence[str], sources: Mapping[str, Source], limit_bytes: in
 
 
 def _safetensors_file(name: str, keys: Sequence[str], sources: Mapping[str, Source]) -> OutFile:
+    for key in keys:
+        check_name(key)
     described = [(key, dtype_name(sources[key].dtype, key), sources[key].stored.entry.shape) for key in keys]
     header, entries = build_header(described, {"format": "pt"})
     tensors = [(entry.begin, sources[entry.key]) for entry in entries]
@@ -186,7 +215,7 @@ def transformers(checkpoint: Checkpoint, found: Pretrained, naming: Naming, max_
     """The model's tensors under its own names; of tensors that share memory only the first, as ``save_pretrained``."""
     own = {name: stored for name, stored in checkpoint.items() if name.startswith(found.prefix)}
     own = {name: stored for name, stored in own.items() if checkpoint.alias_of(name) not in own}
-    sources = Naming(naming.dtype, found.prefix, naming.rename).of(own)
+    sources = replace(naming, strip_prefix=found.prefix).of(own)
     weights = _sharded(sources, "model.safetensors", max_shard_bytes)
     files = dict(found.files)
     if CONFIG in files:  # only on the rank that writes it
@@ -225,9 +254,9 @@ def plan_lightning(checkpoint: Checkpoint, naming: Naming, *, optimizer: bool) -
     def whole(section: str, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
         return {name: fake(section, Source(tensor, tensor.dtype)) for name, tensor in stored.items()}
 
-    names = new_names(checkpoint, naming.strip_prefix, naming.rename)
     model = {
-        new: fake("model", naming.source(checkpoint[checkpoint.alias_of(old) or old])) for new, old in names.items()
+        new: fake("model", naming.source(checkpoint[checkpoint.alias_of(old) or old]))
+        for new, old in naming.names(checkpoint).items()
     }
     others = whole("trainer", StoredTensors(checkpoint.manifest.trainer, checkpoint))
     states = whole("optimizer", checkpoint.optimizer)

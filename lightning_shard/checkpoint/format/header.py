@@ -75,6 +75,22 @@ def dtype_name(dtype: torch.dtype, key: str = "") -> str:
         ) from None
 
 
+def check_name(key: str) -> None:
+    """Refuse names that safetensors can't hold: ``__metadata__``, which it reserves, and text that isn't UTF-8.
+
+    Raises:
+        UnsupportedStateError: It is one.
+    """
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        fits = False
+    else:
+        fits = key != METADATA
+    if not fits:
+        raise UnsupportedStateError(f"{key!r} can't be a tensor's name in a safetensors file: rename it.")
+
+
 def item_bytes(name: str) -> int:
     """Bytes per element of a dtype, given by its name in the format."""
     return DTYPES[name].itemsize

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.format.decode import decode
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, StoredTensors
-from lightning_shard.checkpoint.names import Rename, new_names
+from lightning_shard.checkpoint.names import Rename, renamed_among
 from lightning_shard.checkpoint.optimizers.named import (
     NAMES_OF_NOTHING_ELSE,
     OPTIMIZER_STATES,
@@ -160,7 +160,7 @@ def renamed(
             found.update({path: stored for path, stored in tensors.items() if path.partition("/")[0] == str(index)})
             continue
         listed = [name for group in state["param_groups"] for name in group["params"]]
-        new = {old: name for name, old in new_names(listed, strip_prefix, rename).items()}
+        new = {old: name for name, old in renamed_among(listed, strip_prefix, rename).items()}
         groups = [{**g, "params": [new[name] for name in g["params"] if name in new]} for g in state["param_groups"]]
         values = {new[name]: entries for name, entries in state["values"].items() if name in new}
         named.append({**state, "values": values, "param_groups": groups})

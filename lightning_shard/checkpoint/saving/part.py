@@ -19,6 +19,7 @@ from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.encode import encode
+from lightning_shard.checkpoint.format.header import check_name
 from lightning_shard.checkpoint.memory import settle
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.saving.files import FilePlan, Outline, Piece, plan_file
@@ -153,22 +154,10 @@ def _located(tensors: Mapping[str, Tensor]) -> list[Located]:
     return [locate(name, tensor) for name, tensor in tensors.items()]
 
 
-def _check_name(name: str) -> None:
-    """Refuse names that safetensors can't hold: ``__metadata__``, which it reserves, and text that isn't UTF-8."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        fits = False
-    else:
-        fits = name != "__metadata__"
-    if not fits:
-        raise UnsupportedStateError(f"{name!r} can't be a tensor's name in a safetensors file: rename it.")
-
-
 def _whole(section: str, path: str, tensors: Mapping[str, Tensor]) -> PartFile:
     """Plan a file of whole tensors that only this rank has."""
     for name, tensor in tensors.items():
-        _check_name(name)
+        check_name(name)
         check_storable(name, tensor)
         if is_dtensor(tensor):
             raise UnsupportedStateError(f"{name!r} is a DTensor: pass it in state= or optimizer=.")
@@ -253,7 +242,7 @@ def _plan(frame: Frame, sections: tuple[tuple[str, tuple[Outlined, ...], tuple[t
     plan = _Plan(_fingerprint(sections), names, [(section, number) for section, _, number in shared])
     for section, tensors, aliases in sections:
         for tensor in tensors:
-            _check_name(tensor.name)
+            check_name(tensor.name)
         others = dict(aliases)
         unique = sorted((t.name, number) for number, t in enumerate(tensors) if t.name not in others)
         cuts = my_cuts([(number, tensors[number]) for _, number in unique], frame)
