@@ -1,4 +1,4 @@
-"""Temporary memory of an optimizer's step, as planned, is what its real step on parameters of their sizes takes."""
+"""What an optimizer keeps, and what its step takes for a time, as planned, are those of its real step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+import lightning_shard
 from lightning_shard.dryrun.counting.ledger import Ledger
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.optimizer import ask
@@ -70,3 +72,51 @@ def test_on_a_gpu_a_step_works_on_all_parameters_at_once(name: str) -> None:
 def test_on_the_cpu_on_one_after_the_other(name: str) -> None:
     make = OPTIMIZERS[name]
     assert planned(make, "cpu") == pytest.approx(real(make, foreach=False), rel=0.02)
+
+
+class Keeping(torch.optim.Optimizer):
+    """Keeps what a function makes of each parameter."""
+
+    def __init__(self, of: Any, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(of, {"lr": 0.1})
+        self.make = make
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"kept": self.make(parameter.detach())}
+
+
+KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "flat": lambda p: torch.zeros(p.numel(), dtype=torch.bfloat16),
+    "in lists and dicts": lambda p: [torch.zeros_like(p), {"of": (torch.zeros_like(p), 5, None)}],
+    "a history": lambda p: torch.zeros(4, *p.shape),
+    "transposed": lambda p: p.mT.contiguous(),
+    "a table": lambda p: torch.zeros(3, 256),
+    "of rows and columns": lambda p: (torch.eye(p.shape[0]), torch.eye(p.shape[1]), torch.zeros(p.shape[0], 1)),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_all_that_an_optimizer_keeps_counts(name: str) -> None:
+    def make(of: Any) -> torch.optim.Optimizer:
+        return Keeping(of, KEPT[name])
+
+    module = Module(make)
+    optimizer = module.configure_optimizers()
+    optimizer.step()
+    real = sum(
+        leaf.nbytes for leaf in pytree.tree_leaves([*optimizer.state.values()]) if isinstance(leaf, torch.Tensor)
+    )
+    plan = lightning_shard.plan(Module(make), torch.zeros(4), layout={"data_parallel_size": 1}, device_type="cpu")
+    assert plan.stages[0].peak.bytes["optimizer"] == real
+    saved = sum(4 * width * width for width in WIDTHS) + real
+    assert saved <= plan.checkpoint.bytes < saved + 20_000  # headers and a manifest
+
+
+@pytest.mark.parametrize("keeps", [lambda p: torch.zeros(p.shape[0] + 1), lambda p: torch.zeros(p.numel() // 7)])
+def test_state_whose_size_does_not_follow_from_a_parameters_is_unknown(keeps: Callable[[torch.Tensor], Any]) -> None:
+    module = Module(lambda of: Keeping(of, keeps))
+    state, reason = ask(Model.of(module, torch.zeros(4), Settings("auto", None, None), stages=1))
+    assert state is None
+    assert "it keeps 'kept' of" in reason

@@ -1,7 +1,8 @@
 """Finds the state that the module's own optimizers keep, by running them on parameters of a few elements.
 
-``configure_optimizers`` is called on a module without memory. Then one small parameter replaces each kind of parameter
-(number of dims, dtype, group), with different sizes of its dims to identify them, and the optimizer takes two steps.
+``configure_optimizers`` is called on a module without memory. Then two small parameters replace each kind of parameter
+(number of dims, dtype, group), with different sizes of their dims to identify them, and the optimizer takes two steps
+on the first ones, then on the others. A size of a state tensor that is the same for both parameters is a constant.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from lightning_shard.dryrun.counting.counts import ParameterCount
 from lightning_shard.dryrun.counting.ledger import Ledger
 from lightning_shard.dryrun.counting.model import Model, fake_trainer
 
-_SIZES = (3, 5, 7, 11, 13, 17)
-"""Sizes of a small parameter's dims; all different."""
+_SIZES = (3, 5, 7, 11, 13, 17), (4, 6, 8, 12, 14, 18)
+"""Sizes of the dims of both small parameters; all different."""
+_Two = tuple[nn.Parameter, nn.Parameter]
 
 
 @dataclass(frozen=True)
@@ -27,20 +29,22 @@ class StateTensor:
     """One tensor that an optimizer keeps for a parameter.
 
     Attributes:
-        key: Its key in the optimizer's state.
+        key: Its key in the optimizer's state; of nested ones joined by ``.``.
         dims: The parameter's dims that it has; others were reduced.
         dtype: Its dtype.
-        is_whole: Whether it has the parameter's shape.
+        is_whole: Whether it has the parameter's elements, so that it is sharded as the parameter is.
+        times: How many elements it has for each of these.
     """
 
     key: str
     dims: tuple[int, ...]
     dtype: torch.dtype
     is_whole: bool
+    times: int = 1
 
     def numel(self, parameter: ParameterCount, shard: int) -> int:
         """Its number of elements, for a parameter's shard of ``shard`` elements."""
-        return shard if self.is_whole else math.prod(parameter.local_shape[dim] for dim in self.dims)
+        return self.times * (shard if self.is_whole else math.prod(parameter.local_shape[dim] for dim in self.dims))
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,13 @@ def _ask(model: Model) -> OptimizerState:
         together = any(_takes_all_at_once(group, model.device_type) for group in optimizer.param_groups)
         small = _on_small_ones(optimizer, names, together)
         stepping = max(stepping, _step(optimizer, together))
+        others = dict(small.values())
+        for group in optimizer.param_groups:
+            group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
+        _step(optimizer, together)
         at_once = at_once or together
-        for name, parameter in small.items():
-            tensors[name] = tuple(_kept(optimizer.state.get(parameter, {}), parameter))
+        for name, two in small.items():
+            tensors[name] = tuple(_kept(optimizer, two))
     return OptimizerState(tuple(type(optimizer).__name__ for optimizer in optimizers), tensors, stepping, at_once)
 
 
@@ -109,25 +117,27 @@ def _takes_all_at_once(group: dict[str, Any], device_type: str) -> bool:
     return bool(group["foreach"]) or (group["foreach"] is None and device_type != "cpu")
 
 
-def _on_small_ones(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], at_once: bool
-) -> dict[str, nn.Parameter]:
-    """Give an optimizer one small parameter for each kind in each group, in place; returns them by parameter name.
+def _on_small_ones(optimizer: torch.optim.Optimizer, names: Mapping[int, str], at_once: bool) -> dict[str, _Two]:
+    """Give an optimizer a small parameter for each kind in each group, in place.
+
+    Returns:
+        These by parameter name, each with another one of its kind, which isn't in a group.
 
     Args:
         at_once: Whether its steps work on all together: they do so on the CPU too then, with other temporary tensors.
     """
-    small: dict[str, nn.Parameter] = {}
+    small: dict[str, _Two] = {}
     optimizer.state.clear()
     for group in optimizer.param_groups:
-        of_kind: dict[Any, nn.Parameter] = {}
+        of_kind: dict[Any, _Two] = {}
         for parameter in group["params"]:
             kind = parameter.ndim, parameter.dtype
             if kind not in of_kind:
-                of_kind[kind] = nn.Parameter(torch.ones(_SIZES[: parameter.ndim], dtype=parameter.dtype))
+                one, other = (torch.ones(sizes[: parameter.ndim], dtype=parameter.dtype) for sizes in _SIZES)
+                of_kind[kind] = nn.Parameter(one), nn.Parameter(other)
             if id(parameter) in names:
                 small[names[id(parameter)]] = of_kind[kind]
-        group["params"] = list(of_kind.values())
+        group["params"] = [parameter for parameter, _ in of_kind.values()]
         fixed = {"capturable": False} if group.get("fused") else {"capturable": False, "foreach": at_once}
         group.update({key: value for key, value in fixed.items() if key in group})
     return small
@@ -148,8 +158,41 @@ def _step(optimizer: torch.optim.Optimizer, at_once: bool) -> float:
     return ledger.growth["step"] / max(largest, 1)
 
 
-def _kept(state: Mapping[str, Any], parameter: nn.Parameter) -> Iterator[StateTensor]:
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            dims = tuple(_SIZES.index(size) for size in value.shape if size in _SIZES[: parameter.ndim])
-            yield StateTensor(key, dims, value.dtype, value.shape == parameter.shape)
+def _kept(optimizer: torch.optim.Optimizer, two: _Two) -> Iterator[StateTensor]:
+    """What an optimizer keeps for both small parameters of a kind, by what it keeps for parameters of other sizes.
+
+    Raises:
+        ValueError: That can't be told.
+    """
+    own, others = (dict(_tensors_in(optimizer.state.get(parameter, {}))) for parameter in two)
+    for key in [*own, *(key for key in others if key not in own)]:
+        if key not in own or key not in others:
+            raise ValueError(f"it keeps {key!r} for some parameters only")
+        yield _described(key, own[key], others[key], two)
+
+
+def _tensors_in(state: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(state, Tensor):
+        yield key, state
+    if isinstance(state, (list, tuple)):
+        state = dict(enumerate(state))
+    for name, value in state.items() if isinstance(state, Mapping) else ():
+        yield from _tensors_in(value, f"{key}.{name}" if key else str(name))
+
+
+def _described(key: str, value: Tensor, of_other: Tensor, two: _Two) -> StateTensor:
+    parameter, other = two
+    every = tuple(range(parameter.ndim))
+    if value.shape == parameter.shape or (value.shape, of_other.shape) == ((parameter.numel(),), (other.numel(),)):
+        return StateTensor(key, every, value.dtype, True)
+    dims: list[int] = []
+    times = 1
+    places = {sizes: dim for dim, sizes in enumerate(zip(parameter.shape, other.shape))}
+    for sizes in zip(value.shape, of_other.shape, strict=True):
+        if sizes in places:
+            dims.append(places[sizes])
+        elif sizes[0] == sizes[1]:
+            times *= sizes[0]
+        else:
+            raise ValueError(f"it keeps {key!r} of {sizes[0]} elements for a parameter of {tuple(parameter.shape)}")
+    return StateTensor(key, tuple(dims), value.dtype, tuple(sorted(dims)) == every, times)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -22,7 +23,7 @@ from lightning_shard.checkpoint.store.remote import RANGE_BYTES
 from lightning_shard.checkpoint.store.s3 import PART_BYTES
 from lightning_shard.checkpoint.tensors import Frame, Place, Spread
 from lightning_shard.dryrun.counting.counts import Counts, ParameterCount
-from lightning_shard.dryrun.memory.optimizer import OptimizerState
+from lightning_shard.dryrun.memory.optimizer import OptimizerState, StateTensor
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.placement import seconds_text, size_text
 
@@ -112,7 +113,10 @@ def _of_rank(
     frame = Frame(ranks, int(ranks[0, 0, 0]))
     place = Place(lambda: None, ranks, (0, 0, 0))  # type: ignore[arg-type,return-value]
     spreads: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Spread] = {}
-    plain = Spread((), tuple(local_boxes(())))
+
+    @cache
+    def plain(*sizes: int) -> Spread:
+        return Spread(sizes, tuple(local_boxes([((0, size),) for size in sizes])))
 
     def spread(parameter: ParameterCount) -> Spread:
         key = parameter.shape, parameter.local_shape, parameter.is_expert
@@ -120,11 +124,19 @@ def _of_rank(
             spreads[key] = _spread(parameter, layout, place)
         return spreads[key]
 
+    def kept_for(parameter: ParameterCount, kept: StateTensor) -> list[Outlined]:
+        name = f"{parameter.name}.{kept.key}"
+        if kept.is_whole:
+            return kept.times * [Outlined(name, kept.dtype, spread(parameter))]
+        more = (kept.times,) * (kept.times != 1)
+        return [Outlined(name, kept.dtype, plain(*more, *(parameter.local_shape[dim] for dim in kept.dims)))]
+
     sections: dict[str, list[Outlined]] = {"model": [Outlined(p.name, p.dtype, spread(p)) for p in parameters]}
     sections["optimizer"] = [
-        Outlined(f"{p.name}.{kept.key}", kept.dtype, spread(p) if kept.is_whole else plain)
+        each
         for p in parameters
         for kept in (optimizer.tensors.get(p.name, ()) if optimizer is not None else ())
+        for each in kept_for(p, kept)
     ]
     files, rows = [], 0
     for tensors in sections.values():
