@@ -64,3 +64,9 @@ def test_blocks_are_measured_and_a_step_is_timed_by_them() -> None:
     assert made.time.step == pytest.approx(4 * slower + sum(measured.seconds["blocks.0"]), rel=0.05)
     assert made.time.dominates == PRODUCTS
     assert any("nothing is counted for links" in said for said in made.time.assumed)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_a_batch_is_of_the_modules_precision(precision: str) -> None:
+    measured = calibrate(Module, torch.randn(8, 8), times=1, precision=precision, device_type="cpu")
+    assert {"blocks.0", "blocks.1"} <= measured.seconds.keys()

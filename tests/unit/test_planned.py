@@ -154,6 +154,32 @@ class TestMonotone:
         assert stage.host["optimizer"] > stage.host["parameters"] > 0
 
 
+class OfFloats(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.blocks(batch) + torch.ones(8)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class TestPrecision:
+    @pytest.mark.parametrize(("precision", "item_bytes"), [("64-true", 8), ("bf16-true", 2), ("16-true", 2)])
+    def test_a_true_one_is_that_of_the_module_its_batch_and_all_that_is_made_of_them(
+        self, precision: str, item_bytes: int
+    ) -> None:
+        single, other = (
+            dict(plan(OfFloats, torch.ones(4, 8), layout={"data_parallel_size": 2}, precision=one).stages[0].peak.bytes)
+            for one in ("32-true", precision)
+        )
+        for kind in ("parameters", "optimizer", "gathered", "batch", "activations"):
+            assert single[kind] > 0
+            assert other[kind] == single[kind] * item_bytes / 4, kind
+
+
 class TestCounting:
     def test_like_blocks_are_counted_as_if_each_had_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from lightning_shard.dryrun.counting import count

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
@@ -23,7 +24,12 @@ from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.assembly.placing import blocks_of, costs_of
 from lightning_shard.plugin.settings import Settings
 
-_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+_TRUE: dict[str, Callable[[], Precision]] = {
+    "64-true": DoublePrecision,
+    "bf16-true": lambda: HalfPrecision("bf16-true"),
+    "16-true": lambda: HalfPrecision("16-true"),
+}
+"""Lightning's plugins by precision, which convert the module and what it is given; a mixed one only casts."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Model:
 
     Attributes:
         module: A copy that belongs to this plan.
-        batch: What one data-parallel rank reads for a step.
+        batch: What one data-parallel rank reads for a step, as the step is given it: in the module's precision.
         settings: The strategy's settings.
         precision: The Trainer's.
         device_type: The type of device to run on: ``"cpu"`` or another.
@@ -80,13 +86,13 @@ class Model:
                 f"{type(built).__name__}.configure_model parallelizes the module itself, so its layout isn't the"
                 " strategy's to plan: plan a module that leaves it to the strategy."
             )
-        if precision in _DTYPES:
-            built.to(_DTYPES[precision])
+        plugin = _TRUE.get(precision, Precision)()
+        plugin.convert_module(built)
         blocks = blocks_of(built, settings, stages)
         cost = None
         if blocks is not None:
             blocks, cost = costs_of(built, blocks, runs=True)
-        return cls(built, batch, settings, precision, device_type, blocks, cost)
+        return cls(built, plugin.convert_input(batch), settings, precision, device_type, blocks, cost)
 
     def copy(self) -> pl.LightningModule:
         return copied_to_meta(self.module)
@@ -104,7 +110,8 @@ class Model:
         if not module.automatic_optimization:
             raise ConfigurationError("it optimizes by itself (automatic_optimization=False)")
         arguments = [batch, 0] if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else [batch]
-        result = module.training_step(*arguments)
+        with _TRUE.get(self.precision, Precision)().train_step_context():
+            result = module.training_step(*arguments)
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor):
             raise ConfigurationError(f"training_step gives {type(loss).__name__}, and no loss")

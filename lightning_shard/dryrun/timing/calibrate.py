@@ -67,7 +67,7 @@ def calibrate(
     precision = trainer_private.named_precision(precision)
     settings = Settings("auto", pipeline_blocks, None, gathered_dtype=trainer_private.GATHERED.get(precision))
     model = Model.of(module, batch, settings, stages=1, precision=precision, device_type=device_type)
-    part = tree.split(batch, microbatches)[0]
+    part = tree.split(model.batch, microbatches)[0]
     device = torch.device(device_type)
     try:
         real = _on_device(model, device)
