@@ -138,7 +138,13 @@ def test_what_is_no_path_is_refused_by_name(path: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a single file, and a checkpoint is a directory"):
         checkpoint.save(state, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "a plain checkpoint"
-    with pytest.raises(CheckpointError, match="holds a NUL"):
-        checkpoint.save(state, tmp_path / "a\0b")
+    for name, says in (("a\0b", "holds a NUL"), ("a\ud800", "holds half a character")):
+        for place in (tmp_path, "memory:/"):
+            with pytest.raises(CheckpointError, match=says):
+                checkpoint.save(state, f"{place}/{name}")
+    with pytest.raises(CheckpointError, match="a byte that is no UTF-8"):
+        checkpoint.save(state, "memory://a\udc80")
+    checkpoint.save(state, tmp_path / "a\udc80")  # a name of any bytes, as Python has it
+    assert len(checkpoint.list(tmp_path)) == 2
     with pytest.raises(CheckpointError, match=r"out \(.*\) must be a str"):
         checkpoint.gather(tmp_path / "a", path)

@@ -43,6 +43,10 @@ def as_text(path: str | os.PathLike[str], what: str = "path") -> str:
         raise CheckpointError(f"{what} is empty: name the checkpoint's directory.")
     if "\0" in text:
         raise CheckpointError(f"{what} ({text!r:.80}) holds a NUL character, which no file system's names can.")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{what} ({text!r:.80}) holds half a character, which no name can.") from None
     if _CUT_URL.match(text):
         raise CheckpointError(
             f"{what} ({text}) looks like a URL that was converted to pathlib.Path, which makes it a local path: pass"

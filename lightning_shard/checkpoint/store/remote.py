@@ -48,6 +48,7 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss",
 
 On others a put may be visible half written, so the file is put under a temporary name and then moved.
 """
+_NOT_IN_STORES = re.compile("[\0-\x1f\ud800-\udfff]")  # clients and servers quote these differently
 _WEBDAV = {"webdav", "dav"}
 _NOT_IN_WEBDAV = re.compile(r"[%?#]|(?<=/)\.\.?(?=/|$)")
 _HTTP = {"http", "https"}
@@ -73,8 +74,11 @@ class RemoteStore:
         import fsspec
 
         self.root = root
-        if any(character < " " for character in root):  # clients and servers quote these differently
-            raise CheckpointError(f"path ({root!r}) holds a control character, which names in stores can't: rename it.")
+        if _NOT_IN_STORES.search(root):
+            raise CheckpointError(
+                f"path ({root!r}) holds a control character, or a byte that is no UTF-8, which names in stores can't:"
+                " rename it."
+            )
         if root.partition("://")[0] in _WEBDAV and (odd := _NOT_IN_WEBDAV.search(root.partition("://")[2])):
             raise CheckpointError(
                 f"path ({root}) holds {odd[0]!r}, which WebDAV's clients and servers take for another place: choose"

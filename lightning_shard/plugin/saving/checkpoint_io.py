@@ -115,7 +115,7 @@ class ShardedCheckpointIO(CheckpointIO):
             )
         self.local = None if local is None else LocalTier.at(local, self._storage_options)
         """Where local copies are kept, on disks nearer than the checkpoints' paths."""
-        self._fsync = fsync
+        self.fsync = fsync
         self._digests = digests
         self._share_reads = share_reads
         self._site: Site | None = None
@@ -176,7 +176,7 @@ class ShardedCheckpointIO(CheckpointIO):
             "mesh": site.mesh if site else None,
             "layout": site.layout.sizes if site else None,
             "storage_options": {**self._storage_options, **(storage_options or {})},
-            "fsync": self._fsync,
+            "fsync": self.fsync,
             "digests": self._digests,
             "own_disks": self.local is not None,
         }
@@ -184,7 +184,7 @@ class ShardedCheckpointIO(CheckpointIO):
         first, carry = path, None
         if self.local is not None:
             tier = LocalTier(self.local.root, arguments.pop("storage_options"))
-            first, carry = tier.copy_of(path), partial(tier.carry, path, fsync=self._fsync)
+            first, carry = tier.copy_of(path), partial(tier.carry, path, fsync=self.fsync)
         if self._asynchronous and self._fitting:
             if self._saver is None:
                 self._saver = ckpt.AsyncSaver(timeout=site.timeout if site else None)
@@ -206,7 +206,7 @@ class ShardedCheckpointIO(CheckpointIO):
             yield
             return
         with contextlib.suppress(OSError):  # the save itself reports it
-            store.make(durable=self._fsync)
+            store.make(durable=self.fsync)
         try:
             yield
         except BaseException:
@@ -244,7 +244,7 @@ class ShardedCheckpointIO(CheckpointIO):
             self.drain()
         source, options = str(path), self._storage_options
         if self.local is not None:
-            found = self.local.source(source, Ranks.of() if together else Ranks(), fsync=self._fsync)
+            found = self.local.source(source, Ranks.of() if together else Ranks(), fsync=self.fsync)
             say = rank_zero_warn if found.worse else rank_zero_info
             say(f"Reading the checkpoint {found.path}: {found.why}.")
             source, options = found.path, {} if found.local else options
