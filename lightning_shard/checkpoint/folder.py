@@ -109,6 +109,8 @@ def _remove(store: Store, attempt: str | None) -> bool:
             store.remove(MANIFEST_NAME, only=earlier.stamp)
         except CheckpointConflictError:
             return False  # another save has just replaced it, and removes the old files itself
+        with contextlib.suppress(OSError):  # as where another process has removed the folder meanwhile
+            store.sync([MANIFEST_NAME])  # else a power cut may leave the manifest of files that are gone
     remove_files(store, earlier.files)
     if not store.exists(MANIFEST_NAME):
         remove_leftovers(store, clock=lambda: _clock(store))

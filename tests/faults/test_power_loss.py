@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightning_shard.plugin.saving.model_checkpoint import _link
 from lightning_shard.testing import run_ranks
 from tests.faults.calls import Call, met
 from tests.faults.cuts import BESIDE, FIRST, IN_NEW_FOLDERS, Save, Tried, cut_after_every_call, recorded
-from tests.faults.disk import Log, Node, Recorder, images
+from tests.faults.disk import Log, Node, Recorder, images, put
 
 LIMIT_S = 1200.0
 
@@ -131,3 +132,19 @@ def test_a_link_is_on_the_disk_before_what_it_led_to_is_removed(tmp_path: Path) 
     assert [calls[place + 1] for place in linked] == [("fsync", tmp_path.name)] * 2
     assert calls.index(("unlink", "manifest.json")) > linked[0] + 1
     assert Path(last).resolve().name == "step=2.ckpt"
+
+
+def test_a_power_cut_in_a_removal_leaves_the_whole_checkpoint_or_none(tmp_path: Path) -> None:
+    folder, image = tmp_path / "disk", tmp_path / "image"
+    checkpoint.save({"t": torch.ones(1)}, folder / "a")
+    recorder = Recorder(folder, tmp_path / "calls")
+    with met(folder, recorder):
+        checkpoint.remove(folder / "a")
+    log = recorder.log()
+    found = set()
+    for calls in range(len(log.calls) + 1):
+        for tree in images(log, calls, thorough=True):
+            put(tree, image)
+            found.add(checkpoint.verify(image / "a").ok if checkpoint.exists(image / "a") else None)
+            shutil.rmtree(image)
+    assert found == {True, None}

@@ -23,7 +23,7 @@ class StepTime:
         stages: The time of each stage.
         optimizer: The slowest rank's optimizer step.
         ties: The time to sum gradients of weights that several stages share, after the last backward.
-        bubble: The fraction of the step in which the average rank neither computes nor sends.
+        bubble: The fraction of the timeline in which the average rank computes nothing: it receives, or waits.
         tokens_per_s: Tokens per second of all devices together.
         mfu: Model FLOPs utilization: the model's own operations (without recomputation) as a fraction of all devices'
             peak; ``None`` if these operations aren't known.
