@@ -11,6 +11,7 @@ import errno
 import os
 import posixpath
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, Che
 
 UNTOLD = datetime.min.replace(tzinfo=UTC)
 """The time of a commit if the store has no times."""
+_OF_FILE_SYSTEMS = {"lost+found"}
+"""Folders that hold no checkpoints, and that few may look into."""
 STEP_KEYS = ("global_step", "step")
 """Keys of a trainer state that may hold its step: Lightning's, and the usual one."""
 
@@ -62,6 +65,8 @@ def commits(
     folder: str | os.PathLike[str],
     storage_options: dict[str, Any] | None = None,
     which: Callable[[str], bool] = lambda name: True,
+    *,
+    all_known: bool = False,
 ) -> list[tuple[datetime, str]]:
     """(time of the commit, name) of a folder's committed checkpoints, the oldest first.
 
@@ -72,6 +77,7 @@ def commits(
         folder: The folder.
         storage_options: For fsspec.
         which: Called with each name; False leaves it out.
+        all_known: Raise if it can't be told whether a name is one, because of permissions; otherwise warn.
 
     Raises:
         CheckpointError: The store can't be asked.
@@ -85,11 +91,26 @@ def commits(
 
     names = [name for name in names_in(root, storage_options) if may_be_one(name)]
 
+    hidden: list[str] = []
+
     def look(name: str) -> datetime | None:
-        return committed_at(open_store(posixpath.join(root, name), storage_options))
+        try:
+            return _committed_at(open_store(posixpath.join(root, name), storage_options))
+        except PermissionError:
+            if all_known:
+                raise
+            hidden.append(name)
+            return None
 
     with naming(root), ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-list") as pool:
         times = list(pool.map(look, names))
+    if hidden := sorted(set(hidden) - _OF_FILE_SYSTEMS):
+        more = f" and {len(hidden) - 1} more" if len(hidden) > 1 else ""
+        warnings.warn(
+            f"{posixpath.join(root, hidden[0])}{more} can't be looked into (permission denied): a checkpoint there"
+            " isn't counted.",
+            stacklevel=3,
+        )
     found = [(when, name) for when, name in zip(times, names) if when is not None]
     return sorted(found, key=lambda item: (item[0], _natural(item[1])))
 
@@ -128,10 +149,17 @@ def _ask(what: str, path: str | os.PathLike[str], storage_options: dict[str, Any
 
 
 def committed_at(store: Store) -> datetime | None:
-    """When a checkpoint's manifest was written; None if there is none."""
+    """When a checkpoint's manifest was written; None if there is none, or one that can't be seen."""
+    try:
+        return _committed_at(store)
+    except PermissionError:
+        return None
+
+
+def _committed_at(store: Store) -> datetime | None:
     try:
         seconds = store.modified(MANIFEST_NAME)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
         if error.errno == errno.ELOOP:  # a circular symbolic link

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -16,8 +18,9 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_shard import checkpoint
+from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint import catalog
+from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.cli import main
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from tests.servers import let_servers_forget, serve
@@ -143,6 +146,28 @@ def test_what_is_removed_while_a_folder_is_listed_is_neither_listed_nor_damaged(
 
     monkeypatch.setattr(catalog, "read", read_later)
     assert [(entry.name, entry.fault) for entry in checkpoint.list(tmp_path)] == [("c", None)]
+
+
+def test_a_folder_that_may_not_be_looked_into_is_told_of_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("last.ckpt", "last-v1.ckpt", "lost+found"):
+        save(str(tmp_path / name), None, 1)
+    modified = LocalStore.modified
+
+    def denied(self: LocalStore, name: str) -> float | None:
+        if self.root.endswith(("last-v1.ckpt", "lost+found")):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.root)
+        return modified(self, name)
+
+    monkeypatch.setattr(LocalStore, "modified", denied)
+    with pytest.warns(UserWarning, match=r"last-v1\.ckpt can't be looked into") as told:
+        assert [entry.name for entry in checkpoint.list(tmp_path)] == ["last.ckpt"]
+    assert len(told) == 1
+    # it may be the newest, from which a run would go on
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(checkpoint_io=ShardedCheckpointIO()))
+    with pytest.raises(CheckpointError, match="PermissionError"):
+        ModelCheckpoint(tmp_path)._find_last_checkpoints(trainer)
 
 
 def test_a_circular_link_is_no_folder_and_is_not_asked_again(tmp_path: Path) -> None:

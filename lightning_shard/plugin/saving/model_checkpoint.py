@@ -197,7 +197,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             # stores report times in seconds: of two in the same second, the higher version is the later one
             return commit[0], versions[commit[1]]
 
-        found = max(commits(dirpath, io.storage_options, is_last), key=order, default=None)
+        found = max(commits(dirpath, io.storage_options, is_last, all_known=True), key=order, default=None)
         if io.local is not None:
             found = io.local.newest(dirpath, found[1] if found else None, is_last, order) or found
         self._finds_last = found is not None
