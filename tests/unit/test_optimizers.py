@@ -220,6 +220,31 @@ def test_names_change_with_those_of_the_model(tmp_path: Path) -> None:
     assert same(fresh.state_dict(), optimizer.state_dict())
 
 
+def slashed() -> nn.ModuleDict:
+    parts = {"conv/1": nn.Linear(2, 3), "conv": nn.Linear(3, 2), "p": nn.ParameterDict({"a/exp_avg": torch.ones(2)})}
+    return nn.ModuleDict(parts)
+
+
+def test_names_may_contain_slashes(tmp_path: Path) -> None:
+    module = slashed()
+    optimizer = torch.optim.AdamW(module.parameters())
+    for number, parameter in enumerate(module.parameters()):
+        parameter.grad = torch.full_like(parameter, 1.0 + number)
+    optimizer.step()
+    for folder, saved, prefix in (("a", module, None), ("b", nn.ModuleDict({"model": module}), "model.")):
+        checkpoint.save(saved, tmp_path / folder, optimizer=optimizer)
+        into = slashed()
+        fresh = torch.optim.AdamW(into.parameters())
+        checkpoint.load(tmp_path / folder, into, optimizer=fresh, strip_prefix=prefix)
+        assert same(fresh.state_dict(), optimizer.state_dict())
+
+
+def test_names_that_continue_others_by_a_slash_are_refused(tmp_path: Path) -> None:
+    module = nn.ParameterDict({"a/b": torch.ones(2), "a": torch.ones(2)})
+    with pytest.raises(UnsupportedStateError, match="'a' and 'a/b': an optimizer's state"):
+        checkpoint.save(module, tmp_path / "c", optimizer=torch.optim.SGD(module.parameters()))
+
+
 def test_a_prefix_may_be_that_of_one_optimizers_parameters_only(tmp_path: Path) -> None:
     module = nn.ModuleDict({"model": nn.Linear(2, 2), "critic": nn.Linear(2, 2)})
     saved = [pulled(list(part.parameters())) for part in module.values()]

@@ -19,6 +19,7 @@ from lightning_shard.checkpoint.foreign.keys_of_hooks import (
     put_back,
     set_aside,
 )
+from lightning_shard.checkpoint.optimizers.named import TensorNames
 from lightning_shard.errors import CheckpointError
 
 _DATA_PLACE = {"epoch", "position", "unit", "seed"}
@@ -109,8 +110,9 @@ def _numbered(index: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor
     numbers = {name: number for number, name in enumerate(names)}
     assert len(numbers) == len(names), "an optimizer has a parameter twice"
     entries: dict[Any, dict[str, Any]] = {numbers[name]: dict(values) for name, values in state["values"].items()}
+    apart = TensorNames([()] * index + [names]).apart
     for path, tensor in tensors.items():
-        owner, name, key = path.split("/", 2)
+        owner, name, key = apart(path)
         if int(owner) == index:
             entries.setdefault(numbers[name], {})[key] = tensor
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]

@@ -28,6 +28,34 @@ NAMES_OF_NOTHING_ELSE = {"params", "param_names"}
 State = Mapping[str, Any] | torch.nn.Module
 
 
+class TensorNames:
+    """Takes names of optimizers' tensors apart. Parameters' names, as of a ``ModuleDict``, may contain ``/``, too.
+
+    Args:
+        listed: Each optimizer's parameters by name, as its groups list them.
+    """
+
+    def __init__(self, listed: Iterable[Iterable[str]]) -> None:
+        self._slashed = [{name for name in names if "/" in name} for names in listed]
+
+    def apart(self, path: str) -> tuple[str, str, str]:
+        """The optimizer, the parameter and the key. The longest parameter's name counts."""
+        owner, _, rest = path.partition("/")
+        slashed = self._slashed[int(owner)] if owner.isdecimal() and int(owner) < len(self._slashed) else ()
+        if slashed:
+            cuts = [at for at, character in enumerate(rest) if character == "/"]
+            for at in reversed(cuts):
+                if rest[:at] in slashed:
+                    return owner, rest[:at], rest[at + 1 :]
+        name, _, key = rest.partition("/")
+        return owner, name, key
+
+
+def listed_in(states: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """Each optimizer's parameters, in the order of its groups."""
+    return [[name for group in state["param_groups"] for name in group["params"]] for state in states]
+
+
 def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """An optimizer's state dict, keyed by parameter names instead of numbers.
 
@@ -69,16 +97,15 @@ def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str
         states: Results of :func:`named_optimizer_state`; ``"parameters"`` may lack unknown ones.
 
     Raises:
-        UnsupportedStateError: A parameter's name contains ``/``, the separator in names of optimizer tensors; or two
-            tensors would get the same name.
+        UnsupportedStateError: One parameter's name is another's, followed by ``/``, the separator in names of optimizer
+            tensors; or two tensors would get the same name.
     """
     tensors: dict[str, Tensor] = {}
     rest: list[dict[str, Any]] = []
     for index, state in enumerate(states):
         values: dict[str, dict[str, Any]] = {}
+        _check_names({*state["state"], *listed_in([state])[0]})
         for name, entries in state["state"].items():
-            if "/" in name:
-                raise UnsupportedStateError(f"{name!r}: an optimizer's parameter can't have a '/' in its name: rename.")
             parameter = state["parameters"].get(name)
             for key, value in entries.items():
                 label = f"{index}/{name}/{key}"
@@ -96,6 +123,18 @@ def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str
         flags = {flag: True for flag in ("numbered", "flattened") if state.get(flag)}
         rest.append({**flags, "values": values, "shared": state["shared"], "param_groups": state["param_groups"]})
     return tensors, rest
+
+
+def _check_names(names: set[str]) -> None:
+    for name in names:
+        before = name
+        while "/" in before:
+            before = before.rpartition("/")[0]
+            if before in names:
+                raise UnsupportedStateError(
+                    f"{before!r} and {name!r}: an optimizer's state of these can't be told apart by names, since one is"
+                    " the other's with a '/' behind it: rename one."
+                )
 
 
 def merge_stages(

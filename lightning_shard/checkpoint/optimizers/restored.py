@@ -19,6 +19,8 @@ from lightning_shard.checkpoint.optimizers.named import (
     NAMES_OF_NOTHING_ELSE,
     OPTIMIZER_STATES,
     State,
+    TensorNames,
+    listed_in,
     name_numbered,
 )
 from lightning_shard.checkpoint.optimizers.taken import (
@@ -154,19 +156,18 @@ def renamed(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Rename the parameters in optimizers' tensors and states as the model's tensors are renamed; numbers stay."""
     named, found = [], {}
+    names = TensorNames(listed_in(states))
     for index, state in enumerate(states):
         if state.get("numbered"):
             named.append(state)
             found.update({path: stored for path, stored in tensors.items() if path.partition("/")[0] == str(index)})
             continue
-        listed = [name for group in state["param_groups"] for name in group["params"]]
-        new = {old: name for name, old in renamed_among(listed, strip_prefix, rename).items()}
+        new = {old: name for name, old in renamed_among(listed_in([state])[0], strip_prefix, rename).items()}
         groups = [{**g, "params": [new[name] for name in g["params"] if name in new]} for g in state["param_groups"]]
         values = {new[name]: entries for name, entries in state["values"].items() if name in new}
         named.append({**state, "values": values, "param_groups": groups})
         for path in tensors:
-            owner, _, rest = path.partition("/")
-            name, _, key = rest.partition("/")
+            owner, name, key = names.apart(path)
             if owner == str(index) and name in new:
                 found[f"{index}/{new[name]}/{key}"] = tensors[path]
     return found, named
@@ -212,9 +213,9 @@ def plan_optimizers(
         StateMismatchError: The checkpoint has other parameter groups.
     """
     by_parameter: dict[tuple[str, str], dict[str, Any]] = {}
+    tensor_names = TensorNames(listed_in(states))
     for path, value in stored.items():
-        owner, _, rest = path.partition("/")
-        name, _, key = rest.partition("/")
+        owner, name, key = tensor_names.apart(path)
         by_parameter.setdefault((owner, name), {})[key] = value
     plans = []
     for index, (optimizer, rest_of) in enumerate(zip(optimizers, states, strict=True)):
