@@ -153,6 +153,12 @@ def test_a_prefix_to_rename_that_no_name_has_is_told(saved, tmp_path, out):
     assert set(checkpoint.read(tmp_path / out)) == {"net.a", "net.b", "net.n", "metric"}
 
 
+def test_a_file_is_not_named_as_an_index(saved, tmp_path):
+    with pytest.raises(CheckpointError, match=r"such as m\.safetensors, and give max_shard_bytes"):
+        checkpoint.gather(saved, tmp_path / "m.safetensors.index.json")
+    assert not list(tmp_path.glob("m.*"))
+
+
 def test_dtypes_that_safetensors_lacks_are_warned_of(tmp_path):
     state = {"plain": torch.ones(2), "z": torch.tensor([1 + 2j], dtype=torch.complex128), "e": torch.ones(3)}
     state["e"] = state["e"].to(torch.float8_e8m0fnu)

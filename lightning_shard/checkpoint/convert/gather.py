@@ -24,6 +24,8 @@ from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.store import Store, as_path, as_text, local_path, open_store, parted
 from lightning_shard.errors import CheckpointError
 
+INDEX_ENDS = ".index.json"
+"""How the name of an index of safetensors files ends."""
 Format = Literal["safetensors", "transformers", "lightning"]
 
 
@@ -105,7 +107,7 @@ def gather(
     """
     ranks = Ranks.of(group)
     target = as_text(out, "out")
-    _refuse_own(target)
+    _refuse_name(target)
     if format is None:
         format = "lightning" if target.endswith(".ckpt") else "safetensors"
     if format not in get_args(Format):
@@ -173,20 +175,25 @@ def _refuse_without_effect(format: Format, max_shard_bytes: Any, config: Any) ->
         )
 
 
-def _refuse_own(out: str) -> None:
-    """Refuse a name of a checkpoint's own files: that checkpoint would be destroyed."""
+def _refuse_name(out: str) -> None:
+    """Refuse a name of a checkpoint's own files, which would be destroyed; and of an index, which this file isn't."""
     local = local_path(out)
     folder, name = (out if local is None else os.path.abspath(local)).split("/")[-2:]
     if name == MANIFEST_NAME or OWN_FILE.fullmatch(f"{folder}/{name}"):
         raise CheckpointError(
             f"out ({out!r}) is the name of a checkpoint's own file, which would be overwritten: choose another name."
         )
+    if name.endswith(INDEX_ENDS):
+        raise CheckpointError(
+            f"out ({out!r}) is named as an index of several files, and would be read as one: name the file, such as"
+            f" {name.removesuffix(INDEX_ENDS)}, and give max_shard_bytes for several with an index."
+        )
 
 
 def _refuse_older(store: Store, bundle: export.Bundle) -> None:
     """Refuse to write an index next to an earlier export's file of the whole model, which readers would prefer."""
     for name in bundle.small:
-        whole = name.removesuffix(".index.json")
+        whole = name.removesuffix(INDEX_ENDS)
         if whole != name and store.exists(whole):
             raise CheckpointError(
                 f"{store.root}/{whole} is a file of a whole model, which would be read in place of the several that"
