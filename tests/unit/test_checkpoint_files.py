@@ -210,6 +210,20 @@ def test_mismatches_are_told_before_anything_is_written(tmp_path):
     assert half["w0"].sum() == 2
 
 
+def test_into_views_of_any_strides_but_not_into_elements_that_share_memory(tmp_path):
+    saved = torch.arange(24.0).view(4, 3, 2)
+    checkpoint.save({"w": saved}, tmp_path / "c")
+    wide = torch.zeros(8, 6, 4)
+    for view in (torch.zeros(2, 3, 4).permute(2, 1, 0), wide[::2, ::2, ::2], torch.zeros(4, 1, 3, 2)[:, 0]):
+        checkpoint.load(tmp_path / "c", {"w": view})
+        assert torch.equal(view, saved)
+    memory = torch.zeros(24)
+    for strides in ((2, 1, 1), (6, 2, 0), (1, 1, 1), (5, 2, 1)):
+        with pytest.raises(StateMismatchError, match="'w' is expanded in the state"):
+            checkpoint.load(tmp_path / "c", {"w": memory.as_strided(saved.shape, strides)})
+    assert not memory.any()
+
+
 class Scaled(torch.Tensor):
     """As quantized weights are kept: an operation on it sees other elements than those in memory."""
 

@@ -391,14 +391,20 @@ def _check_shapes(located: Iterable[tuple[StoredTensor, Located]], cast: bool) -
             )
         elif local.is_meta:
             faults.append(f"{stored.name!r} is on the meta device in the state: materialize it before loading")
-        elif not local.is_contiguous() and _is_expanded(local):
+        elif not local.is_contiguous() and _overlaps_itself(local):
             faults.append(f"{stored.name!r} is expanded in the state, several elements of one memory: clone() it there")
     if faults:
         raise StateMismatchError(f"The checkpoint doesn't fit the state: {_listing(faults, '; ')}.")
 
 
-def _is_expanded(tensor: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride()))
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements share memory, as after ``expand`` or ``unfold``: no dim's step passes those of smaller steps."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _differences(path: str, missing: list[str], unexpected: list[str]) -> str:
