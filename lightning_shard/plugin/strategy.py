@@ -27,6 +27,7 @@ from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
 from lightning_shard.plugin.data.streams import iterates_collectively
 from lightning_shard.plugin.full_parameters import gather_parameters
+from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.reporting.memory import HeldMemory, held_memory
 from lightning_shard.plugin.running.failure import note_missing_state
 from lightning_shard.plugin.saving.averaging import postpone_copies, resume_averaging
@@ -351,7 +352,10 @@ class HybridShardStrategy(PreparedStrategy):
         return super().backward(self._steps.begin_backward(closure_loss), *args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
+        try:
+            result = super().optimizer_step(*args, **kwargs)
+        finally:
+            whole_tensors.end()
         assert self._first_checks is not None
         self._first_checks.after_update()
         return result

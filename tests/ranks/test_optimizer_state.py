@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import lr_scheduler as schedulers
+from transformers.optimization import Adafactor
 
 from lightning_shard import HybridShardStrategy, checkpoint
 from lightning_shard.errors import ConfigurationError, UnsupportedStateError
@@ -112,6 +113,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "NAdam, ReduceLROnPlateau": plateau,
     "Muon": matrices_only,
     "nested": Nested,
+    "Adafactor": torch.optim.Adafactor,
+    "Rprop": torch.optim.Rprop,
+    "transformers' Adafactor": lambda p: Adafactor(p, lr=1e-2, relative_step=False, scale_parameter=True),
 }
 
 
@@ -135,8 +139,6 @@ class Apart(torch.optim.SGD):
 
 ALONE: dict[str, Callable[[Any], Any]] = {
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, history_size=4),
-    "Adafactor": torch.optim.Adafactor,
-    "Rprop": torch.optim.Rprop,
     "SGD": lambda p: torch.optim.SGD(p, fused=True),
     "Parted": Parted,
     "Apart": Apart,
@@ -269,7 +271,7 @@ def fit_all(makes: list[str], sizes: dict[str, int] | None, folder: str, resume:
     return {make: fit(make, sizes, folder, resume) for make in makes}
 
 
-SOME = ["SequentialLR", "nested"]
+SOME = ["SequentialLR", "nested", "transformers' Adafactor"]
 
 
 @pytest.fixture(scope="module")
@@ -314,8 +316,6 @@ def test_any_optimizer_goes_on_elsewhere_as_on_one_process(
 REFUSED = [
     ("LBFGS", layout(tensor=2), ConfigurationError, "tensor_parallel_size=1"),
     ("LBFGS", layout(pipeline=2), ConfigurationError, "pipeline_parallel_size=1"),
-    ("Adafactor", layout(data=2), ConfigurationError, "Adafactor can't step on sharded parameters"),
-    ("Rprop", layout(data=2), ConfigurationError, "Rprop can't step"),
     ("SGD", layout(data=2), ConfigurationError, "SGD can't step on sharded parameters with fused=True"),
     ("Parted", layout(data=2), UnsupportedStateError, "'0/model.embed.weight/part' is a plain tensor that differs"),
     ("Apart", layout(data=2), UnsupportedStateError, r"Apart\.state_dict\(\) has 'slow' in addition"),

@@ -21,6 +21,7 @@ from lightning_shard.layout import Layout
 from lightning_shard.parallel.fsdp.adam import update_shards
 from lightning_shard.plugin.assembly.all_parameters import leave_out_elsewhere
 from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.optimizers.coupled import depends_on_others
 
 
@@ -57,6 +58,7 @@ def prepare(
     for optimizer in optimizers:
         refuse(optimizer, layout)
         update_shards(optimizer)
+        whole_tensors.allow(optimizer)
     return [{name: place for each in of_stages for name, place in each.items()} for of_stages in zip(*given)]
 
 
@@ -268,11 +270,7 @@ def _unfit(optimizer: torch.optim.Optimizer, layout: Layout) -> str | None:
             )
     if not parameters:
         return None
-    # in torch 2.13 each of these raises in its first step, also on a single rank
-    if isinstance(optimizer, torch.optim.Adafactor) and any(p.ndim > 1 for p in parameters):
-        return "can't step on sharded parameters (torch's squares norms in place that are partial): use AdamW or Muon."
-    if isinstance(optimizer, torch.optim.Rprop):
-        return "can't step on sharded parameters (torch's writes by index): use another optimizer."
+    # in torch 2.13 this raises in the first step, also on a single rank
     fused = isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad))
     if fused and any(group.get("fused") for group in optimizer.param_groups):
         return "can't step on sharded parameters with fused=True: leave it out."

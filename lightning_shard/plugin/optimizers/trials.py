@@ -1,0 +1,114 @@
+"""Steps an optimizer like a given one on a small parameter or two, to find out how it would step the real ones."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+T = TypeVar("T")
+_STEPS = 3
+SMALL = (5, 4)
+_Make = Callable[[torch.optim.Optimizer, list[nn.Parameter]], Any]
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def tried(optimizer: torch.optim.Optimizer, trial: Callable[[_Make], T]) -> T | None:
+    """What a trial returns that is given a function to make optimizers like this one.
+
+    An optimizer that can't be created again from its settings, such as one around another optimizer, is copied. If that
+    fails too, or if random numbers are drawn, nothing is known, and the result is ``None``.
+    """
+    for make in (_anew, _as_a_copy):
+        with torch.random.fork_rng(devices=()), torch.enable_grad():
+            before = torch.get_rng_state()
+            try:
+                result = trial(make)
+            except Exception:
+                continue
+            return result if torch.equal(before, torch.get_rng_state()) else None
+    return None
+
+
+def initial(shape: tuple[int, int] = SMALL) -> Tensor:
+    """The first of the small parameters before it is stepped."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def stepped(
+    optimizer: torch.optim.Optimizer,
+    make: _Make,
+    scales: Sequence[float] = (1.0,),
+    place: Callable[[Tensor], Tensor] = Tensor.clone,
+    shape: tuple[int, int] = SMALL,
+) -> Tensor:
+    """The first of some small parameters after a few steps, with gradients of these scales.
+
+    Args:
+        place: What is made of each parameter's values and gradient before they are used, such as a DTensor.
+    """
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(place(torch.randn(shape, generator=generator))) for _ in scales]
+    made = make(optimizer, parameters)
+    generator.manual_seed(1)
+    for whole in torch.randn(_STEPS, *shape, generator=generator):
+        gradient = place(whole)
+
+        def closure(gradient: Tensor = gradient) -> Tensor:
+            # gradients depend on the parameters' values, which reveals optimizers that perturb them by a common norm
+            for parameter, scale in zip(parameters, scales):
+                parameter.grad = (gradient + parameter.detach().square()) * scale
+            return torch.zeros(())
+
+        closure()
+        made.step(*([closure] if "closure" in inspect.signature(made.step).parameters else []))
+    return parameters[0].detach()
+
+
+def _anew(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Any:
+    known = inspect.signature(type(optimizer)).parameters
+    settings = {name: copy.deepcopy(value) for name, value in optimizer.defaults.items() if name in known}
+    group: dict[str, Any] = {
+        name: copy.deepcopy(value) for name, value in optimizer.param_groups[0].items() if name in settings
+    }
+    return type(optimizer)([{**group, "params": parameters, "lr": 0.1}], **settings)
+
+
+def _as_a_copy(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Any:
+    """A copy of an optimizer and of those inside it; their first groups get these parameters, other groups none.
+
+    Raises:
+        TypeError: It holds other tensors.
+    """
+    inside = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+    memo: dict[int, Any] = {}
+    for each in (optimizer, *inside):
+        memo[id(each)] = type(each).__new__(type(each))
+        memo[id(each.state)] = defaultdict(dict)
+        memo.update((id(group["params"]), [] if i else parameters) for i, group in enumerate(each.param_groups))
+    for each in (optimizer, *inside):
+        # a scheduler replaces `step` by a function that steps the original optimizer
+        held = {name: value for name, value in vars(each).items() if not inspect.isroutine(value)}
+        with _WithoutTensors():
+            memo[id(each)].__dict__.update(copy.deepcopy(held, memo))
+        for group in memo[id(each)].param_groups:
+            group["lr"] = 0.1
+    return memo[id(optimizer)]
+
+
+class _WithoutTensors(TorchFunctionMode):
+    """Refuses copies of tensors inside: they may be as large as the model."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__deepcopy__, Tensor.clone):
+            raise TypeError("a copy of a tensor")
+        return func(*args, **(kwargs or {}))

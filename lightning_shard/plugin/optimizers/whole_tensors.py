@@ -1,0 +1,181 @@
+"""Lets optimizers step sharded parameters that torch's DTensors don't suffice for, such as Adafactor and Prodigy.
+
+Their code runs as it is, operation by operation. One that DTensors don't support is computed from whole tensors, which
+each rank gathers for it. A plain tensor counts as one that all ranks hold whole, which is so of state that is made by a
+parameter's shape and computed from whole tensors (Adafactor's means over rows and columns), and not of what a rank
+makes of its own part. So an optimizer is tried at setup: it has to step a sharded matrix as it steps a plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_any, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_shard.errors import ConfigurationError, StepError
+from lightning_shard.plugin.optimizers.trials import initial, is_of_torch, stepped, tried
+
+_TOLERANCE = 0.05
+"""Of a whole update: an optimizer may multiply in 16 bits. What is computed from one rank's part differs by more."""
+_SHAPE = (131, 130)
+"""Of the matrix. Ranks share it unevenly, and both sizes are above 128, from which optimizers factor it."""
+_CHANGING = {"__setitem__", "__set__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow"))}
+_TRIED_OF_TORCH = (torch.optim.Adafactor, torch.optim.Rprop)
+
+_running = ExitStack()
+
+
+def allow(optimizer: torch.optim.Optimizer) -> None:
+    """Compute from whole tensors what an optimizer needs so; collective over a stage's ranks.
+
+    Raises:
+        ConfigurationError: It steps sharded parameters otherwise than whole ones.
+    """
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    like = next((p for p in parameters if isinstance(p, DTensor) and p.ndim), None)
+    if like is None or (is_of_torch(optimizer) and not isinstance(optimizer, _TRIED_OF_TORCH)):
+        return
+    whole = _end(optimizer, partial(Tensor.to, device=like.device))
+    if whole is None or not whole.isfinite().all():
+        return
+    place = partial(_placed, like=like)
+    sharded = _end(optimizer, place)
+    if sharded is not None:
+        if not _are_alike(sharded, whole):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} steps a parameter of which each rank has a part otherwise than a whole"
+                " one: it computes something from this rank's part that needs all of it, as by to_local(). Compute"
+                " with parameters and gradients as they are given, or use one process, or another strategy."
+            )
+        return
+    with _whole_where_needed():
+        sharded = _end(optimizer, place)
+    if sharded is not None and _are_alike(sharded, whole):
+        optimizer.register_step_pre_hook(_begin)
+        optimizer.register_step_post_hook(lambda *_: end())
+
+
+def end() -> None:
+    """A step has ended, or failed."""
+    _running.close()
+
+
+def _begin(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook: of the step's arguments, the closure is the user's code."""
+
+    def outside(closure: Callable[[], Any]) -> Any:
+        end()
+        result = closure()
+        _running.enter_context(_whole_where_needed())
+        return result
+
+    _running.enter_context(_whole_where_needed())
+    given = (partial(outside, each) if callable(each) else each for each in args)
+    named = {key: partial(outside, each) if callable(each) else each for key, each in kwargs.items()}
+    return tuple(given), named
+
+
+@contextmanager
+def _whole_where_needed() -> Iterator[None]:
+    with implicit_replication(), _WholeWhereNeeded():
+        yield
+
+
+class _WholeWhereNeeded(TorchFunctionMode):
+    """Repeats operations with whole tensors that DTensors don't support."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gathered = WeakIdKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not tree_any(_is_sharded, (args, kwargs)):
+            self._refuse_lost(func, args)
+            return func(*args, **kwargs)
+        if not _changes(func):
+            return self._computed(func, args, kwargs)
+        target, others = args[0], (args[1:], kwargs)
+        if not tree_any(_is_sharded, target):
+            self._refuse_lost(func, args)
+            others, named = tree_map_only(DTensor, DTensor.full_tensor, others)
+            return func(target, *others, **named)
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            whole = tree_map_only(DTensor, DTensor.full_tensor, args)
+            func(*whole, **tree_map_only(DTensor, DTensor.full_tensor, kwargs))
+            for each, now in zip(*([held] if isinstance(held, Tensor) else held for held in (target, whole[0]))):
+                each.copy_(now)
+            return target
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a function returns that changes nothing; sums that are still to be added over ranks are added."""
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            args, kwargs = tree_map_only(DTensor, self._whole, (args, kwargs))
+            return func(*args, **kwargs)
+        return tree_map_only(DTensor, _summed, result)
+
+    def _whole(self, tensor: DTensor) -> Tensor:
+        whole = tensor.full_tensor()
+        self._gathered[whole] = None
+        return whole
+
+    def _refuse_lost(self, func: Any, args: Any) -> None:
+        """
+        Raises:
+            StepError: A view of what was gathered would be changed, and the parameter not.
+        """
+        target = args[0] if args else None
+        if not isinstance(target, Tensor) or not _changes(func):
+            return
+        if target in self._gathered or (target._base is not None and target._base in self._gathered):
+            raise StepError(
+                f"An optimizer changes a view of a parameter or gradient ({func.__name__}) that sharded ones don't have"
+                " (a flattened one whose first size isn't a multiple of the number of ranks): change the parameter"
+                " itself, or use one process."
+            )
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, DTensor)
+
+
+def _changes(func: Any) -> bool:
+    """Whether a function changes its first argument."""
+    name: str = getattr(func, "__name__", "")
+    return name in _CHANGING if name.endswith("__") else name.endswith("_")
+
+
+def _summed(tensor: DTensor) -> DTensor:
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+
+
+def _end(optimizer: torch.optim.Optimizer, place: Callable[[Tensor], Tensor]) -> Tensor | None:
+    end = tried(optimizer, lambda make: stepped(optimizer, make, place=place, shape=_SHAPE))
+    return end.full_tensor() if isinstance(end, DTensor) else end
+
+
+def _placed(whole: Tensor, like: DTensor) -> Tensor:
+    """A matrix, of which each rank takes its part as it has one of a parameter."""
+    dims = (getattr(each, "dim", None) for each in like.placements)
+    placements = [Replicate() if dim is None else Shard(min(dim, whole.ndim - 1)) for dim in dims]
+    return distribute_tensor(whole.to(like.device), like.device_mesh, placements, src_data_rank=None)
+
+
+def _are_alike(sharded: Tensor, whole: Tensor) -> bool:
+    update = (whole - initial(_SHAPE).to(whole)).abs().max()
+    return bool((sharded - whole).abs().max() <= _TOLERANCE * update)

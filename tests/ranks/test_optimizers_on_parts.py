@@ -1,0 +1,143 @@
+"""Optimizers for which torch's DTensors don't suffice step sharded parameters as whole ones, or are refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers.optimization import Adafactor
+
+from lightning_shard.errors import ConfigurationError, StepError
+from lightning_shard.plugin.optimizers import whole_tensors
+from lightning_shard.testing import run_ranks
+
+MIXED = re.escape("mixed torch.Tensor and DTensor")
+SHAPES = [(5, 4), (4, 6), (7,), (200, 130), (3, 2, 3)]
+
+
+class Own(torch.optim.Optimizer):
+    """Gradient descent, each tensor's step divided by something of its own."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def scale(self, p: Any) -> Any:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad / self.scale(p))
+
+
+class ByFlattened(Own):
+    """As AdamP and Prodigy do: DTensors can't be flattened where ranks share them unevenly."""
+
+    def scale(self, p: Any) -> Any:
+        return 1 + p.grad.flatten().dot(p.flatten()).abs()
+
+
+class ByNormInPlace(Own):
+    """As torch's Adafactor and Muon's relatives do: DTensors refuse to change a sum that isn't added up."""
+
+    def scale(self, p: Any) -> Any:
+        return p.norm(2).clamp_(min=0.1).add_(1)
+
+
+class ByMeansOfRows(Own):
+    """As CAME and NovoGrad do: means are plain tensors, changed in place."""
+
+    def scale(self, p: Any) -> Any:
+        state = self.state[p]
+        if not state:
+            state["rows"] = torch.zeros(p.shape[:-1])
+        rows = state["rows"]
+        rows.mul_(0.9).add_(p.grad.square().mean(-1), alpha=0.1)
+        rows += p.grad.abs().amax(-1)
+        return rows.unsqueeze(-1).sqrt() + 1
+
+
+class ByIndex(Own):
+    """As Rprop does: writes at places that a mask selects."""
+
+    def scale(self, p: Any) -> Any:
+        scale = torch.ones_like(p)
+        scale[p.grad > 0] = 2.0
+        return scale
+
+
+class OfOwnPart(Own):
+    """Each rank has the norm of its part."""
+
+    def scale(self, p: Any) -> Any:
+        return (p.to_local() if isinstance(p, DTensor) else p).norm() + 1
+
+
+class ThroughView(ByNormInPlace):
+    """What it changes isn't the parameter, where that was gathered to be flattened."""
+
+    def scale(self, p: Any) -> Any:
+        p.view(-1).mul_(0.9)
+        return super().scale(p)
+
+
+RIGHT = (ByFlattened, ByNormInPlace, ByMeansOfRows, ByIndex, Adafactor, torch.optim.Adafactor, torch.optim.Rprop)
+
+
+def made(kind: Any, parameters: list[nn.Parameter]) -> Any:
+    return kind(parameters, lr=None, warmup_init=True) if kind is Adafactor else kind(parameters)
+
+
+def of_shapes(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def trained(kind: Any, place: Any, prepare: Any) -> list[Tensor]:
+    parameters = [nn.Parameter(place(values)) for values in of_shapes(0)]
+    optimizer = made(kind, parameters)
+    prepare(optimizer)
+    for step in range(1, 4):
+
+        def closure(step: int = step) -> Tensor:
+            for p, gradient in zip(parameters, of_shapes(step)):
+                p.grad = place(gradient)
+            if place is not Tensor.clone:
+                with pytest.raises(RuntimeError, match=MIXED):
+                    _ = parameters[0] + torch.ones(5, 4)  # a user's code is refused as ever
+            return torch.zeros(())
+
+        optimizer.step(closure)
+    return [p.full_tensor() if isinstance(p, DTensor) else p for p in (p.detach() for p in parameters)]
+
+
+def step_parts() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def place(whole: Tensor) -> Tensor:
+        return distribute_tensor(whole, mesh, [Shard(0)])
+
+    for kind in RIGHT:
+        whole = trained(kind, Tensor.clone, lambda _: None)
+        torch.testing.assert_close(trained(kind, place, whole_tensors.allow), whole, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ConfigurationError, match="OfOwnPart steps a parameter of which each rank has a part otherwise"):
+        trained(OfOwnPart, place, whole_tensors.allow)
+    with pytest.raises((RuntimeError, StepError)):
+        trained(ThroughView, place, whole_tensors.allow)
+    whole_tensors.end()
+    with pytest.raises(RuntimeError, match=MIXED):
+        _ = place(torch.ones(5, 4)) + torch.ones(5, 4)
+
+
+def test_parts_are_stepped_as_whole_parameters() -> None:
+    run_ranks(step_parts, 2)
