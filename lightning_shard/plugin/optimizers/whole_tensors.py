@@ -98,10 +98,15 @@ class _WholeWhereNeeded(TorchFunctionMode):
         self._gathered = WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if not tree_any(_is_sharded, (args, kwargs)):
             self._refuse_lost(func, args)
             return func(*args, **kwargs)
+        if isinstance(out := kwargs.pop("out", None), Tensor):
+            result = self._computed(func, args, kwargs)
+            return out.copy_(
+                result if isinstance(out, DTensor) else tree_map_only(DTensor, DTensor.full_tensor, result)
+            )
         if not _changes(func):
             return self._computed(func, args, kwargs)
         target, others = args[0], (args[1:], kwargs)
