@@ -20,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.containers import has_forward
-from lightning_shard.parallel.source_order import attributes_used, loops, loops_first
+from lightning_shard.parallel.source_order import attributes_used, loops, loops_first, methods_run
 from lightning_shard.scripted import is_scripted
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -291,7 +291,8 @@ def _is_looped(root: nn.Module, path: str) -> bool:
     """Whether a loop in some class's code uses a module that contains ``path``."""
     names = path.split(".")
     levels = [(root.get_submodule(".".join(names[:depth])), name) for depth, name in enumerate(names[:-1])]
-    return any(name in loop for level, name in levels if not isinstance(level, _LISTS) for loop in loops(type(level)))
+    owners = ((level, name) for level, name in levels if not isinstance(level, _LISTS))
+    return any(name in loop for level, name in owners for loop in _loops(root, level))
 
 
 def _nothing_to_cut(root: nn.Module) -> str:
@@ -368,7 +369,11 @@ def _run_in_turn(root: nn.Module, one: str, other: str) -> bool:
     other_parent, _, other_name = other.rpartition(".")
     if parent != other_parent or len(_children(root, one)) != len(_children(root, other)):
         return False
-    return any(name in used and other_name in used for used in loops(type(root.get_submodule(parent))))
+    return any(name in used and other_name in used for used in _loops(root, root.get_submodule(parent)))
+
+
+def _loops(root: nn.Module, module: nn.Module) -> list[set[str]]:
+    return loops(type(module), methods_run(root))
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -422,7 +427,7 @@ def _lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tup
             full = f"{prefix}{name}.{rest}"
             return name not in carriers or not rest or any(g.startswith(full) or full.startswith(g) for g in groups)
 
-        for name in _running_order(level, children, bare, carriers, runs):
+        for name in _running_order(level, children, bare, carriers, runs, methods_run(root)):
             if name in carriers:
                 visit(prefix + name)
             elif name in bare or _is_part(level.get_submodule(name), outside=not path, beside=bool(network)):
@@ -453,18 +458,24 @@ def _counts_only(module: nn.Module) -> bool:
 
 
 def _running_order(
-    level: nn.Module, children: list[str], bare: list[str], carriers: list[str], runs: Callable[[str, str], bool]
+    level: nn.Module,
+    children: list[str],
+    bare: list[str],
+    carriers: list[str],
+    runs: Callable[[str, str], bool],
+    run: Set[str],
 ) -> list[str]:
     """A module's children and bare parameters, in the order in which its code first uses them.
 
     Of those that the code doesn't name, bare parameters come first, and a child keeps its registration order relative
     to the children with blocks. This is a guess, which a run corrects if there is an example (:meth:`Blocks.ordered`).
     A wrong guess costs communication or is refused, but can't give wrong numbers: a value that a stage doesn't hold is
-    tainted as unknown there (``pipeline/dataflow/taint.py``).
+    tainted as unknown there (``pipeline/dataflow/taint.py``), and a part may not change buffers there.
 
     Args:
         carriers: The children that contain blocks.
         runs: Whether a use of attribute ``rest`` of a child counts as running it.
+        run: The names of methods that may run in a step.
     """
     held = {*children, *bare}
     used: list[str] = []
@@ -476,7 +487,7 @@ def _running_order(
     else:
         used = []
     below = {*dict(level.named_modules(remove_duplicate=False)), *dict(level.named_parameters(remove_duplicate=False))}
-    order = loops_first(type(level), used, carriers, below)
+    order = loops_first(type(level), used, carriers, below, run)
     for name in [child for child in carriers if child not in order]:
         order.append(name)
     place = {name: index for index, name in enumerate(children)}

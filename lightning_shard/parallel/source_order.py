@@ -9,10 +9,15 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from functools import cache
 from typing import Any
+
+from torch import nn
 
 _SELF = ("self",)
 _SUPER = "super()."
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
+_LIBRARIES = ("torch.", "lightning.")
 _QUESTIONS = {"callable", "hasattr", "id", "isinstance", "len", "type"}
 """Builtins that don't run their arguments."""
 
@@ -53,17 +58,53 @@ def _dotted(node: ast.Attribute) -> Iterator[str]:
     yield _SUPER * is_inherited + ".".join(reversed(names))
 
 
-def loops(cls: type) -> list[set[str]]:
+def methods_run(root: nn.Module) -> Set[str]:
+    """The names of methods that may run in a step: those that code names which itself may run in one.
+
+    A network has methods of other uses, too, such as one that collects features of each layer.
+    """
+    return _methods_run(frozenset(type(module) for module in root.modules()))
+
+
+@cache
+def _methods_run(classes: Set[type]) -> Set[str]:
+    bodies: dict[str, list[ast.AST]] = {}
+    for base in {base for cls in classes for base in cls.__mro__ if not base.__module__.startswith(_LIBRARIES)}:
+        for name, value in vars(base).items():
+            if inspect.isfunction(value):
+                bodies.setdefault(name, []).extend(code_of(value))
+    run: set[str] = set()
+    found = set(_STEPS)
+    while found:
+        run |= found
+        found = {named for name in found for node in bodies.get(name, ()) for named in _named_in(node)} - run
+    return run
+
+
+def _named_in(code: ast.AST) -> Iterator[str]:
+    for node in ast.walk(code):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr(self, "encode")
+            yield node.value
+
+
+def loops(cls: type, run: Set[str]) -> list[set[str]]:
     """For each ``for`` loop in a class's methods and inherited forwards, the names of the attributes that it uses.
 
     It also uses what the variables that it loops over were made of: ``pairs = zip(self.layers, self.norms)``.
+
+    Args:
+        run: The names of methods that may run; all, if none of the class's own does.
     """
-    inherited = [vars(base).get("forward") for base in cls.__mro__[1:]]
-    methods = (code_of(value) for value in [*vars(cls).values(), *inherited] if inspect.isfunction(value))
-    return [used for body in methods for used in _loops_in(body)]
+    own = {name: value for name, value in vars(cls).items() if inspect.isfunction(value)}
+    methods = [value for name, value in own.items() if name in run] or [*own.values()]
+    inherited = (vars(base).get("forward") for base in cls.__mro__[1:])
+    bodies = map(code_of, [*methods, *(value for value in inherited if inspect.isfunction(value))])
+    return [used for body in bodies for used in _loops_in(body)]
 
 
-def loops_first(cls: type, used: Sequence[str], carriers: Collection[str], names: Set[str]) -> list[str]:
+def loops_first(cls: type, used: Sequence[str], carriers: Collection[str], names: Set[str], run: Set[str]) -> list[str]:
     """``used`` with modules that the loop over the blocks calls, or takes a parameter of, moved before the blocks.
 
     They run between all blocks, so the earliest stage that needs one holds it.
@@ -72,9 +113,10 @@ def loops_first(cls: type, used: Sequence[str], carriers: Collection[str], names
         used: Names of attributes, in order.
         carriers: Those that contain blocks.
         names: Of all modules and parameters below; what else a loop names (``self.norm.parameters()``) isn't used so.
+        run: The names of methods that may run (:func:`methods_run`).
     """
     order = list(used)
-    for loop in loops(cls):
+    for loop in loops(cls, run):
         within = {name.partition(".")[0] for name in loop & names}
         places = [order.index(name) for name in carriers if name in within and name in order]
         for name in (

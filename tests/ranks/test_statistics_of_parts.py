@@ -1,11 +1,13 @@
-"""Statistics of a block's layers that the network calls by themselves, with several stages on a rank."""
+"""Statistics of a block's layers that the network calls by themselves, and of parts that run where they aren't held."""
 
 from __future__ import annotations
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
 
 WIDTH = 8
@@ -48,3 +50,34 @@ def batches() -> list[Tensor]:
 def test_they_are_those_of_one_process() -> None:
     whole = {"pipeline_parallel_size": 2, "microbatches": 1}
     assert_trains_alike(Module, batches, layouts=[whole, {**whole, "schedule": "Interleaved1F1B"}])
+
+
+class NormsLate(Module):
+    """Its loop names the norm, which is so taken for one that runs between the blocks, and runs after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for i, block in enumerate(self.blocks):
+            x = self.norm(x) if i > len(self.blocks) else block(x)
+        return (self.head(self.norm(x)) - batch).square().mean()
+
+
+class NormsLateWithAnExample(NormsLate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = batches()[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.training_step(x, 0)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_a_part_that_changes_its_statistics_on_a_stage_that_doesnt_save_them_is_refused(schedule: str) -> None:
+    whole = {"pipeline_parallel_size": 2, "microbatches": 1, "schedule": schedule}
+    with pytest.raises(StepError, match=r"changes the buffer norm.running_mean.*example_input_array"):
+        assert_trains_alike(NormsLate, batches, whole)
+    assert_trains_alike(NormsLateWithAnExample, batches, whole)

@@ -252,6 +252,43 @@ def test_what_runs_before_an_inherited_forward_or_within_the_loop_comes_first(ne
     assert places["head"] == 3
 
 
+class CollectsFeatures(Whole):
+    """As timm's networks: a method that no step calls takes the norm within its loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self._features(self._prepare(x))))
+
+    def _features(self, x: Tensor) -> Tensor:
+        for experts in self.layers:
+            x = experts(x)
+        return x
+
+    def forward_intermediates(self, x: Tensor) -> list[Tensor]:
+        found = []
+        for experts in self.layers:
+            x = experts(x)
+            found.append(self.norm(x))
+        return found
+
+
+class OfFeatures(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = CollectsFeatures()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net.forward_intermediates(batch)[-1].sum()
+
+
+def test_loops_of_methods_that_no_step_calls_arent_looked_at() -> None:
+    assert dict(find_blocks(CollectsFeatures()).parts)["norm"] == 3
+    assert dict(find_blocks(OfFeatures()).parts)["net.norm"] == 0
+
+
 class Holder(nn.Module):
     """Of what is set on it."""
 

@@ -163,6 +163,8 @@ def _exclude_buffers(root: nn.Module, stages: Stages, modules: Collection[nn.Mod
             if buffer not in module._non_persistent_buffers_set:
                 module._non_persistent_buffers_set.add(buffer)
                 stages.foreign_buffers.add(f"{path}.{buffer}")
+                for stage in stages:
+                    stage.saved_elsewhere.setdefault(module, []).append(buffer)
         kind = type(module)
         saves_more = kind._save_to_state_dict is not nn.Module._save_to_state_dict  # as torch's FakeQuantize
         if saves_more or kind.get_extra_state is not nn.Module.get_extra_state:

@@ -38,8 +38,8 @@ from lightning_shard.pipeline.dataflow.crossing import (
     provenance,
     unknown_states,
 )
-from lightning_shard.pipeline.dataflow.kept import Attributes, Found, keep
-from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, Request, Slot
+from lightning_shard.pipeline.dataflow.kept import Attributes, Found, keep, leaves
+from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Kept, Key, Request, Slot
 from lightning_shard.pipeline.dataflow.padding_masks import masks_made_as_given
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, recording_provenance, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
@@ -68,6 +68,7 @@ class Stage:
         elsewhere: The modules whose parameters other stages hold.
         own_parts: The parts that this stage holds.
         last_parts: Those that the last stage holds.
+        saved_elsewhere: Names of buffers, by module, that other ranks save.
         keep: Sets an attribute of a module that another stage holds.
         apart: Context with this stage's own plain-Python state, if the rank has several stages.
         shown: Context in which the model looks as if the rank held this stage alone, if it has several.
@@ -96,6 +97,7 @@ class Stage:
     elsewhere: set[nn.Module] = field(default_factory=set)
     own_parts: Collection[str] = ()
     last_parts: Collection[str] = ()
+    saved_elsewhere: dict[nn.Module, list[str]] = field(default_factory=dict)
     keep: Callable[[nn.Module, str, Any], None] = keep
     apart: Callable[[], AbstractContextManager[None]] = nullcontext
     shown: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -293,12 +295,35 @@ class Stage:
         if not self.is_shown or not self.in_step or self._trace is None:
             return output
         changed = self._parts_before.pop().changed() if self.passage.searching else None
+        if changed and name not in self.own_parts and self._has_come_to_own_code():
+            self._refuse_lost_state(name, part, changed)
         kept = None if changed is None else [(each.module, each.name) for each in changed]
         result = self._trace.ends(name, output, part=part, kept=kept)
         if result is not output:
             refuse_hooks(name, part)  # the output was received from another stage
             refuse_pre_hooks(name, part)
         return result
+
+    def _has_come_to_own_code(self) -> bool:
+        """Whether no earlier stage runs the code that runs now: it has left the step after its last block."""
+        last = self.passage.last_block
+        return last is not None and last >= self.owned.start - 1
+
+    def _refuse_lost_state(self, name: str, part: nn.Module, changed: Sequence[Kept]) -> None:
+        """Refuse that a part changes buffers here, of which another stage's are saved and are as they were."""
+        for each in changed:
+            module = part.get_submodule(each.module)
+            is_saved = each.name in module._buffers and (
+                each.name not in module._non_persistent_buffers_set or each.name in self.saved_elsewhere.get(module, ())
+            )
+            if is_saved and not any(isinstance(leaf, Unknown) for leaf in leaves(each.value)):
+                path = ".".join(filter(None, (name, each.module, each.name)))
+                raise StepError(
+                    f"{self.method} changes the buffer {path} on pipeline stage {self.index}, and another stage, which"
+                    f" doesn't see it, holds and saves {name}: by the network's code it seemed to run before other"
+                    " blocks than it does. Give the LightningModule an example_input_array, by which the order is seen,"
+                    f" name {name} among pipeline_blocks where it runs, or use pipeline_parallel_size=1."
+                )
 
     def _count_calls(self, allowed: int, *_: Any) -> None:
         if self.passage.active:
