@@ -20,7 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.containers import has_forward
-from lightning_shard.parallel.source_order import attributes_used, loops, loops_first, methods_run
+from lightning_shard.parallel.source_order import attributes_used, loops, loops_first, loops_over_children, methods_run
 from lightning_shard.scripted import is_scripted
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -96,7 +96,7 @@ def block_lists(root: nn.Module, *, mixed: bool = False) -> dict[str, list[str]]
     found: dict[str, list[str]] = {}
     first_names = _first_names(root)
     for path, module in root.named_modules():
-        if not isinstance(module, _LISTS) or any(path.startswith(f"{outer}.") for outer in found):
+        if not path or not _is_list(module) or any(path.startswith(f"{outer}.") for outer in found):
             continue
         names = [first_names[id(child)] for child in _held_by(module)]
         classes = [type(child) for child in map(root.get_submodule, names) if _holds(child)]
@@ -291,8 +291,8 @@ def _is_looped(root: nn.Module, path: str) -> bool:
     """Whether a loop in some class's code uses a module that contains ``path``."""
     names = path.split(".")
     levels = [(root.get_submodule(".".join(names[:depth])), name) for depth, name in enumerate(names[:-1])]
-    owners = ((level, name) for level, name in levels if not isinstance(level, _LISTS))
-    return any(name in loop for level, name in owners for loop in _loops(root, level))
+    owners, run = ((level, name) for level, name in levels if not _is_list(level)), methods_run(root)
+    return any(name in loop for level, name in owners for loop in loops(type(level), run))
 
 
 def _nothing_to_cut(root: nn.Module) -> str:
@@ -303,9 +303,10 @@ def _nothing_to_cut(root: nn.Module) -> str:
     such_as = f", such as {[path + name for name in trained[:4]]} if they run one after the other" if trained else ""
     return (
         f"{type(root).__name__} has no list of repeated blocks (an nn.ModuleList, nn.Sequential or nn.ModuleDict of at"
-        f" least two modules that hold parameters): name modules to cut between by pipeline_blocks{such_as}. One that"
-        " runs several times is found in a run on example_input_array, or named as often as it runs. Or use"
-        " pipeline_parallel_size=1: a single module, such as an nn.LSTM, isn't cut."
+        " least two modules that hold parameters, or a module that loops over its children): name modules to cut"
+        f" between by pipeline_blocks{such_as}. One that runs several times is found in a run on example_input_array,"
+        " or named as often as it runs. Or use pipeline_parallel_size=1: a single module, such as an nn.LSTM, isn't"
+        " cut."
     )
 
 
@@ -325,7 +326,7 @@ def _unfolded(root: nn.Module, path: str) -> Iterator[str]:
 def _children(root: nn.Module, path: str) -> list[str]:
     """Names of a list's modules, each by its first name in ``root``; for any other module, its own name."""
     module = root.get_submodule(path)
-    if not isinstance(module, _LISTS):
+    if not _is_list(module):
         return [path]
     first_names = _first_names(root)
     return [first_names[id(child)] for child in _held_by(module)]
@@ -335,10 +336,13 @@ def _first_names(root: nn.Module) -> dict[int, str]:
     return {id(module): name for name, module in root.named_modules()}
 
 
-def _held_by(listed: nn.ModuleList | nn.Sequential | nn.ModuleDict) -> Iterator[nn.Module]:
+def _held_by(listed: nn.Module) -> Iterator[nn.Module]:
     """A list's modules, repeated ones as often as they are in it. A place may hold ``None``, and is left out."""
-    held: Iterable[nn.Module | None] = listed.values() if isinstance(listed, nn.ModuleDict) else listed
-    return (module for module in held if module is not None)
+    return (module for module in listed._modules.values() if module is not None)
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, _LISTS) or loops_over_children(type(module))
 
 
 def _network(groups: dict[str, list[str]]) -> str:
@@ -348,7 +352,7 @@ def _network(groups: dict[str, list[str]]) -> str:
 
 def _resolve(root: nn.Module, path: str, lists: dict[str, list[str]]) -> str:
     modules = [name for name, _ in root.named_modules() if name == path or name.endswith(f".{path}")]
-    matches = [name for name in modules if isinstance(root.get_submodule(name), _LISTS)] or modules
+    matches = [name for name in modules if _is_list(root.get_submodule(name))] or modules
     exact = [name for name in matches if name == path]
     if len(exact or matches) == 1:
         return (exact or matches)[0]
@@ -369,11 +373,8 @@ def _run_in_turn(root: nn.Module, one: str, other: str) -> bool:
     other_parent, _, other_name = other.rpartition(".")
     if parent != other_parent or len(_children(root, one)) != len(_children(root, other)):
         return False
-    return any(name in used and other_name in used for used in _loops(root, root.get_submodule(parent)))
-
-
-def _loops(root: nn.Module, module: nn.Module) -> list[set[str]]:
-    return loops(type(module), methods_run(root))
+    inside = loops(type(root.get_submodule(parent)), methods_run(root))
+    return any(name in used and other_name in used for used in inside)
 
 
 def _is_leaf(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ _SELF = ("self",)
 _SUPER = "super()."
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
 _LIBRARIES = ("torch.", "lightning.")
+_CHILDREN = {"children", "named_children", "_modules"}
 _QUESTIONS = {"callable", "hasattr", "id", "isinstance", "len", "type"}
 """Builtins that don't run their arguments."""
 
@@ -149,6 +150,14 @@ def _held_by(value: ast.AST) -> tuple[set[str], set[str]]:
     held = [node for node in ast.walk(value) if id(node) not in called]
     attributes = {name for node in held if isinstance(node, ast.Attribute) for name in _dotted(node)}
     return attributes, {node.id for node in held if isinstance(node, ast.Name)}
+
+
+@cache
+def loops_over_children(cls: type) -> bool:
+    """Whether a module runs what it holds as a list does: ``for block in self.children(): x = block(x)``."""
+    nodes = (node for statement in code_of(cls.__dict__.get("forward")) for node in ast.walk(statement))
+    iterated = (each for node in nodes if isinstance(node, ast.For) for each in _names_used([node.iter]))
+    return any(name.partition(".")[0] in _CHILDREN for name in iterated)
 
 
 def code_of(function: Any) -> list[ast.stmt]:
