@@ -81,3 +81,30 @@ def test_a_part_that_changes_its_statistics_on_a_stage_that_doesnt_save_them_is_
     with pytest.raises(StepError, match=r"changes the buffer norm.running_mean.*example_input_array"):
         assert_trains_alike(NormsLate, batches, whole)
     assert_trains_alike(NormsLateWithAnExample, batches, whole)
+
+
+class NormsBetween(Module):
+    """An earlier stage runs a norm of a later one, too, on what it doesn't know: it comes before that one's blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        one, two, *rest = self.blocks
+        x = rest[1](rest[0](self.norm(two(one(batch)))))
+        return (self.head(x) - batch).square().mean()
+
+
+class NormsBetweenWithAnExample(NormsBetween):
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = batches()[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.training_step(x, 0)
+
+
+def test_a_part_before_a_later_stage_runs_is_that_stages() -> None:
+    whole = {"pipeline_parallel_size": 2, "microbatches": 1, "placement": [2, 2]}
+    assert_trains_alike(NormsBetweenWithAnExample, batches, whole)

@@ -61,6 +61,7 @@ def cut(
     )
     for stage in stages:
         stage.own_parts = [name for name, holder in parts.items() if holder == stage.index]
+        stage.earlier_parts = [name for name, holder in parts.items() if holder < stage.index]
         stage.last_parts = [name for name, holder in parts.items() if holder == count - 1]
     foreign = {stage: _Foreign.of(root, stage, parts, holder_of, kept[stage.index]) for stage in stages}
     nowhere = set.intersection(*(set(each.parameters) for each in foreign.values()))

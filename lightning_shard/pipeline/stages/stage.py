@@ -67,6 +67,7 @@ class Stage:
         hollow: The parameters that other stages hold, by name.
         elsewhere: The modules whose parameters other stages hold.
         own_parts: The parts that this stage holds.
+        earlier_parts: Those that earlier stages hold.
         last_parts: Those that the last stage holds.
         saved_elsewhere: Names of buffers, by module, that other ranks save.
         keep: Sets an attribute of a module that another stage holds.
@@ -96,6 +97,7 @@ class Stage:
     hollow: dict[str, Hollow] = field(default_factory=dict)
     elsewhere: set[nn.Module] = field(default_factory=set)
     own_parts: Collection[str] = ()
+    earlier_parts: Collection[str] = ()
     last_parts: Collection[str] = ()
     saved_elsewhere: dict[nn.Module, list[str]] = field(default_factory=dict)
     keep: Callable[[nn.Module, str, Any], None] = keep
@@ -295,7 +297,7 @@ class Stage:
         if not self.is_shown or not self.in_step or self._trace is None:
             return output
         changed = self._parts_before.pop().changed() if self.passage.searching else None
-        if changed and name not in self.own_parts and self._has_come_to_own_code():
+        if changed and name in self.earlier_parts and self._has_come_to_own_code():
             self._refuse_lost_state(name, part, changed)
         kept = None if changed is None else [(each.module, each.name) for each in changed]
         result = self._trace.ends(name, output, part=part, kept=kept)
@@ -305,9 +307,9 @@ class Stage:
         return result
 
     def _has_come_to_own_code(self) -> bool:
-        """Whether no earlier stage runs the code that runs now: it has left the step after its last block."""
+        """Whether no earlier stage runs the code that runs now: these leave the step where this one's blocks begin."""
         last = self.passage.last_block
-        return last is not None and last >= self.owned.start - 1
+        return last is not None and last >= self.owned.start
 
     def _refuse_lost_state(self, name: str, part: nn.Module, changed: Sequence[Kept]) -> None:
         """Refuse that a part changes buffers here, of which another stage's are saved and are as they were."""
