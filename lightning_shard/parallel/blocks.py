@@ -342,7 +342,7 @@ def _held_by(listed: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, _LISTS) or loops_over_children(type(module))
+    return isinstance(module, _LISTS) or loops_over_children(module)
 
 
 def _network(groups: dict[str, list[str]]) -> str:

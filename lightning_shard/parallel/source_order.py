@@ -152,9 +152,14 @@ def _held_by(value: ast.AST) -> tuple[set[str], set[str]]:
     return attributes, {node.id for node in held if isinstance(node, ast.Name)}
 
 
-@cache
-def loops_over_children(cls: type) -> bool:
+def loops_over_children(module: nn.Module) -> bool:
     """Whether a module runs what it holds as a list does: ``for block in self.children(): x = block(x)``."""
+    kind: Any = type(module)
+    return bool(_loops_over_children(kind))
+
+
+@cache
+def _loops_over_children(cls: type) -> bool:
     nodes = (node for statement in code_of(cls.__dict__.get("forward")) for node in ast.walk(statement))
     iterated = (each for node in nodes if isinstance(node, ast.For) for each in _names_used([node.iter]))
     return any(name.partition(".")[0] in _CHILDREN for name in iterated)
