@@ -412,8 +412,14 @@ def _lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tup
 
     own = {name for name, _ in root.named_parameters()}
     turns: list[tuple[str, str]] = []
+    first_names = _first_names(root)
+    blocks = {id(root.get_submodule(name)) for group in groups.values() for name in group}
 
-    def visit(path: str) -> None:
+    def holds_listed(module: nn.Module) -> bool:
+        """Whether it holds blocks that are listed elsewhere: a level of a U, which holds the next level too."""
+        return id(module) not in blocks and any(id(each) in blocks for each in module.modules())
+
+    def visit(path: str, *, listed_elsewhere: bool = False) -> None:
         if path in groups:
             names.extend(groups[path])
             return
@@ -421,18 +427,23 @@ def _lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tup
         prefix = f"{path}." if path else ""
         children = [name for name, _ in level.named_children()]
         bare = [name for name, _ in level.named_parameters(recurse=False)]
-        carriers = [n for n in children if any(g == prefix + n or g.startswith(f"{prefix}{n}.") for g in groups)]
+        own_lists = [n for n in children if any(g == prefix + n or g.startswith(f"{prefix}{n}.") for g in groups)]
+        carriers = [n for n in children if n in own_lists or holds_listed(level.get_submodule(n))]
 
         def runs(name: str, rest: str) -> bool:
             """Whether code that uses ``name.rest`` may run blocks: not so for ``self.model.embed(x)``."""
             full = f"{prefix}{name}.{rest}"
-            return name not in carriers or not rest or any(g.startswith(full) or full.startswith(g) for g in groups)
+            return name not in own_lists or not rest or any(g.startswith(full) or full.startswith(g) for g in groups)
 
         for name in _running_order(level, children, bare, carriers, runs, methods_run(root)):
             if name in carriers:
-                visit(prefix + name)
-            elif name in bare or _is_part(level.get_submodule(name), outside=not path, beside=bool(network)):
+                visit(prefix + name, listed_elsewhere=listed_elsewhere or name not in own_lists)
+            elif name in bare:
                 add(prefix + name)
+            elif id(child := level.get_submodule(name)) in blocks:
+                continue
+            elif _is_part(child, outside=not path, beside=bool(network)):
+                add(first_names[id(child)] if listed_elsewhere else prefix + name)
 
     visit("")
     return names, [*parts, *((part, names.index(block)) for part, block in turns)]

@@ -460,6 +460,37 @@ def test_a_part_whose_attribute_decides_its_outputs_shape_has_it_changed() -> No
     assert_alike(seeded(Shortened), step, batches(), 2)
 
 
+class Noting(nn.Module):
+    """A part that leaves what it computes in a list that it was given."""
+
+    def __init__(self, noted: list[Any]) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.noted = noted
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.noted[0] = {"mean": self.words(x).mean(1, keepdim=True)}
+        return self.words(x)
+
+
+class Noted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[Any] = [{}]
+        self.extra = Noting(self.noted)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x) + self.extra(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden) + self.noted[0]["mean"])
+
+
+def test_a_list_that_a_part_shares_with_the_network_stays_one_list() -> None:
+    """The part was given a list of its own, and code around it read what the microbatch before had left."""
+    assert_alike(seeded(Noted), loss, batches(), 2)
+
+
 def test_what_is_written_or_changed_is_kept_whatever_it_holds() -> None:
     """A write of equal values changes the version only, and ``.data`` the values only."""
     module = nn.Module()

@@ -16,7 +16,7 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow import opaque_functions
 from lightning_shard.pipeline.dataflow.crossing import Passage, Value, value_of
-from lightning_shard.pipeline.dataflow.kept import keep
+from lightning_shard.pipeline.dataflow.kept import keep, with_leaves
 from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.taint import (
     Hollow,
@@ -152,7 +152,7 @@ class Trace(TorchFunctionMode):
             return self._passage.produced(("operation", number, place, name), leaf, self._parents)
 
         if any(not isinstance(leaf, nn.Parameter) for leaf in tree.tensors(held)):
-            keep(module, key, tree.map_leaves(produced, held))
+            keep(module, key, with_leaves(produced, held))
 
     def _unknown_in(self, value: Any) -> tuple[Value, ...]:
         if not self._passage.searching:
