@@ -113,7 +113,7 @@ FIXED: dict[str, Any] = {
 @pytest.mark.parametrize("step", FIXED)
 def test_what_is_as_long_for_twice_as_many_samples_is_refused(step: str) -> None:
     """With as many classes as a microbatch has samples it was joined as if it had a row for each."""
-    fixed = lengths({"x": FIXED[step](X[:2])}).items() & lengths({"x": FIXED[step](X[:4])}).items()
+    fixed = lengths({"x": FIXED[step](X[:2])}, 2).items() & lengths({"x": FIXED[step](X[:4])}, 4).items()
     with pytest.raises(StepError, match=r"\['x'\].*it has 2 entries for each"):
         merge([{"x": FIXED[step](batch)} for batch in tree.split(X, 4)], 2, Lengths(set(dict(fixed))))
 
@@ -147,13 +147,26 @@ def test_what_was_seen_to_grow_is_joined_whatever_its_length(step: Callable[[Ten
     assert same(merge(parts, 4, Lengths(growing={()})), step(X))
 
 
+@pytest.mark.parametrize("kind", [int, np.int64, np.asarray, torch.tensor], ids=["int", "numpy", "array", "tensor"])
+def test_a_number_of_samples_is_added_up_where_it_was_seen_to_be_one(kind: Callable[[int], Any]) -> None:
+    """MONAI's example returns ``len(outputs)`` beside the loss, and was refused."""
+    parts = [{"n": kind(len(part))} for part in X.split(4)]
+    found = [lengths({"n": kind(number)}, size).get(("n",)) for number, size in ((4, 4), (8, 8), (4, 8), (5, 4))]
+    assert found == [4, 8, None, None]
+    with pytest.raises(StepError, match="whether it counts samples"):
+        merge(parts, 4)
+    assert int(merge(parts, 4, Lengths(growing={("n",)}))["n"]) == len(X)
+    with pytest.raises(StepError, match="whether it counts samples"):
+        merge([{"n": kind(4)}, {"n": kind(3)}], 4, Lengths(growing={("n",)}))
+
+
 def test_no_rows_at_all_are_no_rows() -> None:
     assert merge([X[:0], X[:0]], 4).shape == (0, 3)
 
 
 @pytest.mark.parametrize("step", [lambda x: [x, x + 1], lambda x: ("cat", "dog"), lambda x: (x, {"mean": x.mean()})])
 def test_what_is_known_to_be_parts_is_put_together_by_part(step: Callable[[Tensor], Any]) -> None:
-    fixed = lengths(step(X[:2])).items() & lengths(step(X[:4])).items()
+    fixed = lengths(step(X[:2]), 2).items() & lengths(step(X[:4]), 4).items()
     assert same(merge([step(batch) for batch in tree.split(X, 4)], 2, Lengths(set(dict(fixed)))), step(X))
 
 

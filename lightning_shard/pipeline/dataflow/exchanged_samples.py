@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,23 +16,35 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import BatchError
-from lightning_shard.pipeline.dataflow.messages import Key
+from lightning_shard.pipeline.dataflow.messages import BlockCall, Key
 
 READINGS = 4
 """At most."""
 
-Given = tuple[Any, dict[Key, Tensor]]
-"""A microbatch, and what a stage received for it."""
+
+class Given(NamedTuple):
+    """A microbatch, and what a stage is given of the stages before.
+
+    Attributes:
+        received: Values.
+        calls: Those of earlier stages' blocks, by place, with the shapes of this microbatch; ``None`` if these are as
+            before.
+    """
+
+    microbatch: Any
+    received: dict[Key, Tensor]
+    calls: dict[int, BlockCall] | None = None
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two microbatches, and what a stage received for them."""
+    """Two microbatches, what a stage received for them, and the calls of earlier stages' blocks in each, by place."""
 
     one: Any
     other: Any
     received: Mapping[Key, Tensor]
     other_received: Mapping[Key, Tensor]
+    calls: Mapping[int, BlockCall]
 
     @property
     def size(self) -> int:
@@ -39,7 +52,7 @@ class Pair:
 
     @property
     def second(self) -> Given:
-        return self.other, dict(self.other_received)
+        return Given(self.other, dict(self.other_received))
 
     def is_alike(self) -> bool:
         """Whether what was received is of the same structure."""
@@ -88,7 +101,7 @@ def exchanged_halves(pair: Pair, reading: int) -> tuple[Given, Given] | None:
         parts = tree.with_half_of(pair.one, pair.other, size), tree.with_half_of(pair.other, pair.one, size)
     except BatchError:
         return None
-    return (parts[0], given[0]), (parts[1], given[1])
+    return Given(parts[0], given[0]), Given(parts[1], given[1])
 
 
 def joined_pair(pair: Pair, reading: int) -> Given | None:
@@ -112,8 +125,10 @@ def joined_pair(pair: Pair, reading: int) -> Given | None:
             given[key] = joined(value, twin, found[min(reading, len(found) - 1)])
         else:
             given[key] = value
+    shape_of = partial(_joined_shape, size=pair.size, reading=reading)
+    calls = {place: call.of_shapes(shape_of) for place, call in pair.calls.items()}
     try:
-        return tree.joined(pair.one, pair.other, pair.size), given
+        return Given(tree.joined(pair.one, pair.other, pair.size), given, calls)
     except BatchError:
         return None
 
@@ -143,6 +158,16 @@ def places(shape: tuple[int, ...], size: int) -> list[Place]:
     if several > 1 and not rest:
         found += [Place((size, several, *shape[1:]), 0), Place((several, size, *shape[1:]), 1)]
     return found
+
+
+def _joined_shape(shape: tuple[int, ...], size: int, reading: int) -> tuple[int, ...]:
+    """The shape of a tensor of two microbatches that has this one for each; the same if it has no place for samples."""
+    found = places(shape, size)
+    if not found:
+        return shape
+    place = found[min(reading, len(found) - 1)]
+    dim = place.dim if len(place.shape) == len(shape) else 0
+    return (*shape[:dim], 2 * shape[dim], *shape[dim + 1 :])
 
 
 def exchanged(tensor: Tensor, other: Tensor, place: Place) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -161,6 +162,22 @@ class BlockCall(tree.Leaf):
     changed: tuple[int, ...] = ()
     returned_containers: tuple[tuple[int | None, int], ...] = ()
     objects: tuple[Change, ...] = ()
+
+    def of_shapes(self, shape_of: Callable[[tuple[int, ...]], tuple[int, ...]]) -> BlockCall:
+        """The same call, for a microbatch whose tensors have other shapes."""
+
+        def reshaped(values: Any) -> Any:
+            return tree.map_leaves(
+                lambda leaf: replace(leaf, shape=shape_of(leaf.shape)) if isinstance(leaf, Slot) else leaf, values
+            )
+
+        return replace(
+            self,
+            output=reshaped(self.output),
+            inside=reshaped(self.inside),
+            kept=tuple(replace(each, value=reshaped(each.value)) for each in self.kept),
+            objects=tuple(replace(each, entries=reshaped(each.entries)) for each in self.objects),
+        )
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from lightning_shard.pipeline.dataflow.exchanged_samples import (
     joined_pair,
     places,
 )
-from lightning_shard.pipeline.dataflow.messages import Key
+from lightning_shard.pipeline.dataflow.messages import BlockCall, Key
 from lightning_shard.pipeline.dataflow.search import Memory, Ran, rerun
 from lightning_shard.pipeline.stages.stage import Stage
 
@@ -289,7 +289,7 @@ class MixedSamples:
             return
         self._checked.add((kind, stage.index))
         del self._first[stage.index]
-        pair = Pair(microbatches[one.i], microbatches[i], one.received, other.received)
+        pair = Pair(microbatches[one.i], microbatches[i], one.received, other.received, ran.crossing.incoming.blocks)
         judged, loss = False, None
         clean: list[_Runs] = []
         lengths = self._lengths = _Lengths()
@@ -365,9 +365,10 @@ class MixedSamples:
         memory = self._remember()
         *single, joined = given
 
-        def again(microbatch: Any, received: Mapping[Key, Tensor]) -> _Run | None:
+        def again(microbatch: Any, received: Mapping[Key, Tensor], calls: dict[int, BlockCall] | None) -> _Run | None:
             try:
-                result = rerun(ran, lambda stage, number: run(stage, number, microbatch), one.i, received)
+                before = ran if calls is None else ran.after(calls)
+                result = rerun(before, lambda stage, number: run(stage, number, microbatch), one.i, received)
                 return _Run.of(one.i, result, microbatch, numbers_of)
             except Exception as error:
                 if self._peers.are_called():

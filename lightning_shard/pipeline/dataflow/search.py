@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Crossing, Passage
-from lightning_shard.pipeline.dataflow.messages import Delivery, End, Key, Request
+from lightning_shard.pipeline.dataflow.messages import BlockCall, Delivery, End, Key, Request
 from lightning_shard.pipeline.dataflow.uncalled import called_now, missing_now, none_called
 from lightning_shard.pipeline.runtime.channel import Channel
 from lightning_shard.pipeline.stages.stage import Stage
@@ -85,6 +85,10 @@ class Ran:
     crossing: Crossing
     passage: Passage
     result: Any
+
+    def after(self, calls: dict[int, BlockCall]) -> Ran:
+        """The same, to run again after other calls of earlier stages' blocks, as in a microbatch of other shapes."""
+        return replace(self, crossing=replace(self.crossing, incoming=replace(self.crossing.incoming, blocks=calls)))
 
 
 @dataclass

@@ -7,6 +7,7 @@ The merge is the inverse of the split into microbatches:
 - Floats, and floating-point tensors without dimensions, are means over the batch: they are averaged.
 - Lists are concatenated if they have an entry per sample, or differ in length. A list of different results, such as
   ``[logits, features]``, is merged entry by entry, as tuples, dicts and dataclasses always are.
+- Integers that are the number of a microbatch's samples, and were seen to be that of twice as many, are added up.
 - Values that are equal for all microbatches, and that can't be counts, are kept.
 
 Anything else is ambiguous, such as a vector with an element per class: it is refused by its key. So is one with as many
@@ -66,21 +67,29 @@ def merge(parts: Sequence[Any], size: int, known: Lengths = UNKNOWN) -> Any:
     return parts[0] if len(parts) == 1 else _merge(parts, size, known, ())
 
 
-def lengths(result: Any, path: tree.Path = ()) -> dict[tree.Path, int]:
-    """How long the tensors, arrays and lists are that a step returned, by their paths."""
+def lengths(result: Any, size: int, path: tree.Path = ()) -> dict[tree.Path, int]:
+    """How long the tensors, arrays and lists are that a step returned, by their paths; and integers that are ``size``.
+
+    Args:
+        size: The number of samples of which the step returned it.
+    """
+    if _integer(result) == size:
+        return {path: size}
     found = {}
     if _is_array(result):
         return {path: len(result)} if result.ndim else {}
     if isinstance(result, (list, tuple)):
         found[path] = len(result)
     for key, child in tree.children(result):
-        found.update(lengths(child, (*path, str(key))))
+        found.update(lengths(child, size, (*path, str(key))))
     return found
 
 
 def _merge(parts: Sequence[Any], size: int, known: Lengths, path: tree.Path) -> Any:
     first = parts[0]
-    is_fixed = path in known.fixed and lengths(first).get(()) == size
+    if path in known.growing and all(_integer(part) == size for part in parts):
+        return first * len(parts)
+    is_fixed = path in known.fixed and lengths(first, size).get(()) == size
     if is_fixed and (_is_array(first) or (isinstance(first, list) and _holds_plain_values(first))):
         _refuse(
             path,
@@ -185,6 +194,16 @@ def _begin_with_places(parts: Sequence[Any], size: int) -> bool:
         return False
     rows = [[tuple(row) for row in a.tolist()] for a in arrays]
     return all(own == sorted(set(own)) and all(0 <= row[0] < size for row in own) for own in rows)
+
+
+def _integer(value: Any) -> int | None:
+    """The value of an integer, or of a tensor or array of one without dimensions; ``None`` for others."""
+    if isinstance(value, Tensor):
+        is_integer = not value.ndim and not _is_real(value) and value.dtype is not torch.bool
+    else:
+        is_integer = isinstance(value, (int, np.integer)) or (isinstance(value, np.ndarray) and not value.ndim)
+        is_integer = is_integer and np.issubdtype(type(value) if isinstance(value, int) else value.dtype, np.integer)
+    return int(value) if is_integer else None
 
 
 def _is_real(tensor: Tensor) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_shard import tree
 from lightning_shard.errors import WHOLE_BATCHES
 from lightning_shard.pipeline.dataflow.mixed_samples import LENGTH, LOG, LOSS, Findings, Number, NumbersOf
 from lightning_shard.pipeline.runtime.outputs import Lengths, lengths
@@ -70,7 +71,8 @@ class ComparedSamples:
         """The loss in training, what has just been logged, and lengths of what the step returned."""
         logged: dict[tuple[str, Any], Number] = {(LOG, name): number for name, number in self._logs.latest().items()}
         if uses_results:
-            logged |= {(LENGTH, path): Number(torch.tensor(float(length))) for path, length in lengths(result).items()}
+            found = lengths(result, tree.batch_size(microbatch))
+            logged |= {(LENGTH, path): Number(torch.tensor(float(length))) for path, length in found.items()}
         if not self._module.trainer.training:
             return logged
         loss = self._loss_of(result).detach().clone()

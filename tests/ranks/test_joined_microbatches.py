@@ -1,0 +1,59 @@
+"""Code around the blocks adds up their outputs, as in a U: two microbatches run as one there too, with all checks."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import run_ranks
+from tests.parity import QUIET
+
+WIDTH = 8
+
+
+class Residual(L.LightningModule):
+    """Later stages add what they don't know of earlier ones to the batch, which has more samples in a joined run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.counted: list[int] = []
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Any]:
+        x = batch[0]
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        errors = self.head(x).square().mean(1)
+        self.log("mean", errors.mean())
+        self.log("root", errors.mean().sqrt())
+        return {"errors": errors, "number": len(errors)}
+
+    def on_test_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.counted.append(outputs["number"])
+
+
+def told_of_logs() -> tuple[list[str], list[int]]:
+    L.seed_everything(1, verbose=False)
+    samples = torch.randn(14, WIDTH) * torch.linspace(0.1, 4, 14)[:, None]  # of other microbatches, other errors
+    loader: Any = DataLoader(TensorDataset(samples), batch_size=8)
+    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=2)
+    module = Residual()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        L.Trainer(devices=2, strategy=strategy, **QUIET).test(module, loader, verbose=False)
+    found = [name for each in said for name in re.findall(r"self.log\('(.*?)', …\) (?:logs|of)", str(each.message))]
+    return found, module.counted
+
+
+def test_what_is_found_by_joining_microbatches_is_found_where_outputs_of_blocks_are_added_up() -> None:
+    """The run failed on sizes: nothing was said of the log, and the number of samples was refused."""
+    for told, counted in run_ranks(told_of_logs, 2, elastic=True)[:1]:
+        assert (told, counted) == (["root"], [8, 6])
