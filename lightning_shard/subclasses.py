@@ -8,17 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 
 class Unannounced:
-    """The first base of a class that is made, so that the ``__init_subclass__`` of the others isn't called.
-
-    Without ``__slots__``, as modules are: else an object of the class couldn't become one of the made class.
-    """
+    """The first base of a class that is made, so that the ``__init_subclass__`` of the others isn't called."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
+
+
+@cache
+def unannounced_base(kind: Any) -> Any:
+    """:class:`Unannounced`, of a memory layout with which objects of ``kind`` can become ones of the made class.
+
+    The attributes' dict was added to ``object``, or to ``ABC`` in ``class Net(ABC, Module)``.
+    """
+    while kind.__base__.__dictoffset__:
+        kind = kind.__base__
+    plain = kind.__base__
+    return Unannounced if plain is object else type(plain)("Unannounced", (plain,), _of(Unannounced))
+
+
+def _of(kind: Any) -> Any:
+    return {name: vars(kind)[name] for name in ("__init_subclass__", "__module__")}
 
 
 @contextmanager

@@ -83,3 +83,18 @@ def test_the_users_code_for_subclasses_is_not_called_for_the_watching_one(kind: 
     assert type(module) is kind
     assert before == REGISTERED
     assert read == ["in_features"]
+
+
+def test_a_class_whose_first_base_is_abstract_is_watched() -> None:
+    """Python refused to change the class of its objects: ``object layout differs``."""
+
+    class Net(ABC, nn.Module):
+        flag = 1
+
+    seen: list[str] = []
+    module = Net()
+    watched = Watched(module, {"flag"}, seen.append, seen.append)
+    watched.begin()
+    assert (module.flag, seen) == (1, ["flag"])
+    watched.end()
+    assert type(module) is Net

@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import nn
 
 from lightning_shard.namespaces import is_machinery
-from lightning_shard.subclasses import Unannounced
+from lightning_shard.subclasses import unannounced_base
 
 
 class Watched:
@@ -46,7 +46,7 @@ class Watched:
 
     def _kind_of(self, plain: Any) -> Any:
         make = _alike(cast(Any, type(plain)))
-        kind = make(plain.__name__, (Unannounced, plain), {"__module__": plain.__module__})
+        kind = make(plain.__name__, (unannounced_base(plain), plain), {"__module__": plain.__module__})
         kind.__qualname__ = plain.__qualname__
         for name, arguments in self._properties.items():
             setattr(kind, name, _noticed(kind, *arguments))
