@@ -1,19 +1,28 @@
-"""Compile blocks with ``torch.compile``, in place, and recognise modules that a user has compiled.
+"""Compile forwards with ``torch.compile``, in place: those of blocks, and of modules that a user has compiled.
 
-Private (torch 2.11 to 2.13): ``Module._compiled_call_impl``, which ``module.compile()`` sets, and
-``torch._dynamo.OptimizedModule``, the class that ``torch.compile(module)`` returns; and ``_torchdynamo_orig_callable``,
-which ``torch.compile`` sets on functions.
+``module.compile()`` and ``torch.compile(module)`` compile a module's call, with its hooks and those of modules in it.
+Here hooks all-gather parameters and communicate with other stages, and can't be compiled. So such modules are found
+before they are laid out, and their forwards alone are compiled. A module that holds blocks has these compiled instead.
+
+Private (torch 2.11 to 2.13): ``Module._compiled_call_impl``, which ``module.compile()`` sets, with the compiler in its
+closure; ``torch._dynamo.OptimizedModule``, the class that ``torch.compile(module)`` returns, and its ``dynamo_ctx``;
+and ``_torchdynamo_orig_callable``, which ``torch.compile`` sets on functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.parallel.containers import with_forward
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Compiles a function, with the backend and the options that a user has chosen."""
 
 
 def check_backend(setting: Any) -> None:
@@ -31,18 +40,64 @@ def check_backend(setting: Any) -> None:
         )
 
 
-def calls_compiled(module: nn.Module) -> bool:
-    """Whether calls of a module are compiled together with its hooks, as after ``module.compile()``."""
-    return module._compiled_call_impl is not None
+def take_out(root: nn.Module) -> dict[str, Compiler]:
+    """Have what a user has compiled below ``root`` run as it is; returns the compilers by the modules' names."""
+    compilers: dict[str, Compiler] = {}
+    for name, module in root.named_modules():
+        if _is_wrapped(module):
+            held: Any = module
+            compilers[f"{name}._orig_mod".lstrip(".")] = held.dynamo_ctx
+            module.__dict__["forward"] = held._orig_mod.__call__
+        elif module._compiled_call_impl is not None:
+            compiler = _compiler_of(module._compiled_call_impl)
+            module._compiled_call_impl = None
+            if compiler is not None:
+                compilers[name] = compiler
+    return compilers
+
+
+def compile_forwards(
+    root: nn.Module, compilers: Mapping[str, Compiler], blocks: Collection[str], *, compiles: bool, tells: bool
+) -> None:
+    """Compile what :func:`take_out` has found, without hooks. Where a module holds blocks, these are compiled.
+
+    Args:
+        blocks: The names of all blocks, on which hooks will be.
+        compiles: Whether forwards can be compiled; else all run as they are.
+        tells: Whether this rank warns of code that isn't compiled.
+    """
+    holders = []
+    for name, compiler in compilers.items() if compiles else ():
+        below = [block for block in blocks if not name or block.startswith(f"{name}.")]
+        holders += [name] if below else []
+        for each in below or [name]:
+            for called in with_forward(root.get_submodule(each)):
+                if not is_compiled(called):
+                    called.__dict__["forward"] = compiler(called.forward)
+    uncompiled = holders if compiles else [*compilers]
+    if uncompiled and tells:
+        why = (
+            "as a whole, and between its blocks ranks communicate: these are compiled, and not the code around them"
+            if compiles
+            else "and runs uncompiled, since compiled code can't send tokens to experts or parts of sequences to ranks"
+        )
+        name = uncompiled[0].removesuffix("_orig_mod").rstrip(".")
+        warnings.warn(f"{name or 'The LightningModule'} was compiled by torch.compile {why}.", stacklevel=2)
+
+
+def _compiler_of(compiled: Any) -> Compiler | None:
+    """What ``torch.compile`` has made a compiled function with; ``None`` for ``disable=True``."""
+    cells = [cell.cell_contents for cell in getattr(compiled, "__closure__", None) or ()]
+    return next((each for each in cells if isinstance(each, torch._dynamo.eval_frame.OptimizeContext)), None)
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module's forward, or its calls, are compiled: hooks on modules in it would be too."""
-    forward = module.__dict__.get("forward")
-    return calls_compiled(module) or is_wrapped(module) or hasattr(forward, "_torchdynamo_orig_callable")
+    is_called_so = module._compiled_call_impl is not None or _is_wrapped(module)
+    return is_called_so or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
 
 
-def is_wrapped(module: nn.Module) -> bool:
+def _is_wrapped(module: nn.Module) -> bool:
     """Whether a module is the wrapper that ``torch.compile(module)`` returns."""
     return isinstance(module, torch._dynamo.OptimizedModule)
 

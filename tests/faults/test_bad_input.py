@@ -373,25 +373,6 @@ class Lazy(Plain):
         self.model.head = nn.LazyLinear(16)
 
 
-class BlocksCompiled(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.model.layers:
-            block.compile()
-
-
-class NetworkCompiled(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = torch.compile(self.model)
-
-
-class EmbeddingCompiled(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.embed = torch.compile(self.model.embed)
-
-
 class OddWidth(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -634,15 +615,6 @@ REFUSED = {
         NormalizesAgain,
         PlacementError,
         r"model\.layers\.0\.1 is in several places, on stages \[0, 1\], and has buffers .*persistent=False",
-    ),
-    "blocks whose calls are compiled": Refusal(
-        PIPELINE, BlocksCompiled, PlacementError, r"model\.layers\.0 is compiled.*compile_blocks=True"
-    ),
-    "a network that is compiled as a whole": Refusal(
-        PIPELINE, NetworkCompiled, PlacementError, r"model is compiled.*compile_blocks=True"
-    ),
-    "a part that is compiled": Refusal(
-        PIPELINE, EmbeddingCompiled, PlacementError, r"model\.embed is compiled.*compile_blocks=True"
     ),
     "a batch that can't be cut": Refusal(
         PIPELINE, gpt, BatchError, r"batch of 6 samples can't be cut into 4.*multiple of 4.*drop_last", {"batch": 6}

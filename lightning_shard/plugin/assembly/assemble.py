@@ -20,7 +20,7 @@ from lightning_shard.parallel.activation_checkpointing import chosen, leave_out_
 from lightning_shard.parallel.attributes import Attributes, attributes_of
 from lightning_shard.parallel.blocks import Blocks, block_lists, names_of_parameters
 from lightning_shard.parallel.clip import count_elsewhere
-from lightning_shard.parallel.compiled_blocks import compile_block
+from lightning_shard.parallel.compiled_blocks import Compiler, compile_block, compile_forwards, take_out
 from lightning_shard.parallel.containers import with_forward
 from lightning_shard.parallel.context.blocks import ShardedSequences
 from lightning_shard.parallel.context.chunks import Part
@@ -169,7 +169,7 @@ def assemble(
     if parallelizes_itself(module):
         return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, places, names)
 
-    refuse_trained(module)
+    compilers = _taken_out(module)
     blocks = blocks_of(module, settings, layout.pipeline_parallel_size)
     listed = list(dict.fromkeys(name for names in block_lists(module).values() for name in names))
     experts = resolve_experts(module, settings.expert_parallel_plan, layout.expert_parallel_size)
@@ -183,9 +183,15 @@ def assemble(
     sequences = _sequences(module, blocks, layout, groups, device)
     agree_on_weights(module)
     held_blocks = _held_blocks(blocks, placement, schedule, layout) if blocks and placement else set()
-    beside = None if layout.pipeline_parallel_size > 1 else listed
-    split, around = _to_compare(module, held_blocks, beside, settings, styles, device, layout, connect)
+    split, around = _to_compare(module, held_blocks, listed, settings, styles, device, layout, connect)
     # before the cut, which replaces some calls by stand-ins
+    compile_forwards(
+        module,
+        compilers,
+        {*listed, *(blocks.names if blocks else ())},
+        compiles=not experts and sequences is None,
+        tells=layout.rank == 0,
+    )
     _wrap_blocks(module, held_blocks, recomputed, settings, sequences, device)
     split.compare(module)
 
@@ -248,6 +254,12 @@ def assemble(
         LaidOutParameters(module),
         attributes_of(module),
     )
+
+
+def _taken_out(module: nn.Module) -> dict[str, Compiler]:
+    """What compiles forwards that can be laid out."""
+    refuse_trained(module)
+    return take_out(module)
 
 
 def _places_and_names(module: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
@@ -393,7 +405,7 @@ def _sequences(
 def _to_compare(
     module: pl.LightningModule,
     names: Collection[str],
-    listed: Collection[str] | None,
+    listed: Collection[str],
     settings: Settings,
     styles: Mapping[str, ParallelStyle],
     device: torch.device,
@@ -406,18 +418,18 @@ def _to_compare(
 
     Args:
         names: This stage's blocks.
-        listed: The blocks of all lists; ``None`` with several stages, where modules outside of blocks aren't compared.
+        listed: The blocks of all lists. With several stages modules outside of blocks aren't compared.
     """
     if settings.compile_blocks:
         styles = {}
     blocks = {name: module.get_submodule(name) for name in sorted(names)}
     if settings.tensor_parallel_plan is None:
-        blocks, listed = {name: block for name, block in blocks.items() if holds_others(block)}, None
+        blocks = {name: block for name, block in blocks.items() if holds_others(block)}
     runs, runs_of_step = partial(trial_runs, device), partial(trial_runs_of_step, device)
     of_stage = Attempts(connect, layout.rank, layout.neighbours(layout.stage_size)).at
     of_tensors = Attempts(connect, layout.rank, layout.neighbours(layout.tensor_parallel_size)).at
     alike = of_tensors if layout.expert_parallel_size == 1 else of_stage
-    if listed is None:
+    if settings.tensor_parallel_plan is None or layout.pipeline_parallel_size > 1:
         around = AroundBlocksCheck(module, (), (), {}, (), runs, runs_of_step, of_stage)
         return SplitBlocksCheck(blocks, {}, styles, runs, alike), around
     whole = {*listed, *(name for name in names if any(style.startswith(f"{name}.") for style in styles))}

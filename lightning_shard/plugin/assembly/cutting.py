@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import lightning.pytorch as pl
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.blocks import Blocks, names_of_parameters
-from lightning_shard.parallel.compiled_blocks import calls_compiled, is_wrapped
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.pipeline.stages.cut import cut
@@ -49,7 +47,6 @@ def cut_to_rank(
     """Cut a module to the stages of one pipeline rank."""
     elsewhere = set() if rank == len(schedule.rows) - 1 else _names_on_every_stage(module, blocks)
     _refuse_pre_hooks(module, blocks, placement)
-    _refuse_compiled_calls(module, blocks)
     _refuse_scripted_parameters(module, blocks)
     holders = Holders(blocks, placement)
     of_stages = find_ties(names_of_parameters(module), holders.of)
@@ -111,26 +108,6 @@ def _refuse_pre_hooks(module: pl.LightningModule, blocks: Blocks, placement: Pla
                     f"{name}.{inner} has a forward pre-hook, which runs on the stage that holds {name} only: use a"
                     " forward hook, which is given the arguments too, or pipeline_parallel_size=1."
                 )
-
-
-def _refuse_compiled_calls(module: nn.Module, blocks: Blocks) -> None:
-    """Refuse a compiled ``__call__``, which includes the hooks that communicate between stages.
-
-    A compiled forward doesn't include them.
-    """
-    around = {""}
-    for name in blocks.names:
-        around.update(accumulate(name.split(".")[:-1], "{}.{}".format))
-    modules = dict(module.named_modules(remove_duplicate=False))
-    parts = [name for name, _ in blocks.parts if name in modules]
-    compiled = [name for name in (*sorted(around), *parts) if is_wrapped(modules[name])]
-    compiled += [name for name in (*sorted(around), *blocks.names) if calls_compiled(modules[name])]
-    if compiled:
-        raise PlacementError(
-            f"{compiled[0] or type(module).__name__} is compiled as a whole, but pipeline stages communicate between"
-            " its blocks: don't compile it and set compile_blocks=True, which compiles each block's forward, or use"
-            " pipeline_parallel_size=1."
-        )
 
 
 def _refuse_scripted_parameters(module: nn.Module, blocks: Blocks) -> None:

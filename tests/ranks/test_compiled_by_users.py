@@ -1,0 +1,112 @@
+"""Modules that a user has compiled train as on one process, and their forwards are compiled."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_shard.testing import assert_trains_alike
+
+WIDTH = 8
+INTERLEAVED = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
+RUNS: list[int] = []
+"""How many values compiled code was given, each time that it ran."""
+
+
+def counted(graph: Any, _: Any) -> Callable[..., Any]:
+    """A backend of torch.compile."""
+
+    def run(*args: Any) -> Any:
+        RUNS.append(len(args))
+        return graph.forward(*args)
+
+    return run
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+class Module(L.LightningModule):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        RUNS.clear()
+        self.net: Any = Network()
+        if what == "calls of blocks":
+            for block in self.net.blocks:
+                block.compile(backend=counted)
+        elif what == "wrapped blocks":
+            self.net.blocks = nn.ModuleList(torch.compile(each, backend=counted) for each in self.net.blocks)
+        elif what == "layers in blocks and parts":
+            for block in self.net.blocks:
+                block.linear.compile(backend=counted)
+            self.net.embed = torch.compile(self.net.embed, backend=counted)
+            self.net.head.compile(backend=counted)
+        elif what == "calls of the network":
+            self.net.compile(backend=counted)
+        elif what == "wrapped network":
+            self.net = torch.compile(self.net, backend=counted)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch), batch[:, :2])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self.net(batch), batch[:, :2]))
+
+    def on_train_end(self) -> None:
+        assert RUNS
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches() -> list[Tensor]:
+    made = torch.Generator().manual_seed(0)
+    return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["calls of blocks", "wrapped blocks", "layers in blocks and parts", "calls of the network", "wrapped network"],
+)
+def test_forwards_are_compiled_and_hooks_are_not(what: str) -> None:
+    layouts = ["pp2", "dp2"] if what != "calls of blocks" else ["pp2", "dp2", INTERLEAVED]
+    assert_trains_alike(partial(Module, what), batches, layouts=layouts)
+
+
+def test_split_blocks_stay_compiled() -> None:
+    plan = {"net.blocks.*.linear": "colwise_gather_output"}
+    assert_trains_alike(partial(Module, "calls of the network"), batches, layouts=["tp2"], tensor_parallel_plan=plan)
+
+
+def test_recomputed_blocks_stay_compiled() -> None:
+    assert_trains_alike(
+        partial(Module, "calls of blocks"), batches, layouts=["pp2", "dp2"], activation_checkpointing=True
+    )
