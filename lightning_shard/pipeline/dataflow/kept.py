@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict, deque
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -71,10 +71,15 @@ class Attributes:
         Args:
             looks_into_objects: Whether tensors in objects of other classes are noted, too, which takes longer.
         """
+        return cls.of_each(module.named_modules(), looks_into_objects=looks_into_objects)
+
+    @classmethod
+    def of_each(cls, named: Iterable[tuple[str, nn.Module]], *, looks_into_objects: bool = False) -> Attributes:
+        """The same of these modules, without those in them."""
         return cls(
             [
                 (path, each, dict(_noted(each, looks_into_objects)))
-                for path, each in module.named_modules()
+                for path, each in named
                 if not is_scripted(each)  # whose buffers stages can't exchange
                 if not isinstance(each, Metric)  # the stage that updates it shares what it computes
             ],

@@ -57,7 +57,10 @@ class CallByCall:
         *siblings, (last, channel) = self._ends
         rank = channel.rank_of[last.index]
         through = partial(self._through_stages, in_call, of_any)
-        calls = Calls(rank, last.is_last, last.entrances, last.device, channel, through, note_generators, after_call)
+        stages = [stage for stage, _ in self._ends]
+        calls = Calls(
+            rank, last.is_last, last.entrances, last.device, channel, through, note_generators, after_call, stages
+        )
         with ExitStack() as inside:
             for sibling, _ in siblings:
                 inside.enter_context(sibling.calling(calls))
@@ -90,12 +93,17 @@ class CallByCall:
                 except StageEnd:
                     return None
 
+        calls = self._ends[-1][0].calls
+        assert calls is not None
+        kept = calls.kept
         searches = [Search(stage, channel) for stage, channel in self._ends]
         of_any(True)  # a rank whose step has ended raises
         with in_call():
+            kept.stages_begin()
             memory = self._remember()
             find_crossing(searches, run, 0, memory, of_any)
             memory.forget()
+            kept.stages_end()
         for _, channel in self._ends:
             channel.flush()
         return searches[-1].result

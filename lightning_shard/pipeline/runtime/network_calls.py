@@ -3,7 +3,8 @@
 Between two calls, the user's code computes the next call's input from the last call's output, with control flow that
 may depend on values. So no stage exits such a step early: all ranks run the whole step. Each call of the network goes
 through the stages like a microbatch (``step.py``), with a new search for the values that cross. Then the last stage's
-output is broadcast to all ranks, and changes of caches are exchanged (``caches.py``).
+output is broadcast to all ranks, and changes of caches (``caches.py``) and of what modules keep (``kept_in_calls.py``)
+are exchanged.
 
 Before each call, and at the end of the step, the ranks compare where they are by an all-gather. So a rank whose code
 took another path is detected there, and no rank hangs waiting for it.
@@ -16,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import chain
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from zlib import crc32
 
 import torch
@@ -29,6 +30,10 @@ from lightning_shard.pipeline.dataflow.messages import Slot
 from lightning_shard.pipeline.dataflow.objects import Path, objects
 from lightning_shard.pipeline.dataflow.taint import Origin, Unknown, mark, refuse
 from lightning_shard.pipeline.runtime.caches import WITHOUT_CACHE, Left, Noted, add, apply
+from lightning_shard.pipeline.runtime.kept_in_calls import KeptInCalls
+
+if TYPE_CHECKING:
+    from lightning_shard.pipeline.stages.stage import Stage
 
 LARGEST_COMPARED = 2**20
 """The most elements of an integer argument, such as tokens, whose values ranks compare before each call."""
@@ -63,6 +68,7 @@ class Calls:
         run: Runs a function on each stage of this rank, inside :meth:`of`, until no stage misses a value.
         note_generators: Notes the states of the random generators; returns a function that restores them.
         after_call: Called after each call with the number of calls so far.
+        stages: This rank's.
     """
 
     def __init__(
@@ -75,8 +81,10 @@ class Calls:
         run: Callable[[Callable[[], Any]], Any],
         note_generators: Callable[[], Callable[[], None]],
         after_call: Callable[[int], None],
+        stages: Sequence[Stage],
     ) -> None:
         self.count = 0
+        self.kept = KeptInCalls(stages, self._kept)
         self._rank = rank
         self._is_last = is_last
         self._entrances = entrances
@@ -157,6 +165,7 @@ class Calls:
         self._put_arguments_back = put_arguments_back
         self._note((), args, kwargs, self._given)
         self._inside = True
+        self.kept.call_begins()
         try:
             output = self._run(partial(forward, *args, **kwargs))
             result = self._share(output)
@@ -182,8 +191,9 @@ class Calls:
         if self._is_last:
             paths = {id(noted.value): path for path, noted in self._noted.items()}
             described = tree.map_leaves(partial(_described, paths), output)
-        said = self._meeting.gather((described, changes))
-        for rank, (_, theirs) in enumerate(said):
+        said = self._meeting.gather((described, changes, self.kept.told()))
+        for rank, (_, theirs, kept) in enumerate(said):
+            self.kept.take(kept)
             if rank != self._rank:
                 self._apply(theirs, changes)
         described = said[-1][0]
@@ -220,10 +230,13 @@ class Calls:
             apply(self._of_all(path).value, changed, own.get(path, {}), self._placed)
 
     def _placed(self, value: Any) -> Tensor:
+        return self._kept(value, "what a cache holds of another stage's blocks")
+
+    def _kept(self, value: Any, words: str) -> Tensor:
         if isinstance(value, Tensor):
             return value.to(self._device)
         one = torch.full((), torch.nan if value.dtype.is_floating_point else 0, dtype=value.dtype, device=self._device)
-        return mark(one.expand(value.shape), Origin("what a cache holds of another stage's blocks", _refuse_use))
+        return mark(one.expand(value.shape), Origin(words, _refuse_use))
 
     def _found(self, leaf: Any) -> Any:
         return self._of_all(leaf.path).value if isinstance(leaf, _Place) else leaf

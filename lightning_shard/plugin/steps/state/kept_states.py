@@ -50,7 +50,8 @@ class KeptStates:
         Raises:
             StepError: It has set a number on a block of another stage.
         """
-        if stage.is_last and self._of_last is not None:
+        runs_everywhere = stage.calls is not None  # to its end, on all ranks
+        if stage.is_last and self._of_last is not None and not runs_everywhere:
             self._of_last.check_numbers()
 
     def remember(self) -> Callable[[], None]:

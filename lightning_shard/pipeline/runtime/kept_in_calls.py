@@ -1,0 +1,130 @@
+"""What a call of the network leaves in attributes and buffers, for code that runs between calls on all ranks.
+
+Each rank has the modules of all stages, but sees what its own ones keep only. So after a call ranks tell each other:
+of blocks and parts the rank that holds them, and of modules around all blocks the last stage's, which runs their code
+to its end. Numbers, texts and small tensors are sent. Larger tensors are unknown elsewhere, and objects are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_shard import tree
+from lightning_shard.pipeline.dataflow.kept import Attributes, Name, put_into
+from lightning_shard.pipeline.dataflow.messages import Slot
+from lightning_shard.pipeline.dataflow.taint import Unknown
+
+if TYPE_CHECKING:
+    from lightning_shard.pipeline.stages.stage import Stage
+
+_SENT = 1024
+"""The most elements of all tensors in an attribute that is sent."""
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_NESTS = (list, tuple, dict)
+
+Told = Mapping[Name, tuple[bool, Any]]
+"""Values, and whether they are the objects of before, changed in place."""
+
+
+class KeptInCalls:
+    """Of one rank, in one step.
+
+    Args:
+        stages: This rank's.
+        place: Makes what this rank has of a tensor, or a slot, that another rank keeps, given words for it.
+    """
+
+    def __init__(self, stages: Sequence[Stage], place: Callable[[Any, str], Tensor]) -> None:
+        self._stages = stages
+        self._place = place
+        self._root = stages[-1].entrances[0]
+        self._own = [[*_below(self._root, stage)] for stage in stages]
+        around = set(stages[-1].entrances)
+        self._around = [named for named in self._root.named_modules() if named[1] in around]
+        self._before: list[Attributes] = []
+        self._before_call: Attributes | None = None
+        self._told: dict[Name, tuple[bool, Any]] = {}
+        self._taken: dict[Name, Any] = {}
+
+    def call_begins(self) -> None:
+        self._told = {}
+        self._before_call = Attributes.of_each(self._around) if self._stages[-1].is_last else None
+
+    def stages_begin(self) -> None:
+        """Before this rank's stages run; none of their views is in place."""
+        self._before = [Attributes.of_each(own) for own in self._own]
+
+    def stages_end(self) -> None:
+        for before in self._before:
+            self._add(before)
+
+    def told(self) -> Told:
+        """What this rank tells others of the call that ends."""
+        if self._before_call is not None:
+            self._add(self._before_call)
+        return self._told
+
+    def take(self, told: Told) -> None:
+        """Set what another rank has told, or of a rank with several stages another one than the last."""
+        last = self._stages[-1]
+        held = {path for path, _ in (*self._own[-1], *(self._around if last.is_last else ()))}
+        for (path, name), (in_place, value) in told.items():
+            if path in held:
+                continue
+            taken = tree.map_leaves(partial(self._placed, path, name), value)
+            before = self._taken.get((path, name))
+            if in_place and _write(before, taken):
+                taken = before
+            self._taken[path, name] = taken
+            last.keep(self._root.get_submodule(path), name, taken)
+
+    def _placed(self, path: str, name: str, leaf: Any) -> Any:
+        words = f"what {path or 'the LightningModule'} keeps as {name}, on another stage,"
+        return self._place(leaf, words) if isinstance(leaf, (Tensor, Slot)) else leaf
+
+    def _add(self, before: Attributes) -> None:
+        for each in before.changed():
+            is_own = each.module or not each.name.startswith("_")  # what Lightning keeps on its module
+            if is_own and _is_tellable(each.value):
+                self._told[each.module, each.name] = each.in_place, _in_words(each.value)
+
+
+def _below(root: nn.Module, stage: Stage) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a stage's blocks and parts, by name."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    for name in dict.fromkeys([*(stage.blocks[place] for place in stage.owned), *stage.own_parts]):
+        if name in modules:
+            yield from modules[name].named_modules(prefix=name)
+
+
+def _write(held: Any, value: Any) -> bool:
+    """Give what code may have read before a call the values of after it; returns whether it has them now."""
+    if not isinstance(held, Tensor):
+        return held is not None and put_into(held, value)
+    if isinstance(held, Unknown) or isinstance(value, Unknown) or held.shape != value.shape:
+        return False
+    held.copy_(value)
+    return True
+
+
+def _is_tellable(value: Any) -> bool:
+    if type(value) in _NESTS:
+        return all(_is_tellable(each) for _, each in tree.children(value))
+    return type(value) in (Tensor, *_PLAIN) and not isinstance(value, Unknown)
+
+
+def _in_words(value: Any) -> Any:
+    """A value as it is sent."""
+    is_small = sum(tensor.numel() for tensor in tree.tensors(value)) <= _SENT
+
+    def sent(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().cpu().clone() if is_small else Slot.of(leaf)
+
+    return tree.map_leaves(sent, value)
