@@ -57,12 +57,20 @@ def take_out(root: nn.Module) -> dict[str, Compiler]:
 
 
 def compile_forwards(
-    root: nn.Module, compilers: Mapping[str, Compiler], blocks: Collection[str], *, compiles: bool, tells: bool
+    root: nn.Module,
+    compilers: Mapping[str, Compiler],
+    blocks: Collection[str],
+    *,
+    within: Collection[str] | None,
+    compiles: bool,
+    tells: bool,
 ) -> None:
     """Compile what :func:`take_out` has found, without hooks. Where a module holds blocks, these are compiled.
 
     Args:
         blocks: The names of all blocks, on which hooks will be.
+        within: The blocks of this rank's stages, outside of which forwards run as they are; ``None`` without stages.
+            Stages replace attributes of the modules around blocks, which the compiler doesn't take.
         compiles: Whether forwards can be compiled; else all run as they are.
         tells: Whether this rank warns of code that isn't compiled.
     """
@@ -71,6 +79,8 @@ def compile_forwards(
         below = [block for block in blocks if not name or block.startswith(f"{name}.")]
         holders += [name] if below else []
         for each in below or [name]:
+            if within is not None and not any(f"{each}.".startswith(f"{block}.") for block in within):
+                continue
             for called in with_forward(root.get_submodule(each)):
                 if not is_compiled(called):
                     called.__dict__["forward"] = compiler(called.forward)

@@ -189,6 +189,7 @@ def assemble(
         module,
         compilers,
         {*listed, *(blocks.names if blocks else ())},
+        within=held_blocks if layout.pipeline_parallel_size > 1 else None,
         compiles=not experts and sequences is None,
         tells=layout.rank == 0,
     )
