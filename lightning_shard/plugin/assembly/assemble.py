@@ -415,10 +415,8 @@ def _to_compare(
 ) -> tuple[SplitBlocksCheck, AroundBlocksCheck]:
     """Prepare the comparison of blocks, and modules outside of them, that a user's own plan splits, with unsplit ones.
 
-    To be called before they are wrapped.
-
     Args:
-        names: This stage's blocks.
+        names: This stage's blocks, which nothing has wrapped yet.
         listed: The blocks of all lists. With several stages modules outside of blocks aren't compared.
     """
     if settings.compile_blocks:
