@@ -23,16 +23,16 @@ class Unannounced:
 def unannounced_base(kind: Any) -> Any:
     """:class:`Unannounced`, of a memory layout with which objects of ``kind`` can become ones of the made class.
 
-    The attributes' dict was added to ``object``, or to ``ABC`` in ``class Net(ABC, Module)``.
+    The attributes' dict was added to ``object``, or to ``ABC`` in ``class Net(ABC, Module)``, or to ``Generic``, which
+    asks its subclasses for parameters unless they say that they have other bases.
     """
     while kind.__base__.__dictoffset__:
         kind = kind.__base__
     plain = kind.__base__
-    return Unannounced if plain is object else type(plain)("Unannounced", (plain,), _of(Unannounced))
-
-
-def _of(kind: Any) -> Any:
-    return {name: vars(kind)[name] for name in ("__init_subclass__", "__module__")}
+    if plain is object:
+        return Unannounced
+    held = {name: vars(Unannounced)[name] for name in ("__init_subclass__", "__module__")}
+    return type(plain)("Unannounced", (plain,), {**held, "__orig_bases__": ()})
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from abc import ABC
+from typing import Any, Generic, TypeVar
 
 import lightning as L
 import pytest
@@ -13,6 +14,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.testing import assert_trains_alike
 
 WIDTH = 8
+T = TypeVar("T")
 INTERLEAVED = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
 
 
@@ -124,3 +126,34 @@ def test_registries_of_subclasses_know_the_users_classes_only() -> None:
     whole = {"pipeline_parallel_size": 2, "microbatches": 1}
     assert_trains_alike(Registered, batches, layouts=[whole])
     assert_trains_alike(Registered, batches, layouts=["dp2"], trainer={"sync_batchnorm": True})
+
+
+class OfBases(ABC, L.LightningModule):
+    """Objects of a class whose first base is another than a module have another memory layout in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Typed() for _ in range(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return (x - batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Typed(Generic[T], nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(self) is Typed
+        return self.layer(x)
+
+
+def test_classes_whose_first_base_is_no_module_train_alike() -> None:
+    assert_trains_alike(OfBases, batches, layouts=["dp2", "pp2"])

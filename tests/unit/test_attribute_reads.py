@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, ABCMeta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 from torch import nn
@@ -85,10 +85,11 @@ def test_the_users_code_for_subclasses_is_not_called_for_the_watching_one(kind: 
     assert read == ["in_features"]
 
 
-def test_a_class_whose_first_base_is_abstract_is_watched() -> None:
+@pytest.mark.parametrize("base", [ABC, Generic[TypeVar("T")]])  # type: ignore[misc]
+def test_a_class_whose_first_base_is_no_module_is_watched(base: Any) -> None:
     """Python refused to change the class of its objects: ``object layout differs``."""
 
-    class Net(ABC, nn.Module):
+    class Net(base, nn.Module):  # type: ignore[misc]
         flag = 1
 
     seen: list[str] = []

@@ -4,10 +4,10 @@ FSDP2 makes each unit an object of a class that it derives from the module's own
 nn.Linear``, or a module for its name, would do something else then. So units have their own class back, and FSDP2's
 while FSDP2's methods run.
 
-Private (torch 2.11 to 2.13): the units' parameter groups, the states of their parameters, the handles of the hooks
-around their forward, the hook that begins their backward (``_pre_backward``), and the order of forwards by which they
-prefetch. torch's own pipeline stages
-(``torch/distributed/pipelining/stage.py``) use the groups too. Before 2.13 a unit had at most one group.
+Private (torch 2.11 to 2.13): the classes that FSDP2 has derived, the units' parameter groups, the states of their
+parameters, the handles of the hooks around their forward, the hook that begins their backward (``_pre_backward``), and
+the order of forwards by which they prefetch. torch's own pipeline stages (``torch/distributed/pipelining/stage.py``)
+use the groups too. Before 2.13 a unit had at most one group.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 from lightning_shard import tree
-from lightning_shard.subclasses import unannounced
+from lightning_shard.subclasses import Unannounced, unannounced, unannounced_base
 
 Returned = TypeVar("Returned")
 _UNITS: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
@@ -40,8 +41,14 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def make_unit(module: nn.Module, **options: Any) -> None:
-    """Apply FSDP2 to a module; a registry of the user's classes isn't told of the class that FSDP2 derives."""
+    """Apply FSDP2 to a module; a registry of the user's classes isn't told of the class that FSDP2 derives.
+
+    FSDP2 can't derive one from ``class Net(ABC, nn.Module)``, whose memory layout differs: it finds one made here.
+    """
+    own = cast(Any, type(module))
     with unannounced(FSDPModule):
+        if (base := unannounced_base(own)) is not Unannounced and own not in cls_to_fsdp_cls:
+            cls_to_fsdp_cls[own] = type(own)(f"FSDP{own.__name__}", (base, FSDPModule, own), {})
         fully_shard(module, **options)
 
 
@@ -110,7 +117,8 @@ def class_name(module: nn.Module) -> str:
 
 def own_class(module: nn.Module) -> type:
     """A module's own class, of a unit of FSDP2's too."""
-    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    kinds = type(module).__mro__
+    return kinds[kinds.index(FSDPModule) + 1] if FSDPModule in kinds else kinds[0]
 
 
 def is_set_up(root: nn.Module) -> bool:
