@@ -28,15 +28,20 @@ def tried(optimizer: torch.optim.Optimizer, trial: Callable[[_Make], T]) -> T | 
     An optimizer that can't be created again from its settings, such as one around another optimizer, is copied. If that
     fails too, or if random numbers are drawn, nothing is known, and the result is ``None``.
     """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     for make in (_anew, _as_a_copy):
-        with torch.random.fork_rng(devices=()), torch.enable_grad():
-            before = torch.get_rng_state()
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            before = _generators(devices)
             try:
                 result = trial(make)
             except Exception:
                 continue
-            return result if torch.equal(before, torch.get_rng_state()) else None
+            return result if all(map(torch.equal, before, _generators(devices))) else None
     return None
+
+
+def _generators(devices: Sequence[int]) -> list[Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def initial(shape: tuple[int, int] = SMALL) -> Tensor:
