@@ -4,7 +4,7 @@ A model is cut, sharded and initialised block by block. So the blocks are found 
 they run, and the rest follows from that order: a pipeline stage is a range of blocks, and a part around the blocks
 belongs to the stage of the block that it runs before.
 
-Order is guessed from source code (:func:`_running_order`), and corrected by a run where there is an example input
+Order is guessed from source code (``running_order.py``), and corrected by a run where there is an example input
 (:meth:`Blocks.ordered`).
 """
 
@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.containers import has_forward
-from lightning_shard.parallel.source_order import attributes_used, loops, loops_first, loops_over_children, methods_run
-from lightning_shard.scripted import is_scripted
+from lightning_shard.parallel.module_lists import children_of, first_names, held_by, is_list, run_in_turn, trains
+from lightning_shard.parallel.running_order import lay_out
+from lightning_shard.parallel.source_order import loops, methods_run
 
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _SMALL = 0.1
 """A list whose blocks have other classes than the largest list's is cut only if it has at least this share of its size.
 
@@ -94,11 +93,11 @@ def block_lists(root: nn.Module, *, mixed: bool = False) -> dict[str, list[str]]
             state-space layers.
     """
     found: dict[str, list[str]] = {}
-    first_names = _first_names(root)
+    named = first_names(root)
     for path, module in root.named_modules():
-        if not path or not _is_list(module) or any(path.startswith(f"{outer}.") for outer in found):
+        if not path or not is_list(module) or any(path.startswith(f"{outer}.") for outer in found):
             continue
-        names = [first_names[id(child)] for child in _held_by(module)]
+        names = [named[id(child)] for child in held_by(module)]
         classes = [type(child) for child in map(root.get_submodule, names) if _holds(child)]
         if classes and all(issubclass(kind, (nn.Embedding, nn.EmbeddingBag)) for kind in classes):
             continue  # tables run side by side
@@ -151,12 +150,12 @@ def find_blocks(
         if not groups:
             raise PlacementError(_nothing_to_cut(root))
         network = _network(groups)
-        names, parts = _lay_out(root, groups, network)
+        names, parts = lay_out(root, groups, network)
     else:
         found = [_resolve(root, name, lists) for name in ([path] if isinstance(path, str) else path)]
-        groups = {name: _children(root, name) for name in found}
+        groups = {name: children_of(root, name) for name in found}
         network = _network(groups)
-        names, parts = _lay_out(root, groups, network)
+        names, parts = lay_out(root, groups, network)
         if not isinstance(path, str):
             names = [name for one in found for name in groups[one]]
     names, parts = _with_called(root, names, parts)
@@ -187,7 +186,7 @@ def _chain(root: nn.Module, lists: dict[str, list[str]]) -> dict[str, list[str]]
     small = _small(root, lists)
     path = max(
         lists,
-        key=lambda name: (_trains(root.get_submodule(name)), name not in small, len(lists[name]), _size(root, name)),
+        key=lambda name: (trains(root.get_submodule(name)), name not in small, len(lists[name]), _size(root, name)),
     )
     if type(_parent(root, path)) is nn.Sequential and type(root.get_submodule(path)) is nn.Sequential:
         return _sequential(root)
@@ -196,10 +195,10 @@ def _chain(root: nn.Module, lists: dict[str, list[str]]) -> dict[str, list[str]]
 
     def belongs(other: str) -> bool:
         held = [root.get_submodule(name) for name in lists[other]]
-        trains = _trains(root.get_submodule(other))
-        if other.partition(".")[0] != network or trains != _trains(root.get_submodule(path)):
+        does = trains(root.get_submodule(other))
+        if other.partition(".")[0] != network or does != trains(root.get_submodule(path)):
             return False
-        if _run_in_turn(root, path, other):
+        if run_in_turn(root, path, other):
             return False
         if any(type(block) in classes for block in held):
             return True
@@ -211,7 +210,7 @@ def _chain(root: nn.Module, lists: dict[str, list[str]]) -> dict[str, list[str]]
 
 def _small(root: nn.Module, lists: dict[str, list[str]]) -> set[str]:
     """Lists that aren't worth cutting beside others that train: much smaller than one, or layers of a head."""
-    trained = [name for name in lists if _trains(root.get_submodule(name))]
+    trained = [name for name in lists if trains(root.get_submodule(name))]
     sizes = {name: _size(root, name) for name in trained or lists}
     of_layers = {name for name in sizes if all(_is_leaf(root.get_submodule(each)) for each in lists[name])}
     of_blocks = sum(size for name, size in sizes.items() if name not in of_layers)
@@ -240,9 +239,9 @@ def _called(root: nn.Module, name: str) -> list[str]:
     module = root.get_submodule(name)
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or has_forward(module):
         return [name]
-    first_names = _first_names(root)
-    held = (child for child in _held_by(module) if any(True for _ in _state(child)))
-    return [called for child in held for called in _called(root, first_names[id(child)])]
+    named = first_names(root)
+    held = (child for child in held_by(module) if any(True for _ in _state(child)))
+    return [called for child in held for called in _called(root, named[id(child)])]
 
 
 def _with_called(
@@ -266,7 +265,7 @@ def _sequential(root: nn.Module) -> dict[str, list[str]]:
     found = {path: names for path, names in found.items() if sum(_holds(root.get_submodule(n)) for n in names) > 1}
     if not found:
         return {}
-    path = max(found, key=lambda name: (_trains(root.get_submodule(name)), _size(root, name), len(found[name])))
+    path = max(found, key=lambda name: (trains(root.get_submodule(name)), _size(root, name), len(found[name])))
     return {path: found[path]}
 
 
@@ -276,7 +275,7 @@ def _run_often(root: nn.Module, calls: Sequence[str]) -> dict[str, list[str]]:
     Empty if the largest of them has less than :data:`_SMALL` of the parameters.
     """
     times = Counter(calls)
-    often = [name for name, count in times.items() if count > 1 and name and _trains(root.get_submodule(name))]
+    often = [name for name, count in times.items() if count > 1 and name and trains(root.get_submodule(name))]
     outermost = [name for name in often if not any(name.startswith(f"{other}.") for other in often)]
     if not outermost:
         return {}
@@ -291,14 +290,14 @@ def _is_looped(root: nn.Module, path: str) -> bool:
     """Whether a loop in some class's code uses a module that contains ``path``."""
     names = path.split(".")
     levels = [(root.get_submodule(".".join(names[:depth])), name) for depth, name in enumerate(names[:-1])]
-    owners, run = ((level, name) for level, name in levels if not _is_list(level)), methods_run(root)
+    owners, run = ((level, name) for level, name in levels if not is_list(level)), methods_run(root)
     return any(name in loop for level, name in owners for loop in loops(type(level), run))
 
 
 def _nothing_to_cut(root: nn.Module) -> str:
     """The error for a model without blocks; it names modules that ``pipeline_blocks`` could name."""
     path, level = "", root
-    while len(trained := [name for name, child in level.named_children() if _trains(child)]) == 1:
+    while len(trained := [name for name, child in level.named_children() if trains(child)]) == 1:
         path, level = f"{path}{trained[0]}.", level.get_submodule(trained[0])
     such_as = f", such as {[path + name for name in trained[:4]]} if they run one after the other" if trained else ""
     return (
@@ -315,34 +314,12 @@ def _parent(root: nn.Module, path: str) -> nn.Module | None:
 
 
 def _unfolded(root: nn.Module, path: str) -> Iterator[str]:
-    for name in _children(root, path):
+    for name in children_of(root, path):
         child = root.get_submodule(name)
         if type(child) is nn.Sequential and len(child):
             yield from _unfolded(root, name)
         else:
             yield name
-
-
-def _children(root: nn.Module, path: str) -> list[str]:
-    """Names of a list's modules, each by its first name in ``root``; for any other module, its own name."""
-    module = root.get_submodule(path)
-    if not _is_list(module):
-        return [path]
-    first_names = _first_names(root)
-    return [first_names[id(child)] for child in _held_by(module)]
-
-
-def _first_names(root: nn.Module) -> dict[int, str]:
-    return {id(module): name for name, module in root.named_modules()}
-
-
-def _held_by(listed: nn.Module) -> Iterator[nn.Module]:
-    """A list's modules, repeated ones as often as they are in it. A place may hold ``None``, and is left out."""
-    return (module for module in listed._modules.values() if module is not None)
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, _LISTS) or loops_over_children(module)
 
 
 def _network(groups: dict[str, list[str]]) -> str:
@@ -352,7 +329,7 @@ def _network(groups: dict[str, list[str]]) -> str:
 
 def _resolve(root: nn.Module, path: str, lists: dict[str, list[str]]) -> str:
     modules = [name for name, _ in root.named_modules() if name == path or name.endswith(f".{path}")]
-    matches = [name for name in modules if _is_list(root.get_submodule(name))] or modules
+    matches = [name for name in modules if is_list(root.get_submodule(name))] or modules
     exact = [name for name in matches if name == path]
     if len(exact or matches) == 1:
         return (exact or matches)[0]
@@ -367,143 +344,9 @@ def _holds(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _run_in_turn(root: nn.Module, one: str, other: str) -> bool:
-    """Whether one loop runs two lists of one length: ``for a, f in zip(self.attentions, self.feedforwards)``."""
-    parent, _, name = one.rpartition(".")
-    other_parent, _, other_name = other.rpartition(".")
-    if parent != other_parent or len(_children(root, one)) != len(_children(root, other)):
-        return False
-    inside = loops(type(root.get_submodule(parent)), methods_run(root))
-    return any(name in used and other_name in used for used in inside)
-
-
 def _is_leaf(module: nn.Module) -> bool:
     return not any(True for _ in module.children())
 
 
-def _trains(module: nn.Module) -> bool:
-    """Whether a module has trained parameters; used since a frozen teacher may have more blocks than the network."""
-    return any(parameter.requires_grad for parameter in module.parameters())
-
-
 def _size(root: nn.Module, path: str) -> int:
     return sum(parameter.numel() for parameter in root.get_submodule(path).parameters())
-
-
-# -- running order
-
-
-def _lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tuple[list[str], list[tuple[str, int]]]:
-    """All blocks in running order, and the parts around them with the indices of the blocks that they run before."""
-    names: list[str] = []
-    parts: list[tuple[str, int]] = []
-
-    def add(name: str) -> None:
-        module = root.get_submodule(name) if name not in own else None
-        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            parts.append((name, len(names)))
-            return
-        beside = next((path for path in groups if _run_in_turn(root, path, name)), None)
-        for child, block in zip(_children(root, name), groups.get(beside or "", [""] * len(module))):
-            if beside is None:
-                add(child)
-            else:
-                turns.append((child, block))
-
-    own = {name for name, _ in root.named_parameters()}
-    turns: list[tuple[str, str]] = []
-    first_names = _first_names(root)
-    blocks = {id(root.get_submodule(name)) for group in groups.values() for name in group}
-
-    def holds_listed(module: nn.Module) -> bool:
-        """Whether it holds blocks that are listed elsewhere: a level of a U, which holds the next level too."""
-        return id(module) not in blocks and any(id(each) in blocks for each in module.modules())
-
-    def visit(path: str, *, listed_elsewhere: bool = False) -> None:
-        if path in groups:
-            names.extend(groups[path])
-            return
-        level = root.get_submodule(path)
-        prefix = f"{path}." if path else ""
-        children = [name for name, _ in level.named_children()]
-        bare = [name for name, _ in level.named_parameters(recurse=False)]
-        own_lists = [n for n in children if any(g == prefix + n or g.startswith(f"{prefix}{n}.") for g in groups)]
-        carriers = [n for n in children if n in own_lists or holds_listed(level.get_submodule(n))]
-
-        def runs(name: str, rest: str) -> bool:
-            """Whether code that uses ``name.rest`` may run blocks: not so for ``self.model.embed(x)``."""
-            full = f"{prefix}{name}.{rest}"
-            return name not in own_lists or not rest or any(g.startswith(full) or full.startswith(g) for g in groups)
-
-        for name in _running_order(level, children, bare, carriers, runs, methods_run(root)):
-            if name in carriers:
-                visit(prefix + name, listed_elsewhere=listed_elsewhere or name not in own_lists)
-            elif name in bare:
-                add(prefix + name)
-            elif id(child := level.get_submodule(name)) in blocks:
-                continue
-            elif _is_part(child, outside=not path, beside=bool(network)):
-                add(first_names[id(child)] if listed_elsewhere else prefix + name)
-
-    visit("")
-    return names, [*parts, *((part, names.index(block)) for part, block in turns)]
-
-
-def _is_part(module: nn.Module, *, outside: bool, beside: bool) -> bool:
-    """Whether a stage holds a module for all; else it belongs to the code around the blocks, which all stages run.
-
-    Args:
-        outside: Whether it is the root's own.
-        beside: Whether the network is another module of the root's.
-    """
-    if is_scripted(module) or _counts_only(module):
-        return False
-    return not outside or _trains(module) or (not beside and any(True for _ in module.parameters()))
-
-
-def _counts_only(module: nn.Module) -> bool:
-    """Whether it is a metric, or a container of metrics only."""
-    if isinstance(module, (Metric, MetricCollection)):
-        return True
-    held = list(module.children())
-    return bool(held) and not has_forward(module) and all(map(_counts_only, held))
-
-
-def _running_order(
-    level: nn.Module,
-    children: list[str],
-    bare: list[str],
-    carriers: list[str],
-    runs: Callable[[str, str], bool],
-    run: Set[str],
-) -> list[str]:
-    """A module's children and bare parameters, in the order in which its code first uses them.
-
-    Of those that the code doesn't name, bare parameters come first, and a child keeps its registration order relative
-    to the children with blocks. This is a guess, which a run corrects if there is an example (:meth:`Blocks.ordered`).
-    A wrong guess costs communication or is refused, but can't give wrong numbers: a value that a stage doesn't hold is
-    tainted as unknown there (``pipeline/dataflow/taint.py``), and a part may not change buffers there.
-
-    Args:
-        carriers: The children that contain blocks.
-        runs: Whether a use of attribute ``rest`` of a child counts as running it.
-        run: The names of methods that may run in a step.
-    """
-    held = {*children, *bare}
-    used: list[str] = []
-    for method in ("training_step", "forward"):
-        names = (name.partition(".") for name in attributes_used(type(level), method, depth=4))
-        used = list(dict.fromkeys(name for name, _, rest in names if name in held and runs(name, rest)))
-        if any(name in carriers for name in used):
-            break
-    else:
-        used = []
-    below = {*dict(level.named_modules(remove_duplicate=False)), *dict(level.named_parameters(remove_duplicate=False))}
-    order = loops_first(type(level), used, carriers, below, run)
-    for name in [child for child in carriers if child not in order]:
-        order.append(name)
-    place = {name: index for index, name in enumerate(children)}
-    for name in reversed([child for child in children if child not in order]):
-        earlier = [order.index(carrier) for carrier in carriers if place[carrier] < place[name]]
-        order.insert(max(earlier) + 1 if earlier else 0, name)
-    return [*(name for name in bare if name not in order), *order]
