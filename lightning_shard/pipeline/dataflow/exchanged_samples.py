@@ -69,7 +69,17 @@ class Pair:
 
     def readings(self) -> int:
         """In how many ways the samples may lie in what was received."""
-        return max((len(_places(key, value, self.size)) for key, value in self.received.items()), default=1) or 1
+        return max((len(self.choices(key)) for key in self.received), default=1) or 1
+
+    def choices(self, key: Key) -> list[Place | None]:
+        """Where the samples may lie in what was received; ``None`` for nowhere, as in a table that all samples share.
+
+        What is equal for both microbatches may be such a table, whatever its size, or of samples all the same, as of a
+        layer whose units are all off.
+        """
+        value, twin = self.received[key], self.other_received[key]
+        is_shared = torch.equal(value, twin) and (self.size == 1 or value.is_floating_point())
+        return [*([None] if is_shared else []), *_places(key, value, self.size)]
 
 
 def exchanged_halves(pair: Pair, reading: int) -> tuple[Given, Given] | None:
@@ -114,15 +124,16 @@ def joined_pair(pair: Pair, reading: int) -> Given | None:
         return None
     given = {}
     for key, value in pair.received.items():
-        twin = pair.other_received[key]
-        if torch.equal(value, twin) and (pair.size == 1 or value.is_floating_point()):
-            given[key] = value  # a table that all samples share, whatever its size
+        twin, choices = pair.other_received[key], pair.choices(key)
+        place = choices[min(reading, len(choices) - 1)] if choices else None
+        if place is None and choices:
+            given[key] = value
         elif pair.size == 1 and value.ndim <= 1:
             return None  # it may be of the sample, a mean or a sum
         elif is_number(value):
             given[key] = (value + twin) / 2
-        elif found := _places(key, value, pair.size):
-            given[key] = joined(value, twin, found[min(reading, len(found) - 1)])
+        elif place is not None:
+            given[key] = joined(value, twin, place)
         else:
             given[key] = value
     shape_of = partial(_joined_shape, size=pair.size, reading=reading)
