@@ -55,7 +55,9 @@ def lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tupl
         carriers = [n for n in children if n in own_lists or holds_listed(level.get_submodule(n))]
 
         def runs(name: str, rest: str) -> bool:
-            """Whether code that uses ``name.rest`` may run blocks: not so for ``self.model.embed(x)``."""
+            """Whether code that uses ``name.rest`` may run it, or blocks in it: not so for ``self.model.embed(x)``."""
+            if name in children and rest in dict(level.get_submodule(name).named_buffers()):
+                return False  # all stages have buffers
             full = f"{prefix}{name}.{rest}"
             return name not in own_lists or not rest or any(g.startswith(full) or full.startswith(g) for g in groups)
 
