@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_any, tree_map_only
+from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shard.errors import ConfigurationError, StepError
@@ -98,15 +98,13 @@ class _WholeWhereNeeded(TorchFunctionMode):
         self._gathered = WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if not tree_any(_is_sharded, (args, kwargs)):
             self._refuse_lost(func, args)
             return func(*args, **kwargs)
-        if isinstance(out := kwargs.pop("out", None), Tensor):
-            result = self._computed(func, args, kwargs)
-            return out.copy_(
-                result if isinstance(out, DTensor) else tree_map_only(DTensor, DTensor.full_tensor, result)
-            )
+        if isinstance(out := kwargs.get("out"), Tensor):
+            result = self._computed(func, args, {**kwargs, "out": None})
+            return out.copy_(result.full_tensor() if _is_sharded(result) and not _is_sharded(out) else result)
         if not _changes(func):
             return self._computed(func, args, kwargs)
         target, others = args[0], (args[1:], kwargs)
@@ -134,7 +132,7 @@ class _WholeWhereNeeded(TorchFunctionMode):
 
     def _whole(self, tensor: DTensor) -> Tensor:
         whole = tensor.full_tensor()
-        self._gathered[whole] = None
+        self._gathered[_memory_of(whole)] = None
         return whole
 
     def _refuse_lost(self, func: Any, args: Any) -> None:
@@ -142,15 +140,18 @@ class _WholeWhereNeeded(TorchFunctionMode):
         Raises:
             StepError: A view of what was gathered would be changed, and the parameter not.
         """
-        target = args[0] if args else None
-        if not isinstance(target, Tensor) or not _changes(func):
-            return
-        if target in self._gathered or (target._base is not None and target._base in self._gathered):
+        targets = tree_leaves(args[0]) if args and _changes(func) else []
+        if any(_memory_of(each) in self._gathered for each in targets if isinstance(each, Tensor)):
             raise StepError(
                 f"An optimizer changes a view of a parameter or gradient ({func.__name__}) that sharded ones don't have"
                 " (a flattened one whose first size isn't a multiple of the number of ranks): change the parameter"
                 " itself, or use one process."
             )
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """The tensor that a view is of; what ``full_tensor()`` returns is one, too."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def _is_sharded(value: Any) -> bool:
