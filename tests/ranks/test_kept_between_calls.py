@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
 
 WIDTH = 8
@@ -92,3 +93,70 @@ def test_of_one_stage(name: str) -> None:
 
 def test_around_all_blocks() -> None:
     assert_trains_alike(partial(Module, "net"), batches, layouts=["pp2"], steps=2)
+
+
+class Fills(nn.Module):
+    """A layer that adds to what it is given."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.index = index
+
+    def forward(self, x: Tensor, losses: Any) -> Tensor:
+        y = self.linear(x)
+        if isinstance(losses, list):
+            losses.append(y.square().mean())
+        elif "sum" in losses:
+            losses["sum"] = losses["sum"] + y.square().mean()
+        elif "number" in losses:
+            losses["number"] += 1
+        else:
+            losses[self.index] = y.square().mean()
+        return x + torch.tanh(y)
+
+
+class FillingNetwork(nn.Module):
+    def __init__(self, losses: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Fills(index) for index in range(4))
+        self.fresh = losses
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        losses = self.fresh.copy()
+        for block in self.blocks:
+            x = block(x, losses)
+        return x, losses
+
+
+class Filling(L.LightningModule):
+    def __init__(self, losses: Any) -> None:
+        super().__init__()
+        self.net = FillingNetwork(losses)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        y, losses = self.net(batch)
+        given = losses if isinstance(losses, list) else list(losses.values())
+        return F.mse_loss(y, 2 * batch) + 0.1 * sum(given)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        y, losses = self.net(batch)
+        z, _ = self.net(y)
+        self.log("difference", F.mse_loss(y, z))
+        self.log("number", float(len(losses)))
+        self.log("sum", sum(losses if isinstance(losses, list) else losses.values()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("losses", [[], {"sum": 0.0}, {"number": 0}], ids=["list", "sum", "count"])
+def test_what_blocks_of_several_stages_add_to_is_refused(losses: Any) -> None:
+    """Each stage had the entries of its own blocks, and nothing was said."""
+    with pytest.raises(StepError, match=r"Blocks of several pipeline stages set entry .* of a (list|dict)"):
+        assert_trains_alike(partial(Filling, losses), batches, "pp2")
+
+
+@pytest.mark.parametrize("layout", ["pp2", INTERLEAVED], ids=str)
+def test_what_each_block_sets_by_itself_is_alike(layout: Any) -> None:
+    assert_trains_alike(partial(Filling, {}), batches, layout)

@@ -315,7 +315,7 @@ def part_by_part(root: Any, tokens: Tensor) -> Tensor:
     ("make", "step", "says"),
     [
         (HeadBeside, beside, r"words\.weight.* have forward compute it"),
-        (Net, with_lazy_cache, r"leave different values as [01] of a list.*use_cache=False"),
+        (Net, with_lazy_cache, r"Blocks of several pipeline stages set entry [01] of a list.*use_cache=False"),
         (Net, later_than_the_first, r"called once in the first batch.*batch_idx == 0"),
         (Net, stages_part, r"went different ways.*rank 0 calls .*rank 1 returns"),
         (Net, values_part, "went different ways"),

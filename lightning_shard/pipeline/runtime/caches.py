@@ -1,7 +1,7 @@
 """Synchronises argument objects that a call of the network changes, such as a cache of keys and values, over stages.
 
 Each stage changes the entries of its own blocks. So that the next call finds equal objects on all stages, each stage's
-changes are sent to the others: numbers and small integer tensors by value; other tensors by shape, as unknown values
+changes are sent to the others: numbers and small tensors by value; other tensors by shape, as unknown values
 (``taint.py``), which take no memory.
 
 Several stages of one rank share the objects. Each runs on the objects as they were before the call, except that large
@@ -25,6 +25,8 @@ from lightning_shard.pipeline.dataflow.taint import Unknown, fill
 
 SMALL = 1024
 """The most elements of an integer tensor that is sent by value: lengths and positions, of which masks are computed."""
+_SMALL_FLOATS = 64
+"""The same of other tensors, such as losses."""
 
 WITHOUT_CACHE = "Generate without a cache (use_cache=False), or use pipeline_parallel_size=1."
 
@@ -150,12 +152,27 @@ def add(value: Any, left: Left, own: Left) -> None:
 
 def _is_left_by_one(key: Any, left: Left, own: Left) -> bool:
     """Whether an entry that two stages of one rank changed can have the same value in both."""
-    if not alike(left.told[key], own.told[key]):
+    if not _may_be_one(left.told[key], own.told[key]):
         return False
     one, other = left.value(key), own.value(key)
     if isinstance(one, Tensor):
         return isinstance(one, Unknown) or isinstance(other, Unknown) or torch.equal(one, other)
     return one is other or not _has_slots(left.told[key])
+
+
+def _may_be_one(told: Any, other: Any) -> bool:
+    """Whether what two stages tell of an entry may be the same value: floats are compared by their shapes."""
+    return alike(_of_shapes(told), _of_shapes(other))
+
+
+def _of_shapes(told: Any) -> Any:
+    if isinstance(told, Tensor):
+        return Slot.of(told) if _is_inexact(told) else told
+    return rebuilt(told, _of_shapes, WITHOUT_CACHE)
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _has_slots(told: Any) -> bool:
@@ -178,9 +195,10 @@ def apply(value: Any, changes: Mapping[Any, Any], own: Mapping[Any, Any], place:
     """
     for key, told in changes.items():
         if key in own:
-            if not alike(told, own[key]):
+            if not _may_be_one(told, own[key]):
                 raise _different(value, key)
-            continue
+            if not (isinstance(told, Tensor) and isinstance(entries_of(value)[key], Unknown)):
+                continue
         _set(value, key, _heard(told, place))
 
 
@@ -200,7 +218,7 @@ def _different(value: Any, key: Any) -> StepError:
 
 def _told(value: Any) -> Any:
     if isinstance(value, Tensor):
-        is_small = not value.is_floating_point() and not value.is_complex() and value.numel() <= SMALL
+        is_small = value.numel() <= (_SMALL_FLOATS if _is_inexact(value) else SMALL)
         return value.detach().cpu() if is_small and not isinstance(value, Unknown) else Slot.of(value)
     return rebuilt(value, _told, WITHOUT_CACHE)
 

@@ -27,10 +27,11 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
 from lightning_shard.pipeline.dataflow.messages import Slot
-from lightning_shard.pipeline.dataflow.objects import Path, objects
+from lightning_shard.pipeline.dataflow.objects import Path, objects, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, Unknown, mark, refuse
 from lightning_shard.pipeline.runtime.caches import WITHOUT_CACHE, Left, Noted, add, apply
 from lightning_shard.pipeline.runtime.kept_in_calls import KeptInCalls
+from lightning_shard.pipeline.runtime.set_by_blocks import SetByBlocks, refuse_lost
 
 if TYPE_CHECKING:
     from lightning_shard.pipeline.stages.stage import Stage
@@ -51,9 +52,15 @@ class Meeting(Protocol):
 
 @dataclass(frozen=True)
 class _Place(tree.Leaf):
-    """Stands for an argument object that the network returns, in the description of its output."""
+    """Stands for an argument object that the network returns, in the description of its output.
+
+    Attributes:
+        path: Where the object is.
+        entries: Of a list, a dict or the like a copy, with the description of each entry.
+    """
 
     path: Path
+    entries: Any = None
 
 
 class Calls:
@@ -99,6 +106,8 @@ class Calls:
         self._given: dict[Path, Noted] = {}  # arguments of the network
         self._noted: dict[Path, Noted] = {}  # also of the blocks of the current, or last, stage
         self._left: dict[int, dict[Path, Left]] = {}
+        self._set_by_blocks: dict[int, SetByBlocks] = {}
+        self._running: int = 0  # the stage
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -130,6 +139,11 @@ class Calls:
     def met(self, block: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A block is called: note objects in its arguments that weren't in the network's arguments."""
         self._note(("block", block), args, kwargs, self._noted)
+        self._set_by_blocks[self._running].block_begins(self._noted)
+
+    def returned(self) -> None:
+        """A block of the current stage returns."""
+        self._set_by_blocks[self._running].block_ends(self._noted)
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
@@ -138,6 +152,7 @@ class Calls:
             noted.put_back(f"{type(noted.value).__name__} ({'.'.join(map(str, path))})", stage, self._placed)
         self._noted = dict(self._given)
         self._put_arguments_back()
+        self._running, self._set_by_blocks[stage] = stage, SetByBlocks()
         yield
         self._left[stage] = {path: noted.left(stage) for path, noted in self._noted.items()}
 
@@ -174,6 +189,7 @@ class Calls:
             self._given.clear()
             self._noted.clear()
             self._left.clear()
+            self._set_by_blocks.clear()
         self.count += 1
         self._after_call(self.count)
         return result
@@ -186,22 +202,23 @@ class Calls:
 
     def _share(self, output: Any) -> Any:
         """Broadcast the network's output, and all-gather changes of argument objects and apply them."""
+        set_by_blocks = [each.told() for each in self._set_by_blocks.values()]
+        refuse_lost(set_by_blocks, kinds := {path: type(each.value).__name__ for path, each in self._noted.items()})
         changes = self._put_together()
+        returned: list[Tensor] = []
         described = None
         if self._is_last:
             paths = {id(noted.value): path for path, noted in self._noted.items()}
-            described = tree.map_leaves(partial(_described, paths), output)
-        said = self._meeting.gather((described, changes, self.kept.told()))
-        for rank, (_, theirs, kept) in enumerate(said):
+            described = _described(output, paths, returned)
+        said = self._meeting.gather((described, changes, self.kept.told(), set_by_blocks))
+        refuse_lost(chain.from_iterable(theirs for *_, theirs in said), kinds)
+        for rank, (_, theirs, kept, _) in enumerate(said):
             self.kept.take(kept)
             if rank != self._rank:
                 self._apply(theirs, changes)
         described = said[-1][0]
-        slots = [leaf for _, leaf in tree.walk(described) if isinstance(leaf, Slot)]
-        tensors = iter(self._meeting.share(tree.tensors(output) if self._is_last else slots))
-        if self._is_last:
-            return output
-        return tree.map_leaves(lambda leaf: next(tensors) if isinstance(leaf, Slot) else self._found(leaf), described)
+        tensors = iter(self._meeting.share(returned if self._is_last else [*_slots(described)]))
+        return output if self._is_last else tree.map_leaves(partial(self._heard, tensors), described)
 
     def _put_together(self) -> dict[Path, dict[Any, Any]]:
         """Merge the changes of all stages of this rank into the objects; returns them in the form sent to others."""
@@ -238,8 +255,20 @@ class Calls:
         one = torch.full((), torch.nan if value.dtype.is_floating_point else 0, dtype=value.dtype, device=self._device)
         return mark(one.expand(value.shape), Origin(words, _refuse_use))
 
-    def _found(self, leaf: Any) -> Any:
-        return self._of_all(leaf.path).value if isinstance(leaf, _Place) else leaf
+    def _heard(self, tensors: Iterator[Tensor], leaf: Any) -> Any:
+        """What stands in a description for a tensor or an object, here."""
+        if isinstance(leaf, Slot):
+            return next(tensors)
+        if not isinstance(leaf, _Place):
+            return leaf
+        if leaf.entries is None:
+            return self._of_all(leaf.path).value
+        entries = tree.map_leaves(partial(self._heard, tensors), leaf.entries)
+        if leaf.path not in self._noted:
+            return entries
+        for key, entry in tree.children(entries):
+            set_entry(self._noted[leaf.path].value, key, entry)
+        return self._noted[leaf.path].value
 
     def _refuse_parting(self, said: Sequence[tuple[str, Any]]) -> NoReturn:
         ended = next((why for what, why in said if what == "returns" and why is not None), None)
@@ -280,17 +309,30 @@ def _shapes(of: Any) -> str:
     return ", ".join(str(kind) for _, kind in of) if of is not None else ""
 
 
-def _described(paths: Mapping[int, Path], leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return Slot.of(leaf)
-    if id(leaf) in paths:
-        return _Place(paths[id(leaf)])
-    if hasattr(leaf, "__dict__") and not isinstance(leaf, (type, torch.dtype)):
+def _described(value: Any, paths: Mapping[int, Path], tensors: list[Tensor]) -> Any:
+    """A description of what the network returns; its tensors are added to ``tensors``, in order."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Slot.of(value)
+    if tree.is_node(value):
+        entries = tree.rebuild(value, [_described(child, paths, tensors) for _, child in tree.children(value)])
+        return _Place(paths[id(value)], entries) if id(value) in paths else entries
+    if id(value) in paths:
+        return _Place(paths[id(value)])
+    if hasattr(value, "__dict__") and not isinstance(value, (type, torch.dtype)):
         raise StepError(
-            f"The network returns a {type(leaf).__name__}, which the other pipeline stages can't be given: return"
+            f"The network returns a {type(value).__name__}, which the other pipeline stages can't be given: return"
             " tensors, in any nesting of dicts, lists, tuples and dataclasses. Or use pipeline_parallel_size=1."
         )
-    return leaf
+    return value
+
+
+def _slots(described: Any) -> Iterator[Slot]:
+    for leaf in tree.leaves(described):
+        if isinstance(leaf, Slot):
+            yield leaf
+        elif isinstance(leaf, _Place):
+            yield from _slots(leaf.entries)
 
 
 def _refuse_use(_values: Sequence[Unknown], sentence: str) -> NoReturn:

@@ -239,8 +239,7 @@ class Stage:
 
     def join(self, root: nn.Module) -> None:
         """Register the hooks, after ``root`` was sharded: they enclose FSDP's, with no code of the network between."""
-        self._root = root
-        self.entrances = [root.get_submodule(name) for name in _around_all(self.blocks)]
+        self._root, self.entrances = root, [root.get_submodule(name) for name in _around_all(self.blocks)]
         for name in self.places:
             block = root.get_submodule(name)
             before_calls(block, partial(self._enter, name), prepend=True, with_kwargs=True)
@@ -460,6 +459,8 @@ class Stage:
             own_call, self._own_call = self._own_call, None
             own_call.end(output)
             passage.in_block = False
+            if self.calls is not None:
+                self.calls.returned()
         if self._trace is not None:
             self._trace.resume()
         if index is None:

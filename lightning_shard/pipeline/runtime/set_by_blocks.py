@@ -1,0 +1,98 @@
+"""Which entries of objects the blocks of each stage set within one call of the network, such as losses in a list.
+
+Changes of objects are exchanged after a call (``caches.py``), so a block doesn't find what an earlier stage's blocks
+have set. Where each block has entries of its own, as in a cache of layers, nothing is missing. Where blocks of two
+stages set the same entry, one stage's would be lost: two that append to a list, or add to a sum, do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.objects import Path, is_object
+from lightning_shard.pipeline.dataflow.objects import entries as entries_of
+from lightning_shard.versions import version
+
+if TYPE_CHECKING:
+    from lightning_shard.pipeline.runtime.caches import Noted
+
+Entry = tuple[Path, Any]
+"""An object's path, and the entry's key."""
+
+
+class SetByBlocks:
+    """Of one stage's run of a call."""
+
+    def __init__(self) -> None:
+        self.times: Counter[Entry] = Counter()
+        """How many blocks have set an entry."""
+        self.of_values: set[Entry] = set()
+        """Those that can't be the same value on two stages: tensors and objects. Numbers and texts can."""
+        self._before: dict[Path, tuple[dict[Any, Any], dict[Any, int]]] = {}
+
+    def block_begins(self, noted: Mapping[Path, Noted]) -> None:
+        self._before = {path: _snapshot(each.value) for path, each in noted.items()}
+
+    def block_ends(self, noted: Mapping[Path, Noted]) -> None:
+        for path, (before, versions) in self._before.items():
+            for key, value in entries_of(noted[path].value).items():
+                is_set = key not in before or not _is_same(before[key], value)
+                # large tensors may hold a part for each layer, and each stage needs its own blocks' only
+                is_sum = not is_set and isinstance(value, Tensor) and value.numel() == 1
+                if is_set or (is_sum and version(value) != versions[key]):
+                    self.times[path, key] += 1
+                    if isinstance(value, Tensor | tuple) or is_object(value):
+                        self.of_values.add((path, key))
+
+    def told(self) -> list[tuple[Path, Any, int, bool]]:
+        """What other ranks are told of it."""
+        return [(*entry, times, entry in self.of_values) for entry, times in self.times.items()]
+
+
+def refuse_lost(told: Iterable[Iterable[tuple[Path, Any, int, bool]]], kinds: Mapping[Path, str]) -> None:
+    """Refuse an entry that blocks of several stages set.
+
+    A number or a text that one block of each stage sets can be the same one, such as a length.
+
+    Args:
+        told: What each stage's blocks set.
+        kinds: The names of the objects' types.
+
+    Raises:
+        StepError: There is one.
+    """
+    stages: Counter[Entry] = Counter()
+    differ: set[Entry] = set()
+    for stage in told:
+        for path, key, times, is_value in stage:
+            stages[path, key] += 1
+            if is_value or times > 1:
+                differ.add((path, key))
+    lost = next(((path, key) for (path, key), number in stages.items() if number > 1 and (path, key) in differ), None)
+    if lost is not None:
+        path, key = lost
+        kind = kinds.get(path, "object")
+        raise StepError(
+            f"Blocks of several pipeline stages set entry {key!r} of a {kind} that they are given, as by appending to"
+            " it or adding up, in a step that calls the network several times: a stage's blocks don't see there what"
+            " earlier ones have set. Set attributes of the blocks instead, or return values from them; a cache must"
+            " know its layers from the beginning, and texts are generated without one by use_cache=False. Or use"
+            " pipeline_parallel_size=1."
+        )
+
+
+def _snapshot(value: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
+    held = dict(entries_of(value))
+    return held, {key: version(each) for key, each in held.items() if isinstance(each, Tensor)}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    plain = (bool, int, float, str, bytes)
+    return type(one) is type(other) and isinstance(one, plain) and one == other
