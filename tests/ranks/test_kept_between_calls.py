@@ -122,8 +122,8 @@ class FillingNetwork(nn.Module):
         self.blocks = nn.ModuleList(Fills(index) for index in range(4))
         self.fresh = losses
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
-        losses = self.fresh.copy()
+    def forward(self, x: Tensor, losses: Any = None) -> tuple[Tensor, Any]:
+        losses = self.fresh.copy() if losses is None else losses
         for block in self.blocks:
             x = block(x, losses)
         return x, losses
@@ -150,13 +150,32 @@ class Filling(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("losses", [[], {"sum": 0.0}, {"number": 0}], ids=["list", "sum", "count"])
-def test_what_blocks_of_several_stages_add_to_is_refused(losses: Any) -> None:
-    """Each stage had the entries of its own blocks, and nothing was said."""
-    with pytest.raises(StepError, match=r"Blocks of several pipeline stages set entry .* of a (list|dict)"):
-        assert_trains_alike(partial(Filling, losses), batches, "pp2")
+KINDS = {"list": [], "dict": {}, "sum": {"sum": 0.0}, "count": {"number": 0}}
 
 
 @pytest.mark.parametrize("layout", ["pp2", INTERLEAVED], ids=str)
-def test_what_each_block_sets_by_itself_is_alike(layout: Any) -> None:
-    assert_trains_alike(partial(Filling, {}), batches, layout)
+@pytest.mark.parametrize("losses", KINDS.values(), ids=KINDS)
+def test_what_blocks_add_to_what_the_network_makes_is_alike(losses: Any, layout: Any) -> None:
+    """Each stage had what its own blocks add, and a dict that the network returns hung the ranks."""
+    assert_trains_alike(partial(Filling, losses), batches, layout)
+
+
+class GivesToBlocks(Filling):
+    """Gives the network what its blocks add to, in both calls."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        losses = self.net.fresh.copy()
+        y, _ = self.net(batch, losses)
+        z, _ = self.net(y, losses)
+        self.log("difference", F.mse_loss(y, z))
+        self.log("number", float(len(losses)))
+
+
+@pytest.mark.parametrize("losses", [[], {"sum": 0.0}], ids=["list", "sum"])
+def test_what_blocks_of_several_stages_add_to_what_the_network_is_given_is_refused(losses: Any) -> None:
+    with pytest.raises(StepError, match=r"Blocks of several pipeline stages set entry .* of a (list|dict)"):
+        assert_trains_alike(partial(GivesToBlocks, losses), batches, "pp2")
+
+
+def test_what_each_block_sets_in_what_the_network_is_given_is_alike() -> None:
+    assert_trains_alike(partial(GivesToBlocks, {}), batches, "pp2")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import ModuleType
@@ -158,10 +158,15 @@ class Before:
         places = enumerate(self.arguments)
         return [(p, leaf) for p, (leaf, before) in places if isinstance(leaf, Tensor) and version(leaf) != before]
 
-    def changed_objects(self, name: str, output: Any) -> tuple[tuple[Change, ...], list[Tensor]]:
+    def changed_objects(
+        self, name: str, output: Any, follows: Callable[[Any], bool] | None = None
+    ) -> tuple[tuple[Change, ...], list[Tensor]]:
         """The changes of objects among the arguments, and the tensors that their slots stand for, in order.
 
         Without containers that the block returned: its output has their entries.
+
+        Args:
+            follows: Which objects to look at; ``None``: all.
 
         Raises:
             StepError: The block took an entry out of an object, or left a module, a function, or one object twice
@@ -187,7 +192,9 @@ class Before:
         returned = {id(each) for each in tree.containers(output)}
         inside = {path for path, (each, *_) in self.objects.items() if id(each) in returned}
         for path, (each, before, versions) in self.objects.items():
-            if any(path[:length] in inside for length in range(len(path) + 1)):
+            if any(path[:length] in inside for length in range(len(path) + 1)) or not (
+                follows is None or follows(each)
+            ):
                 continue
             now = entries_of(each)
             if before.keys() - now.keys():
@@ -208,7 +215,7 @@ class Before:
 
     def _is_cache(self, path: Path) -> bool:
         above = (self.objects[path[:length]][0] for length in range(len(path) + 1) if path[:length] in self.objects)
-        return any(kind.__module__ == _CACHES for each in above for kind in type(each).__mro__)
+        return any(map(is_cache, above))
 
     def changes_elsewhere(self) -> bool:
         """Whether anything in globals, or in objects that it was given or holds, is another one than before."""
@@ -218,6 +225,11 @@ class Before:
             or any(not tree.same_entries(entries, _entries(each)) for _, each, entries in self.lists)
             or any(not tree.same_entries(entries, held_by(each)) for _, each, entries, _ in self.unfollowed)
         )
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is a cache of transformers, or a layer of one."""
+    return any(kind.__module__ == _CACHES for kind in type(value).__mro__)
 
 
 def check_sendable(name: str, output: Any) -> None:

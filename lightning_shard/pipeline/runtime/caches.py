@@ -6,11 +6,16 @@ changes are sent to the others: numbers and small tensors by value; other tensor
 
 Several stages of one rank share the objects. Each runs on the objects as they were before the call, except that large
 tensors that another one wrote to in place are unknown to it too. When all have run, their changes are merged.
+
+Objects that a call makes itself, and gives to its blocks, such as a list of losses, are made by each stage anew. What
+earlier stages' blocks set in them is followed within the call, as in a step that calls the network once
+(``own_call.py``, ``stand_in.py``). So the last stage's are complete, and other ranks take from them what they lack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +124,15 @@ class Noted:
         self.versions.update((key, self.entries[key]._version) for key in written if key not in self.values)
         return Left({key: _told(value) for key, value in changed.items()}, changed, values)
 
+    def put_in_order(self, of_blocks: Iterable[Any]) -> None:
+        """Give a dict the same order on all ranks: what was there, what blocks have set, in order, and the rest."""
+        if type(self.value) not in (dict, defaultdict, OrderedDict):
+            return
+        keys = dict.fromkeys(key for key in (*self.entries, *of_blocks, *self.value) if key in self.value)
+        if [*keys] != [*self.value]:
+            for key in keys:
+                self.value[key] = self.value.pop(key)
+
     def _is_written(self, key: Any) -> bool:
         return bool(self.entries[key]._version != self.versions[key])
 
@@ -128,19 +142,20 @@ class Noted:
         return key in self.values and not isinstance(now, Unknown) and torch.equal(self.values[key], now)
 
 
-def add(value: Any, left: Left, own: Left) -> None:
+def add(value: Any, left: Left, own: Left, *, is_made: bool) -> None:
     """Merge the changes of an earlier stage of this rank into an object, which holds those of the rank's last stage.
 
     Args:
         value: The object.
         left: The earlier stage's changes.
         own: The last stage's changes; the added ones are entered here too.
+        is_made: Whether the call has made the object: the last stage has followed the earlier one's changes.
 
     Raises:
         StepError: Both stages changed an entry, to different values.
     """
     for key, entry in left.entries.items():
-        if key in own.told and not _is_left_by_one(key, left, own):
+        if key in own.told and not is_made and not _is_left_by_one(key, left, own):
             raise _different(value, key)
         if key not in own.told or (isinstance(own.value(key), Unknown) and not isinstance(left.value(key), Unknown)):
             _set(value, key, entry)
@@ -198,6 +213,30 @@ def apply(value: Any, changes: Mapping[Any, Any], own: Mapping[Any, Any], place:
             if not _may_be_one(told, own[key]):
                 raise _different(value, key)
             if not (isinstance(told, Tensor) and isinstance(entries_of(value)[key], Unknown)):
+                continue
+        _set(value, key, _heard(told, place))
+
+
+def apply_to_made(
+    value: Any,
+    changes: Mapping[Any, Any],
+    own: Mapping[Any, Any],
+    place: Place,
+    *,
+    is_complete: bool,
+    newer: Container[Any],
+) -> None:
+    """Take what this rank lacks from another rank's changes to an object that the call has made.
+
+    Args:
+        is_complete: Whether it is the last stage's rank, whose numbers, texts and small tensors are the final ones.
+        newer: The entries that the other rank's blocks have set after this rank's.
+    """
+    for key, told in changes.items():
+        if key in own and key not in newer:
+            is_known_there = isinstance(told, Tensor) and isinstance(entries_of(value)[key], Unknown)
+            is_later = is_complete and not _has_slots(told) and not alike(told, own[key])
+            if not (is_known_there or is_later):
                 continue
         _set(value, key, _heard(told, place))
 

@@ -12,7 +12,7 @@ took another path is detected there, and no rank hangs waiting for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -28,10 +28,11 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
 from lightning_shard.pipeline.dataflow.messages import Slot
 from lightning_shard.pipeline.dataflow.objects import Path, objects, set_entry
+from lightning_shard.pipeline.dataflow.side_effects import is_cache
 from lightning_shard.pipeline.dataflow.taint import Origin, Unknown, mark, refuse
-from lightning_shard.pipeline.runtime.caches import WITHOUT_CACHE, Left, Noted, add, apply
+from lightning_shard.pipeline.runtime.caches import WITHOUT_CACHE, Left, Noted, add, apply, apply_to_made
 from lightning_shard.pipeline.runtime.kept_in_calls import KeptInCalls
-from lightning_shard.pipeline.runtime.set_by_blocks import SetByBlocks, refuse_lost
+from lightning_shard.pipeline.runtime.set_by_blocks import Entry, SetByBlocks, Told, refuse_lost, set_by_several
 
 if TYPE_CHECKING:
     from lightning_shard.pipeline.stages.stage import Stage
@@ -61,6 +62,21 @@ class _Place(tree.Leaf):
 
     path: Path
     entries: Any = None
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """What a rank tells of the objects that its stages' runs of a call have changed.
+
+    Attributes:
+        of: By path, the changed entries.
+        made: The paths of those that the call itself has made.
+        by_blocks: By stage, what its blocks have set.
+    """
+
+    of: dict[Path, dict[Any, Any]]
+    made: set[Path]
+    by_blocks: dict[int, Told]
 
 
 class Calls:
@@ -105,6 +121,8 @@ class Calls:
         self._put_arguments_back: Callable[[], None] = lambda: None
         self._given: dict[Path, Noted] = {}  # arguments of the network
         self._noted: dict[Path, Noted] = {}  # also of the blocks of the current, or last, stage
+        self._made: dict[int, Path] = {}  # ids of those that the call has made
+        self._there_before: list[Any] = []  # objects of the call before, which live on where this one gets them too
         self._left: dict[int, dict[Path, Left]] = {}
         self._set_by_blocks: dict[int, SetByBlocks] = {}
         self._running: int = 0  # the stage
@@ -138,12 +156,23 @@ class Calls:
 
     def met(self, block: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A block is called: note objects in its arguments that weren't in the network's arguments."""
-        self._note(("block", block), args, kwargs, self._noted)
+        known = {id(each) for each in self._there_before}
+        for path, noted in self._note(("block", block), args, kwargs, self._noted):
+            is_of_cache = is_cache(noted.value) or any(is_cache(each.value) for each in self._above(path))
+            if id(noted.value) not in known and not is_of_cache:
+                self._made[id(noted.value)] = path
         self._set_by_blocks[self._running].block_begins(self._noted)
 
     def returned(self) -> None:
         """A block of the current stage returns."""
         self._set_by_blocks[self._running].block_ends(self._noted)
+
+    def has_made(self, value: Any) -> bool:
+        """Whether the current call has made an object among a block's arguments, as far as these are noted."""
+        return id(value) in self._made
+
+    def _above(self, path: Path) -> Iterator[Noted]:
+        return (self._noted[path[:length]] for length in range(len(path)) if path[:length] in self._noted)
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
@@ -151,6 +180,7 @@ class Calls:
         for path, noted in self._noted.items():
             noted.put_back(f"{type(noted.value).__name__} ({'.'.join(map(str, path))})", stage, self._placed)
         self._noted = dict(self._given)
+        self._made.clear()
         self._put_arguments_back()
         self._running, self._set_by_blocks[stage] = stage, SetByBlocks()
         yield
@@ -186,6 +216,7 @@ class Calls:
             result = self._share(output)
         finally:
             self._inside = False
+            self._there_before = [noted.value for noted in self._noted.values()]
             self._given.clear()
             self._noted.clear()
             self._left.clear()
@@ -194,40 +225,69 @@ class Calls:
         self._after_call(self.count)
         return result
 
-    def _note(self, prefix: Path, args: Sequence[Any], kwargs: Mapping[str, Any], into: dict[Path, Noted]) -> None:
-        seen = {id(noted.value) for noted in into.values()}
+    def _note(
+        self, prefix: Path, args: Sequence[Any], kwargs: Mapping[str, Any], into: dict[Path, Noted]
+    ) -> list[tuple[Path, Noted]]:
+        """Note objects among arguments; returns those that weren't noted before."""
+        seen, new = {id(noted.value) for noted in into.values()}, []
         for key, argument in [*enumerate(args), *kwargs.items()]:
             for path, value in objects(argument, (*prefix, key), seen):
-                into[path] = Noted.of(value)
+                into[path] = noted = Noted.of(value)
+                new.append((path, noted))
+        return new
 
     def _share(self, output: Any) -> Any:
         """Broadcast the network's output, and all-gather changes of argument objects and apply them."""
-        set_by_blocks = [each.told() for each in self._set_by_blocks.values()]
-        refuse_lost(set_by_blocks, kinds := {path: type(each.value).__name__ for path, each in self._noted.items()})
         changes = self._put_together()
         returned: list[Tensor] = []
         described = None
         if self._is_last:
             paths = {id(noted.value): path for path, noted in self._noted.items()}
             described = _described(output, paths, returned)
-        said = self._meeting.gather((described, changes, self.kept.told(), set_by_blocks))
-        refuse_lost(chain.from_iterable(theirs for *_, theirs in said), kinds)
-        for rank, (_, theirs, kept, _) in enumerate(said):
+        said = self._meeting.gather((described, changes, self.kept.told()))
+        stages = sorted((stage, rank) for rank, (_, theirs, _) in enumerate(said) for stage in theirs.by_blocks)
+        by_blocks = [(rank, said[rank][1].by_blocks[stage]) for stage, rank in stages]
+        newest = self._newest(by_blocks, {path for _, theirs, _ in said for path in theirs.made})
+        for rank, (_, theirs, kept) in enumerate(said):
             self.kept.take(kept)
             if rank != self._rank:
-                self._apply(theirs, changes)
+                self._apply(rank, theirs, changes, newest, is_complete=rank == len(said) - 1)
+        for path, noted in self._given.items():
+            noted.put_in_order(key for _, told in by_blocks for each, key, *_ in told if each == path)
         described = said[-1][0]
         tensors = iter(self._meeting.share(returned if self._is_last else [*_slots(described)]))
         return output if self._is_last else tree.map_leaves(partial(self._heard, tensors), described)
 
-    def _put_together(self) -> dict[Path, dict[Any, Any]]:
-        """Merge the changes of all stages of this rank into the objects; returns them in the form sent to others."""
+    def _put_together(self) -> _Changes:
+        """Merge the changes of all stages of this rank into the objects; returns what other ranks are told."""
         *siblings, last = (self._left[stage] for stage in sorted(self._left))
+        made = {*self._made.values()}
+        by_blocks = {stage: each.told() for stage, each in self._set_by_blocks.items()}
+        self._refuse_lost(set_by_several(by_blocks.values()), made)
         for each in siblings:
             for path, left in each.items():
-                if left.told:
-                    add(self._of_all(path).value, left, last[path])
-        return {path: left.told for path, left in last.items() if left.told}
+                if left.told and (path in self._noted or path not in made):
+                    add(self._of_all(path).value, left, last[path], is_made=path in made)
+        return _Changes({path: left.told for path, left in last.items() if left.told}, made, by_blocks)
+
+    def _refuse_lost(self, entries: Mapping[Entry, bool], made: Collection[Path]) -> None:
+        for (path, key), may_differ in entries.items():
+            if may_differ and path not in made:
+                refuse_lost(key, type(self._of_all(path).value).__name__)
+
+    def _newest(self, by_blocks: Sequence[tuple[int, Told]], made: Collection[Path]) -> dict[Entry, int]:
+        """Of entries that blocks of several stages set, the rank of the last of these.
+
+        Args:
+            by_blocks: For each stage, in order, its rank and what its blocks set.
+            made: The objects that the call has made.
+
+        Raises:
+            StepError: They are of another object.
+        """
+        several = set_by_several(told for _, told in by_blocks)
+        self._refuse_lost(several, made)
+        return {(path, key): rank for rank, told in by_blocks for path, key, *_ in told if (path, key) in several}
 
     def _of_all(self, path: Path) -> Noted:
         """The object at a path, as this rank's last stage noted it.
@@ -242,9 +302,21 @@ class Calls:
             )
         return self._noted[path]
 
-    def _apply(self, changes: Mapping[Path, Mapping[Any, Any]], own: Mapping[Path, Mapping[Any, Any]]) -> None:
-        for path, changed in changes.items():
-            apply(self._of_all(path).value, changed, own.get(path, {}), self._placed)
+    def _apply(
+        self, rank: int, theirs: _Changes, own: _Changes, newest: Mapping[Entry, int], *, is_complete: bool
+    ) -> None:
+        for path, changed in theirs.of.items():
+            mine = own.of.get(path, {})
+            if path not in theirs.made:
+                apply(self._of_all(path).value, changed, mine, self._placed)
+            elif path in self._noted:  # else this rank's stages don't come to it
+                newer = {key for key in changed if newest.get((path, key)) == rank}
+                current = {
+                    key: told for key, told in changed.items() if is_complete or newest.get((path, key), rank) == rank
+                }
+                apply_to_made(
+                    self._noted[path].value, current, mine, self._placed, is_complete=is_complete, newer=newer
+                )
 
     def _placed(self, value: Any) -> Tensor:
         return self._kept(value, "what a cache holds of another stage's blocks")

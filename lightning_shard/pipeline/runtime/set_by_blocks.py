@@ -1,15 +1,15 @@
-"""Which entries of objects the blocks of each stage set within one call of the network, such as losses in a list.
+"""Which entries of objects the blocks of each stage set within one call of the network.
 
-Changes of objects are exchanged after a call (``caches.py``), so a block doesn't find what an earlier stage's blocks
-have set. Where each block has entries of its own, as in a cache of layers, nothing is missing. Where blocks of two
-stages set the same entry, one stage's would be lost: two that append to a list, or add to a sum, do.
+Changes of objects that are there before a call are exchanged after it (``caches.py``), so a block doesn't find what an
+earlier stage's blocks have set. Where each block has entries of its own, as in a cache of layers, nothing is missing.
+Where blocks of two stages set the same entry, as two that append to a list or add to a sum, one stage's would be lost.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Entry = tuple[Path, Any]
 """An object's path, and the entry's key."""
+Told = list[tuple[Path, Any, int, bool]]
+"""The entries that a stage's blocks set, how many blocks did, and whether the value is a tensor or an object."""
 
 
 class SetByBlocks:
@@ -49,22 +51,18 @@ class SetByBlocks:
                     if isinstance(value, Tensor | tuple) or is_object(value):
                         self.of_values.add((path, key))
 
-    def told(self) -> list[tuple[Path, Any, int, bool]]:
+    def told(self) -> Told:
         """What other ranks are told of it."""
         return [(*entry, times, entry in self.of_values) for entry, times in self.times.items()]
 
 
-def refuse_lost(told: Iterable[Iterable[tuple[Path, Any, int, bool]]], kinds: Mapping[Path, str]) -> None:
-    """Refuse an entry that blocks of several stages set.
+def set_by_several(told: Iterable[Told]) -> dict[Entry, bool]:
+    """The entries that blocks of several stages set, and whether their values can differ.
 
     A number or a text that one block of each stage sets can be the same one, such as a length.
 
     Args:
         told: What each stage's blocks set.
-        kinds: The names of the objects' types.
-
-    Raises:
-        StepError: There is one.
     """
     stages: Counter[Entry] = Counter()
     differ: set[Entry] = set()
@@ -73,17 +71,16 @@ def refuse_lost(told: Iterable[Iterable[tuple[Path, Any, int, bool]]], kinds: Ma
             stages[path, key] += 1
             if is_value or times > 1:
                 differ.add((path, key))
-    lost = next(((path, key) for (path, key), number in stages.items() if number > 1 and (path, key) in differ), None)
-    if lost is not None:
-        path, key = lost
-        kind = kinds.get(path, "object")
-        raise StepError(
-            f"Blocks of several pipeline stages set entry {key!r} of a {kind} that they are given, as by appending to"
-            " it or adding up, in a step that calls the network several times: a stage's blocks don't see there what"
-            " earlier ones have set. Set attributes of the blocks instead, or return values from them; a cache must"
-            " know its layers from the beginning, and texts are generated without one by use_cache=False. Or use"
-            " pipeline_parallel_size=1."
-        )
+    return {entry: entry in differ for entry, number in stages.items() if number > 1}
+
+
+def refuse_lost(key: Any, kind: str) -> NoReturn:
+    raise StepError(
+        f"Blocks of several pipeline stages set entry {key!r} of a {kind} that the network is given, as by appending to"
+        " it or adding up, in a step that calls the network several times: a stage's blocks don't see there what"
+        " earlier ones have set. Make it within the network's call, and return it; a cache must know its layers from"
+        " the beginning, and texts are generated without one by use_cache=False. Or use pipeline_parallel_size=1."
+    )
 
 
 def _snapshot(value: Any) -> tuple[dict[Any, Any], dict[Any, int]]:

@@ -41,8 +41,8 @@ class OwnCall:
         is_last: Whether no stage follows.
         hands_on: Whether the next stage gets the block's output as its hidden state.
         changes_in_place: Told of a tensor or an object that it has changed, by an attribute of a submodule.
-        call_by_call: Whether the step runs call by call: changes of objects are exchanged after the call then
-            (``network_calls.py``).
+        follows: Which objects among the arguments to follow the changes of: in a step that runs call by call some are
+            exchanged after the call (``network_calls.py``). ``None``: all.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class OwnCall:
         is_last: bool,
         hands_on: bool,
         changes_in_place: Callable[[str, Any], None],
-        call_by_call: bool,
+        follows: Callable[[Any], bool] | None,
     ) -> None:
         self._name = name
         self._index = index
@@ -70,10 +70,9 @@ class OwnCall:
         self._is_last = is_last
         self._hands_on = hands_on
         self._changes_in_place = changes_in_place
-        self._call_by_call = call_by_call
+        self._follows = follows
         self._unset = [] if passage.searching or is_last else found.still_unset()
-        asks = passage.searching and not call_by_call
-        self._given_objects = (arguments, _unknown_in(arguments)) if asks else ((), {})
+        self._given_objects = (arguments, _unknown_in(arguments, follows)) if passage.searching else ((), {})
         self._before: Before | None = None
         self._seen_inside: list[tuple[str, Any]] = []
         self._inside: list[RemovableHandle] = []
@@ -131,7 +130,7 @@ class OwnCall:
         if not given:
             return
         returned = [leaf for leaf in tree.leaves(output) if isinstance(leaf, Unknown)]
-        now = _unknown_in(arguments)
+        now = _unknown_in(arguments, self._follows)
         if returned or any(given.get(each) != version for each, version in now.items()):  # new, or written to
             unknown = [each for each in given if value_of(each) is not None]
             self._passage.on_missing(unknown, f"{self._name} computes with {unknown[0].origin.at_end}. {REMEDY}")
@@ -228,9 +227,7 @@ class OwnCall:
 
     def _note_objects(self, output: Any, before: Before) -> tuple[Change, ...]:
         passage, index = self._passage, self._index
-        if self._call_by_call:
-            return ()
-        changes, tensors = before.changed_objects(self._name, output)
+        changes, tensors = before.changed_objects(self._name, output, self._follows)
         written = set(map(id, before.written_in(changes)))
         for number, tensor in enumerate(tensors):
             passage.produced(("object", index, number), tensor, written=id(tensor) in written)
@@ -273,9 +270,10 @@ class OwnCall:
                 )
 
 
-def _unknown_in(arguments: Any) -> dict[Unknown, int]:
-    """The unknown tensors in objects among arguments, with their versions."""
-    held = (entry for _, each in objects(arguments, deepest=DEEPEST) for entry in entries(each).values())
+def _unknown_in(arguments: Any, follows: Callable[[Any], bool] | None) -> dict[Unknown, int]:
+    """The unknown tensors in objects among arguments that are followed, with their versions."""
+    followed = (each for _, each in objects(arguments, deepest=DEEPEST) if follows is None or follows(each))
+    held = (entry for each in followed for entry in entries(each).values())
     return {entry: entry._version for entry in held if isinstance(entry, Unknown)}
 
 

@@ -403,7 +403,7 @@ class Stage:
             is_last=self.is_last,
             hands_on=index == self.owned[-1],
             changes_in_place=self._warn_if_shared,
-            call_by_call=self.calls is not None,
+            follows=self.calls.has_made if self.calls is not None else None,
         )
 
     def _warn_if_shared(self, path: str, value: Any) -> None:
