@@ -1,4 +1,4 @@
-"""Synchronises argument objects that a call of the network changes, such as a cache of keys and values, over stages.
+"""Changes of an object among the arguments of a call of the network, such as a cache of keys and values, over stages.
 
 Each stage changes the entries of its own blocks. So that the next call finds equal objects on all stages, each stage's
 changes are sent to the others: numbers and small tensors by value; other tensors by shape, as unknown values

@@ -3,8 +3,8 @@
 Between two calls, the user's code computes the next call's input from the last call's output, with control flow that
 may depend on values. So no stage exits such a step early: all ranks run the whole step. Each call of the network goes
 through the stages like a microbatch (``step.py``), with a new search for the values that cross. Then the last stage's
-output is broadcast to all ranks, and changes of caches (``caches.py``) and of what modules keep (``kept_in_calls.py``)
-are exchanged.
+output is broadcast to all ranks, and they exchange changes of caches and lists (``given_objects.py``), and of what
+modules keep (``kept_in_calls.py``).
 
 Before each call, and at the end of the step, the ranks compare where they are by an all-gather. So a rank whose code
 took another path is detected there, and no rank hangs waiting for it.
@@ -12,11 +12,10 @@ took another path is detected there, and no rank hangs waiting for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from zlib import crc32
 
@@ -27,12 +26,10 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
 from lightning_shard.pipeline.dataflow.messages import Slot
-from lightning_shard.pipeline.dataflow.objects import Path, objects, set_entry
-from lightning_shard.pipeline.dataflow.side_effects import is_cache
+from lightning_shard.pipeline.dataflow.objects import Path, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, Unknown, mark, refuse
-from lightning_shard.pipeline.runtime.caches import WITHOUT_CACHE, Left, Noted, add, apply, apply_to_made
+from lightning_shard.pipeline.runtime.given_objects import GivenObjects
 from lightning_shard.pipeline.runtime.kept_in_calls import KeptInCalls
-from lightning_shard.pipeline.runtime.set_by_blocks import Entry, SetByBlocks, Told, refuse_lost, set_by_several
 
 if TYPE_CHECKING:
     from lightning_shard.pipeline.stages.stage import Stage
@@ -64,21 +61,6 @@ class _Place(tree.Leaf):
     entries: Any = None
 
 
-@dataclass(frozen=True)
-class _Changes:
-    """What a rank tells of the objects that its stages' runs of a call have changed.
-
-    Attributes:
-        of: By path, the changed entries.
-        made: The paths of those that the call itself has made.
-        by_blocks: By stage, what its blocks have set.
-    """
-
-    of: dict[Path, dict[Any, Any]]
-    made: set[Path]
-    by_blocks: dict[int, Told]
-
-
 class Calls:
     """The calls of the network within one step, on one rank.
 
@@ -107,7 +89,8 @@ class Calls:
         stages: Sequence[Stage],
     ) -> None:
         self.count = 0
-        self.kept = KeptInCalls(stages, self._kept)
+        self.objects = GivenObjects(rank, partial(self._placed, words="what a cache holds of another stage's blocks"))
+        self.kept = KeptInCalls(stages, self._placed)
         self._rank = rank
         self._is_last = is_last
         self._entrances = entrances
@@ -119,13 +102,6 @@ class Calls:
         self._inside = False
         self._ended: str | None = None
         self._put_arguments_back: Callable[[], None] = lambda: None
-        self._given: dict[Path, Noted] = {}  # arguments of the network
-        self._noted: dict[Path, Noted] = {}  # also of the blocks of the current, or last, stage
-        self._made: dict[int, Path] = {}  # ids of those that the call has made
-        self._there_before: list[Any] = []  # objects of the call before, which live on where this one gets them too
-        self._left: dict[int, dict[Path, Left]] = {}
-        self._set_by_blocks: dict[int, SetByBlocks] = {}
-        self._running: int = 0  # the stage
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -154,42 +130,12 @@ class Calls:
         self._ended = sentence
         raise StageEnd
 
-    def met(self, block: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A block is called: note objects in its arguments that weren't in the network's arguments."""
-        known = {id(each) for each in self._there_before}
-        for path, noted in self._note(("block", block), args, kwargs, self._noted):
-            is_of_cache = is_cache(noted.value) or any(is_cache(each.value) for each in self._above(path))
-            if id(noted.value) not in known and not is_of_cache:
-                self._made[id(noted.value)] = path
-        self._set_by_blocks[self._running].block_begins(self._noted)
-
-    def returned(self) -> None:
-        """A block of the current stage returns."""
-        self._set_by_blocks[self._running].block_ends(self._noted)
-
-    def has_made(self, value: Any) -> bool:
-        """Whether the current call has made an object among a block's arguments, as far as these are noted."""
-        return id(value) in self._made
-
-    def _above(self, path: Path) -> Iterator[Noted]:
-        return (self._noted[path[:length]] for length in range(len(path)) if path[:length] in self._noted)
-
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
         """Context in which a stage runs its part of a call, with generators and arguments as they were at the call."""
-        for path, noted in self._noted.items():
-            noted.put_back(f"{type(noted.value).__name__} ({'.'.join(map(str, path))})", stage, self._placed)
-        self._noted = dict(self._given)
-        self._made.clear()
-        self._put_arguments_back()
-        self._running, self._set_by_blocks[stage] = stage, SetByBlocks()
-        yield
-        self._left[stage] = {path: noted.left(stage) for path, noted in self._noted.items()}
-
-    def noted(self) -> set[int]:
-        """The ids of the argument objects noted so far in this call, and of the tensors in them."""
-        tensors = (each for n in self._noted.values() for each in n.entries.values() if isinstance(each, Tensor))
-        return {id(each) for each in chain(tensors, (n.value for n in self._noted.values()))}
+        with self.objects.of(stage):
+            self._put_arguments_back()
+            yield
 
     def _call(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._inside:
@@ -208,7 +154,7 @@ class Calls:
                     tensor.copy_(copy)
 
         self._put_arguments_back = put_arguments_back
-        self._note((), args, kwargs, self._given)
+        self.objects.call_begins(args, kwargs)
         self._inside = True
         self.kept.call_begins()
         try:
@@ -216,112 +162,25 @@ class Calls:
             result = self._share(output)
         finally:
             self._inside = False
-            self._there_before = [noted.value for noted in self._noted.values()]
-            self._given.clear()
-            self._noted.clear()
-            self._left.clear()
-            self._set_by_blocks.clear()
+            self.objects.call_ends()
         self.count += 1
         self._after_call(self.count)
         return result
 
-    def _note(
-        self, prefix: Path, args: Sequence[Any], kwargs: Mapping[str, Any], into: dict[Path, Noted]
-    ) -> list[tuple[Path, Noted]]:
-        """Note objects among arguments; returns those that weren't noted before."""
-        seen, new = {id(noted.value) for noted in into.values()}, []
-        for key, argument in [*enumerate(args), *kwargs.items()]:
-            for path, value in objects(argument, (*prefix, key), seen):
-                into[path] = noted = Noted.of(value)
-                new.append((path, noted))
-        return new
-
     def _share(self, output: Any) -> Any:
         """Broadcast the network's output, and all-gather changes of argument objects and apply them."""
-        changes = self._put_together()
+        changes = self.objects.changes()
         returned: list[Tensor] = []
-        described = None
-        if self._is_last:
-            paths = {id(noted.value): path for path, noted in self._noted.items()}
-            described = _described(output, paths, returned)
+        described = _described(output, self.objects.paths(), returned) if self._is_last else None
         said = self._meeting.gather((described, changes, self.kept.told()))
-        stages = sorted((stage, rank) for rank, (_, theirs, _) in enumerate(said) for stage in theirs.by_blocks)
-        by_blocks = [(rank, said[rank][1].by_blocks[stage]) for stage, rank in stages]
-        newest = self._newest(by_blocks, {path for _, theirs, _ in said for path in theirs.made})
-        for rank, (_, theirs, kept) in enumerate(said):
+        for _, _, kept in said:
             self.kept.take(kept)
-            if rank != self._rank:
-                self._apply(rank, theirs, changes, newest, is_complete=rank == len(said) - 1)
-        for path, noted in self._given.items():
-            noted.put_in_order(key for _, told in by_blocks for each, key, *_ in told if each == path)
+        self.objects.take([each for _, each, _ in said])
         described = said[-1][0]
         tensors = iter(self._meeting.share(returned if self._is_last else [*_slots(described)]))
         return output if self._is_last else tree.map_leaves(partial(self._heard, tensors), described)
 
-    def _put_together(self) -> _Changes:
-        """Merge the changes of all stages of this rank into the objects; returns what other ranks are told."""
-        *siblings, last = (self._left[stage] for stage in sorted(self._left))
-        made = {*self._made.values()}
-        by_blocks = {stage: each.told() for stage, each in self._set_by_blocks.items()}
-        self._refuse_lost(set_by_several(by_blocks.values()), made)
-        for each in siblings:
-            for path, left in each.items():
-                if left.told and (path in self._noted or path not in made):
-                    add(self._of_all(path).value, left, last[path], is_made=path in made)
-        return _Changes({path: left.told for path, left in last.items() if left.told}, made, by_blocks)
-
-    def _refuse_lost(self, entries: Mapping[Entry, bool], made: Collection[Path]) -> None:
-        for (path, key), may_differ in entries.items():
-            if may_differ and path not in made:
-                refuse_lost(key, type(self._of_all(path).value).__name__)
-
-    def _newest(self, by_blocks: Sequence[tuple[int, Told]], made: Collection[Path]) -> dict[Entry, int]:
-        """Of entries that blocks of several stages set, the rank of the last of these.
-
-        Args:
-            by_blocks: For each stage, in order, its rank and what its blocks set.
-            made: The objects that the call has made.
-
-        Raises:
-            StepError: They are of another object.
-        """
-        several = set_by_several(told for _, told in by_blocks)
-        self._refuse_lost(several, made)
-        return {(path, key): rank for rank, told in by_blocks for path, key, *_ in told if (path, key) in several}
-
-    def _of_all(self, path: Path) -> Noted:
-        """The object at a path, as this rank's last stage noted it.
-
-        Raises:
-            StepError: That stage has no object at this path.
-        """
-        if path not in self._noted:
-            raise StepError(
-                f"A pipeline stage changes or returns an object ({'.'.join(map(str, path))}) that another one didn't"
-                f" get to. {WITHOUT_CACHE}"
-            )
-        return self._noted[path]
-
-    def _apply(
-        self, rank: int, theirs: _Changes, own: _Changes, newest: Mapping[Entry, int], *, is_complete: bool
-    ) -> None:
-        for path, changed in theirs.of.items():
-            mine = own.of.get(path, {})
-            if path not in theirs.made:
-                apply(self._of_all(path).value, changed, mine, self._placed)
-            elif path in self._noted:  # else this rank's stages don't come to it
-                newer = {key for key in changed if newest.get((path, key)) == rank}
-                current = {
-                    key: told for key, told in changed.items() if is_complete or newest.get((path, key), rank) == rank
-                }
-                apply_to_made(
-                    self._noted[path].value, current, mine, self._placed, is_complete=is_complete, newer=newer
-                )
-
-    def _placed(self, value: Any) -> Tensor:
-        return self._kept(value, "what a cache holds of another stage's blocks")
-
-    def _kept(self, value: Any, words: str) -> Tensor:
+    def _placed(self, value: Any, words: str) -> Tensor:
         if isinstance(value, Tensor):
             return value.to(self._device)
         one = torch.full((), torch.nan if value.dtype.is_floating_point else 0, dtype=value.dtype, device=self._device)
@@ -334,13 +193,14 @@ class Calls:
         if not isinstance(leaf, _Place):
             return leaf
         if leaf.entries is None:
-            return self._of_all(leaf.path).value
+            return self.objects.at(leaf.path)
         entries = tree.map_leaves(partial(self._heard, tensors), leaf.entries)
-        if leaf.path not in self._noted:
+        if leaf.path not in self.objects:
             return entries
+        held = self.objects.at(leaf.path)
         for key, entry in tree.children(entries):
-            set_entry(self._noted[leaf.path].value, key, entry)
-        return self._noted[leaf.path].value
+            set_entry(held, key, entry)
+        return held
 
     def _refuse_parting(self, said: Sequence[tuple[str, Any]]) -> NoReturn:
         ended = next((why for what, why in said if what == "returns" and why is not None), None)

@@ -270,8 +270,11 @@ def _named_parameters(
         yield from own
         return
     yield next(own, elsewhere[0])
-    raise StepError(
+    sentence = (
         f"The step goes over all parameters of {name or 'the LightningModule'}, and with several pipeline stages no"
         " process has all: use the optimizer's weight_decay for a penalty, on_train_batch_start to freeze"
         " some, or pipeline_parallel_size=1."
     )
+    if stage is not None and stage.calls is not None and not stage.passage.active:
+        stage.calls.on_missing(sentence)
+    raise StepError(sentence)

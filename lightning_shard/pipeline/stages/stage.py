@@ -384,7 +384,7 @@ class Stage:
         if self._trace is not None:
             self._trace.suspend()
         if self.calls is not None and index is not None:
-            self.calls.met(index, args, kwargs)
+            self.calls.objects.block_begins(index, args, kwargs)
         if index is None or index not in self.owned:
             return
         passage.enter()
@@ -403,7 +403,7 @@ class Stage:
             is_last=self.is_last,
             hands_on=index == self.owned[-1],
             changes_in_place=self._warn_if_shared,
-            follows=self.calls.has_made if self.calls is not None else None,
+            follows=self.calls.objects.has_made if self.calls is not None else None,
         )
 
     def _warn_if_shared(self, path: str, value: Any) -> None:
@@ -460,7 +460,7 @@ class Stage:
             own_call.end(output)
             passage.in_block = False
             if self.calls is not None:
-                self.calls.returned()
+                self.calls.objects.block_ends()
         if self._trace is not None:
             self._trace.resume()
         if index is None:

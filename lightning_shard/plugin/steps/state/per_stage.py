@@ -299,7 +299,7 @@ class StatesApart:
     def _of_calls(self) -> set[int]:
         """Ids of objects that a call of the network is given: its stages' changes are merged, not kept apart."""
         calls = self._stages[-1].calls
-        return calls.noted() if calls is not None else set()
+        return calls.objects.ids() if calls is not None else set()
 
     def _notes_of_places(self) -> Iterator[tuple[int, Note]]:
         for name, key in sorted(self._places):
