@@ -195,3 +195,33 @@ class Penalised(Filling):
 
 def test_parameters_of_the_last_stage_may_be_gone_over_after_the_calls() -> None:
     assert_trains_alike(Penalised, batches, "pp2")
+
+
+class IsTheNetwork(L.LightningModule):
+    """Keeps its features itself, in a private attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeps() for _ in range(4))
+        self._features = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self._features = x.mean(0)
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch), 2 * batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        y = self(batch)
+        z = self(batch + self._features)
+        self.log("difference", F.mse_loss(y, z))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_private_attributes_of_the_lightning_module_are_known_on_all_ranks() -> None:
+    assert_trains_alike(IsTheNetwork, batches, "pp2")

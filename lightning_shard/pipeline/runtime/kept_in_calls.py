@@ -89,8 +89,7 @@ class KeptInCalls:
 
     def _add(self, before: Attributes) -> None:
         for each in before.changed():
-            is_own = each.module or not each.name.startswith("_")  # what Lightning keeps on its module
-            if is_own and _is_tellable(each.value):
+            if _is_tellable(each.value):
                 self._told[each.module, each.name] = each.in_place, _in_words(each.value)
 
 
