@@ -94,6 +94,12 @@ LAYERS: dict[str, dict[str, tuple[list[str], list[str]]]] = {
     },
 }
 
+# Plans by which tensor ranks split layers.
+PLANS = {
+    "mlp": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+    "bottleneck": {"blocks.*.a": "colwise", "blocks.*.b": "rowwise"},
+}
+
 # What a block returns, and how its output is taken apart.
 RETURNS = {
     "tensor": ("return h + y", ["h = {call}"]),
