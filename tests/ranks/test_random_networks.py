@@ -16,7 +16,7 @@ from lightning_shard.testing.compare import Record, first_parting
 from lightning_shard.testing.layouts import NamedLayout, parse
 from tests.random_networks.source import source
 
-TOGETHER = 10
+TOGETHER = 6
 """How many networks the same processes train, one after the other."""
 LAYOUTS = {
     "pp2": "pp2",
@@ -62,6 +62,6 @@ def test_a_few_train_alike(layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("first", range(TOGETHER, 12 * TOGETHER, TOGETHER))
+@pytest.mark.parametrize("first", range(TOGETHER, 16 * TOGETHER, TOGETHER))
 def test_many_train_alike(layout: str, first: int, tmp_path: Path) -> None:
     check(tmp_path, range(first, first + TOGETHER), LAYOUTS[layout])
