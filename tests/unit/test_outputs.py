@@ -41,6 +41,7 @@ STEPS: dict[str, Any] = {
     "tensors of any length": lambda x, names: [row[: 1 + int(row[0]) % 3] for row in x],
     "as many as there are": lambda x, names: [n for n in names if n in ("s0", "s1", "s5")],
     "parts in a list": lambda x, names: [x, x + 1, x.mean()],
+    "different parts in a list": lambda x, names: [x, {"mean": x.mean(), "names": [*names]}],
     "parts in a tuple": lambda x, names: (x, [*names]),
     "parts by name": lambda x, names: {"pair": Pair(x, x[:, 0]), "found": Found(x, list(names)), "none": None},
     "means": lambda x, names: {"loss": x.mean(), "plain": float(x.mean()), "numpy": x.numpy().mean()},
@@ -100,6 +101,13 @@ def test_results_are_those_of_the_whole_batch(step: str, parts: int) -> None:
 def test_what_cant_be_known_is_refused_by_its_key(step: Any, says: str) -> None:
     with pytest.raises(StepError, match=says):
         merge([step(batch) for batch in tree.split(X, 4)], 2)
+
+
+def test_a_list_that_is_as_long_for_more_samples_has_a_result_at_each_index() -> None:
+    """With microbatches of one sample, its entries were strung together."""
+    batches = X.split(1)
+    merged = merge([[{"x": x}, {"y": x + 1}] for x in batches], 1, Lengths(fixed={()}))
+    assert same(merged, [{"x": X}, {"y": X + 1}])
 
 
 FIXED: dict[str, Any] = {

@@ -6,7 +6,8 @@ The merge is the inverse of the split into microbatches:
   view of one that has, differ in length, such as detections, or were seen to be longer for more samples.
 - Floats, and floating-point tensors without dimensions, are means over the batch: they are averaged.
 - Lists are concatenated if they have an entry per sample, or differ in length. A list of different results, such as
-  ``[logits, features]``, is merged entry by entry, as tuples, dicts and dataclasses always are.
+  ``[logits, {"features": …}]``, or one that was seen to be as long for more samples, is merged entry by entry, as
+  tuples, dicts and dataclasses always are.
 - Integers that are the number of a microbatch's samples, and were seen to be that of twice as many, are added up.
 - Values that are equal for all microbatches, and that can't be counts, are kept.
 
@@ -100,7 +101,8 @@ def _merge(parts: Sequence[Any], size: int, known: Lengths, path: tree.Path) -> 
         _refuse(path, "it is of another type for each", "return the same type for every batch")
     if _is_array(first):
         return _merge_arrays(parts, size, path, grows=path in known.growing)
-    if isinstance(first, list) and not is_fixed and (path in known.growing or _has_entries(parts, size, path)):
+    is_of_results = isinstance(first, list) and _is_of_results(parts, is_as_long=path in known.fixed)
+    if isinstance(first, list) and not is_of_results and (path in known.growing or _has_entries(parts, size, path)):
         return type(first)(chain.from_iterable(parts))
     if type(first) is tuple and not is_fixed and all(len(part) == size and _holds_texts(part) for part in parts):
         return tuple(chain.from_iterable(parts))  # one text per sample: the split treats it as a column too
@@ -237,6 +239,27 @@ def _has_entries(parts: Sequence[list[Any]], size: int, path: tree.Path) -> bool
             "return a tuple or a dict of parts, or one tensor with an entry for each sample",
         )
     return not whole
+
+
+def _is_of_results(parts: Sequence[list[Any]], *, is_as_long: bool) -> bool:
+    """Whether lists are known to hold a different result at each index.
+
+    Args:
+        is_as_long: Whether they were seen to be as long for more samples.
+    """
+    if len({len(part) for part in parts}) > 1 or _holds_plain_values(parts[0]):
+        return False
+    kinds = [[_kind(entry) for entry in part] for part in parts]
+    return is_as_long or (len({*kinds[0]} - {None}) > 1 and all(own == kinds[0] for own in kinds))
+
+
+def _kind(entry: Any) -> str | None:
+    """What a list's entries for samples have in common; ``None`` may be there in place of one."""
+    if entry is None:
+        return None
+    if _is_array(entry) or isinstance(entry, Number):
+        return "number"
+    return "nesting" if tree.is_node(entry) else type(entry).__name__
 
 
 def _is_array(value: Any) -> bool:
