@@ -21,6 +21,8 @@
 * ``tuner.tuning._check_scale_batch_size_configuration``: its refusal says no remedy.
 * ``tuner.lr_finder._LRCallback``: reads the loss of rank 0's own data only.
 * ``PyTorchProfiler._register``: the hooks that it sets on all modules; ``_record_module_names``: whether it sets them.
+* ``_checkpoint_connector._restore_modules_and_callbacks``: called before a strategy's setup or after all of it, never
+  between the module's and the optimizers'.
 """
 
 from __future__ import annotations
@@ -155,6 +157,28 @@ def take_over_sampling(trainer: pl.Trainer) -> bool:
     wanted = connector.use_distributed_sampler
     connector.use_distributed_sampler = False
     return wanted
+
+
+class PostponedRestoring:
+    """Restores module, datamodule and callbacks from ``ckpt_path`` when it is called, rather than where Lightning does.
+
+    In one process they are restored before ``configure_optimizers`` and ``on_fit_start``, which may depend on them.
+    Here they can be when the module is laid out, in the strategy's setup.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._connector: Any = trainer._checkpoint_connector
+        self._arguments: tuple[Any, ...] | None = None
+        vars(self._connector)["_restore_modules_and_callbacks"] = self._note
+
+    def _note(self, *arguments: Any) -> None:
+        del vars(self._connector)["_restore_modules_and_callbacks"]
+        self._arguments = arguments
+
+    def __call__(self) -> None:
+        arguments, self._arguments = self._arguments, None
+        if arguments is not None:
+            self._connector._restore_modules_and_callbacks(*arguments)
 
 
 def forbid_inference_mode(trainer: pl.Trainer) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_shard import ModelCheckpoint
-from tests.habits.harness import WIDTH, Habits, Module, Run, Samples
+from tests.habits.harness import GLOBAL_BATCH, WIDTH, Habits, Module, Run, Samples
 
 habit = Habits("Flags of the Trainer")
 logging_habit = Habits("Logging")
@@ -203,6 +204,81 @@ def resume(run: Run) -> Any:
     save = ModelCheckpoint(run.folder, "saved", every_n_train_steps=3)
     run.fit(callbacks=[save], enable_checkpointing=True)
     return run.fit(ckpt_path=str(run.folder / "saved.ckpt"))
+
+
+class Continues(Module):
+    """Its schedule and what its weights are drawn to depend on what was restored."""
+
+    done = 0
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        checkpoint["done"] = self.done
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        self.done = checkpoint["done"]
+
+    def configure_optimizers(self) -> Any:
+        optimizer, rate = super().configure_optimizers(), 0.5**self.done
+        steps = int(self.trainer.estimated_stepping_batches)  # asks for the loaders
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: rate * (1 - epoch / steps))]
+
+    def on_fit_start(self) -> None:
+        self.first = {name: p.detach().clone() for name, p in self.net.named_parameters()}
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for name, parameter in self.net.named_parameters():
+            parameter.lerp_(self.first[name], 0.1)
+
+
+class Counts(Callback):
+    count = begins_at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.count = state_dict["count"]
+
+    def on_fit_start(self, *_: Any) -> None:
+        self.begins_at = self.count
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.count += 1
+
+
+class InParts(LightningDataModule):
+    """Each epoch has samples of its own."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run, self.part = run, 0
+
+    def train_dataloader(self) -> Any:
+        samples = Subset(Samples(64), range(32 * self.part, 32 * self.part + 32))
+        return DataLoader(samples, batch_size=GLOBAL_BATCH // self.run.data_size)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"part": self.part}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.part = state_dict["part"]
+
+
+@habit("ckpt_path: on_fit_start and configure_optimizers see what was restored")
+def restored_before(run: Run) -> Any:
+    module, data = Continues(), InParts(run)
+
+    def end_epoch(*_: Any) -> None:
+        module.done += 1
+        data.part = 1
+
+    save = ModelCheckpoint(run.folder, "saved")
+    saving = {"callbacks": [Counts(), LambdaCallback(on_train_epoch_end=end_epoch), save], "enable_checkpointing": True}
+    run.fit(module, datamodule=data, limit_val_batches=0, **saving)
+    counts = Counts()
+    resumed = {"callbacks": [counts], "max_epochs": 2, "ckpt_path": str(run.folder / "saved.ckpt")}
+    return run.fit(Continues(), datamodule=InParts(run), limit_val_batches=0, **resumed), counts.begins_at
 
 
 # -- the machine, and what is shown

@@ -31,7 +31,12 @@ from lightning_shard.plugin.limits import (
     refuse,
     refuse_synced_generation,
 )
-from lightning_shard.plugin.optimizers.finetuning import allowing_empty_optimizers, take_over_unfreezing
+from lightning_shard.plugin.optimizers.finetuning import (
+    add_unfrozen_groups,
+    allowing_empty_optimizers,
+    finetuning_callbacks,
+    take_over_unfreezing,
+)
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
 from lightning_shard.plugin.reporting.summary import summarize_before_cutting, summarize_beside
 from lightning_shard.plugin.reporting.throughput import share_throughput
@@ -120,19 +125,31 @@ class PreparedStrategy(CheckpointedStrategy):
         self._make_steps(module, known)
         self._share_metrics()
         self.barrier()
+        self._of_run.close()  # of a setup without a teardown
+        assert known.metrics is not None
+        self._of_run.enter_context(known.metrics.reducing_new_ones())
         if trainer.state.fn == TrainerFn.FITTING:
             average_shards(callbacks, module)
+        self._restore_what_is_laid_out()
+        if trainer.state.fn == TrainerFn.FITTING:
+            known.check_parameters(module, self.groups)  # which loading hooks may have replaced
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self._settings.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
         assert self._norms is not None
-        self._of_run.close()  # of a setup without a teardown
         self._of_run.enter_context(self._norms.of_functions())
-        assert known.metrics is not None
-        self._of_run.enter_context(known.metrics.reducing_new_ones())
         if self._walks is not None:
             self._walks.guard(shows_all=True)
+
+    def _restore_what_is_laid_out(self) -> None:
+        """Restore all but optimizers and loops, which Lightning does after the setup; runs users' loading hooks."""
+        assert self._restore is not None
+        if self._walks is not None:
+            self._walks.guard(shows_all=True)
+        self._restore()
+        if self._walks is not None:
+            self._walks.release()
 
     def _lay_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> Assembly:
         """Cut and shard a module that wasn't laid out before."""
@@ -250,6 +267,9 @@ class PreparedStrategy(CheckpointedStrategy):
             )
         tied = {name for tie in self._assembly.ties for name in tie.names}
         self._given = prepare(self.optimizers, parameters, self._built, tied, self.layout, self.groups)
+        if finetuning_callbacks(trainer):  # which may have been restored
+            add_unfrozen_groups(trainer, self.lightning_module, self.optimizers)
+            self._trains = self._what_trains()
 
     def _what_trains(self) -> list[dict[str, bool]]:
         """Which parameters train, by name, for each stage; a collective call over the pipeline."""

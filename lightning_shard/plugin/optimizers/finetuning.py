@@ -3,8 +3,8 @@
 Only a part of the model may train, on some stages nothing.
 
 Private in Lightning 2.6, used here: ``BaseFinetuning._internal_optimizer_metadata``, each optimizer's groups with the
-names of their parameters, and ``_restarting``. The callback rebuilds groups in ``on_fit_start``. With a strategy that
-restores after its setup, the callback's own state isn't restored by then.
+names of their parameters, and ``_restarting``: whether the callback rebuilds the groups in ``on_fit_start``, as it can
+where all parameters are in one process.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The callbacks copy the module in their setup, which is before it is sharded. Her
 module is assembled, the callbacks get an average of its sharded parameters, with the same sharding on the same device.
 
 Private in Lightning 2.6, used here: ``_average_model`` of both callbacks, the names by which their modules copy,
-``StochasticWeightAveraging._scheduler_state`` and ``_clear_schedulers``, ``fit_loop.restarted_mid_epoch``.
+``StochasticWeightAveraging._scheduler_state``, ``fit_loop.restarted_mid_epoch``.
 """
 
 from __future__ import annotations
@@ -42,16 +42,6 @@ def average_shards(callbacks: Iterable[pl.Callback], module: pl.LightningModule)
             callback._average_model = ShardedCopy(module)  # type: ignore[assignment]
         elif isinstance(callback, WeightAveraging) and isinstance(callback._average_model, _Postponed):
             callback._average_model = ShardedAverage(module, callback._average_model)
-
-
-def drop_replaced_schedulers(trainer: pl.Trainer) -> None:
-    """Drop schedulers that averaging had replaced when it was saved: after callbacks were restored, before schedulers.
-
-    Lightning does it in ``on_fit_start``, which knows these only if restoring comes before the strategy's setup.
-    """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
-            callback._clear_schedulers(trainer)
 
 
 def resume_averaging(trainer: pl.Trainer) -> None:

@@ -25,11 +25,11 @@ from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.checkpoint.store import as_path
 from lightning_shard.errors import ConfigurationError, StateMismatchError
 from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.assembly.assemble import Assembly
 from lightning_shard.plugin.data.resume import reopen_epoch
-from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
+from lightning_shard.plugin.optimizers.finetuning import finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
-from lightning_shard.plugin.saving.averaging import drop_replaced_schedulers
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.saving.frozen import Frozen
 from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE
@@ -67,6 +67,17 @@ class CheckpointedStrategy(ConnectedStrategy):
         self._gave_lazy = False
         """Whether hooks were given lazy tensors of a checkpoint."""
         self._left_out: Frozen | None = None
+        self._restore: trainer_private.PostponedRestoring | None = None
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Not after all of it: :meth:`setup` restores when the module is laid out, before there are optimizers."""
+        return False
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
+        self._restore = trainer_private.PostponedRestoring(self.lightning_module.trainer)
 
     @property
     def checkpoint_io(self) -> ShardedCheckpointIO:
@@ -229,7 +240,6 @@ class CheckpointedStrategy(ConnectedStrategy):
                 )
             return
         assert self.lightning_module is not None
-        add_unfrozen_groups(self.lightning_module.trainer, self.lightning_module, self.optimizers)
         if len(states) != len(self.optimizers):
             raise StateMismatchError(
                 f"The checkpoint has the states of {len(states)} optimizers, but configure_optimizers returned"
@@ -255,7 +265,6 @@ class CheckpointedStrategy(ConnectedStrategy):
         load_together(pairs, cast=True)  # to what each plan's tensors are
         for plan in plans:
             plan.finish()
-        drop_replaced_schedulers(self.lightning_module.trainer)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
