@@ -28,7 +28,7 @@ from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.assembly.assemble import Assembly
 from lightning_shard.plugin.data.resume import reopen_epoch
-from lightning_shard.plugin.optimizers.finetuning import finetuning_callbacks, whole_groups
+from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.saving.frozen import Frozen
@@ -240,6 +240,8 @@ class CheckpointedStrategy(ConnectedStrategy):
                 )
             return
         assert self.lightning_module is not None
+        # where a run is restored after its setup, as by the learning rate finder
+        add_unfrozen_groups(self.lightning_module.trainer, self.lightning_module, self.optimizers)
         if len(states) != len(self.optimizers):
             raise StateMismatchError(
                 f"The checkpoint has the states of {len(states)} optimizers, but configure_optimizers returned"
