@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.optimization import Adafactor
 
 from lightning_shard.errors import ConfigurationError, StepError
+from lightning_shard.layout import Layout
 from lightning_shard.plugin.optimizers import whole_tensors
+from lightning_shard.plugin.optimizers.sharded import refuse
 from lightning_shard.testing import run_ranks
 
 MIXED = re.escape("mixed torch.Tensor and DTensor")
@@ -84,6 +87,22 @@ class OfOwnPart(Own):
         return (p.to_local() if isinstance(p, DTensor) else p).norm() + 1
 
 
+class OfOwnPartInSomeGroups(OfOwnPart):
+    """As Muon with Adam for the rest: a setting that isn't among the defaults chooses the code of a group."""
+
+    def scale(self, p: Any) -> Any:
+        [group] = [group for group in self.param_groups if any(p is each for each in group["params"])]
+        return super().scale(p) if group.get("by_norm") else 1.0
+
+
+class TakingTurns(Own):
+    """As Muon for plain data ranks: each rank computes the update of other parameters, and all gather them."""
+
+    def scale(self, p: Any) -> Any:
+        dist.all_gather([torch.empty_like(p) for _ in range(dist.get_world_size())], p)
+        return 1.0
+
+
 class ThroughView(ByNormInPlace):
     """What it changes isn't the parameter, where that was gathered to be flattened."""
 
@@ -133,6 +152,15 @@ def step_parts() -> None:
         torch.testing.assert_close(trained(kind, place, whole_tensors.allow), whole, rtol=1e-5, atol=1e-6)
     with pytest.raises(ConfigurationError, match="OfOwnPart steps a parameter of which each rank has a part otherwise"):
         trained(OfOwnPart, place, whole_tensors.allow)
+    first, second, *rest = [nn.Parameter(place(values)) for values in of_shapes(0)]
+    groups = [{"params": [first]}, {"params": [second], "lr": 0.2}, {"params": rest, "by_norm": True}]
+    with pytest.raises(ConfigurationError, match="OfOwnPartInSomeGroups steps"):
+        whole_tensors.allow(OfOwnPartInSomeGroups(groups))
+    with pytest.raises(ConfigurationError, match=r"TakingTurns calls other ranks in its step \(all_gather\)"):
+        refuse(TakingTurns([first]), Layout(data_parallel_size=2))
+    dealt = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(2))], torch.optim.Adam)
+    with pytest.raises(ConfigurationError, match="ZeroRedundancyOptimizer calls other ranks"):
+        refuse(dealt, Layout(data_parallel_size=2))
     with pytest.raises(RuntimeError):
         trained(ThroughView, place, whole_tensors.allow)  # it isn't allowed, and torch refuses what it does
     uneven = place(torch.ones(5, 4))

@@ -39,6 +39,16 @@ class ByNorm(Own):
         return max(1.0, float(torch.nn.utils.get_total_norm(gradients)))
 
 
+class ByNormInSomeGroups(Own):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.by_norm = any(group.get("by_norm") and group["params"] for group in self.param_groups)
+        super().step(closure)
+
+    def scale(self) -> Any:
+        return ByNorm.scale(self) if self.by_norm else 1.0  # type: ignore[arg-type]
+
+
 class Noisy(Own):
     def scale(self) -> Any:
         return 1 + torch.rand(())
@@ -89,6 +99,9 @@ def test_what_takes_something_over_all_parameters_is_found() -> None:
     assert depends_on_others(ByNorm(parameters()))
     for optimizer in (Own(parameters()), Noisy(parameters()), Fails(parameters()), torch.optim.AdamW(parameters())):
         assert not depends_on_others(optimizer)
+    first, second = parameters()
+    assert depends_on_others(ByNormInSomeGroups([{"params": [first]}, {"params": [second], "by_norm": True}]))
+    assert not depends_on_others(ByNormInSomeGroups([{"params": [first]}, {"params": [second], "by_norm": False}]))
     assert depends_on_others(Unmakeable(parameters(), None))
     assert not depends_on_others(Unmakeable(parameters(), module))  # nothing is known
     assert torch.equal(before, torch.get_rng_state())

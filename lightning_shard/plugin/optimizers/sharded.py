@@ -22,7 +22,7 @@ from lightning_shard.parallel.fsdp.adam import update_shards
 from lightning_shard.plugin.assembly.all_parameters import leave_out_elsewhere
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.optimizers import whole_tensors
-from lightning_shard.plugin.optimizers.coupled import depends_on_others
+from lightning_shard.plugin.optimizers.coupled import collective_of, depends_on_others
 
 
 def prepare(
@@ -248,6 +248,12 @@ def refuse(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
 
 
 def _unfit(optimizer: torch.optim.Optimizer, layout: Layout) -> str | None:
+    if layout.world_size > 1 and (collective := collective_of(optimizer)) is not None:
+        return (
+            f"calls other ranks in its step ({collective}), for parameters that all of them hold whole. Here they hold"
+            " parts, or other layers: use the form of it that is for one process, as parameters and its state are"
+            " sharded anyway."
+        )
     if layout.pipeline_parallel_size > 1 and depends_on_others(optimizer):
         return (
             "updates each parameter depending on others, such as by a norm over all, and with pipeline stages it would"

@@ -1,4 +1,7 @@
-"""Steps an optimizer like a given one on a small parameter or two, to find out how it would step the real ones."""
+"""Steps an optimizer like a given one on a small parameter or two, to find out how it would step the real ones.
+
+A group's settings may choose other code (``use_muon=True``), so groups of each kind are tried.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,39 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_shard.checkpoint.optimizers.named import NAMES_OF_NOTHING_ELSE
+
 T = TypeVar("T")
+Make = Callable[[list[nn.Parameter]], Any]
+"""Makes an optimizer like a given one that steps these parameters as one of its groups."""
 _STEPS = 3
 SMALL = (5, 4)
-_Make = Callable[[torch.optim.Optimizer, list[nn.Parameter]], Any]
+_OF_RATES = {"lr", "initial_lr"}
+"""Settings of groups that choose no other code."""
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
-def tried(optimizer: torch.optim.Optimizer, trial: Callable[[_Make], T]) -> T | None:
-    """What a trial returns that is given a function to make optimizers like this one.
+def kinds_of_groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """The indices of groups, by kind; those of a kind have the same settings, but for their learning rates."""
+    kinds: dict[str, list[int]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        settings = {key: group[key] for key in sorted(group) if key not in NAMES_OF_NOTHING_ELSE | _OF_RATES}
+        kinds.setdefault(repr(settings), []).append(index)
+    return [*kinds.values()]
+
+
+def tried(optimizer: torch.optim.Optimizer, group: int, trial: Callable[[Make], T]) -> T | None:
+    """What a trial returns that is given a function to make optimizers like this one, of the group of this index.
 
     An optimizer that can't be created again from its settings, such as one around another optimizer, is copied. If that
     fails too, or if random numbers are drawn, nothing is known, and the result is ``None``.
@@ -33,7 +51,7 @@ def tried(optimizer: torch.optim.Optimizer, trial: Callable[[_Make], T]) -> T | 
         with torch.random.fork_rng(devices), torch.enable_grad():
             before = _generators(devices)
             try:
-                result = trial(make)
+                result = trial(partial(make, optimizer, group))
             except Exception:
                 continue
             return result if all(map(torch.equal, before, _generators(devices))) else None
@@ -44,17 +62,16 @@ def _generators(devices: Sequence[int]) -> list[Tensor]:
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
-def initial(shape: tuple[int, int] = SMALL) -> Tensor:
+def initial(shape: Sequence[int] = SMALL) -> Tensor:
     """The first of the small parameters before it is stepped."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def stepped(
-    optimizer: torch.optim.Optimizer,
-    make: _Make,
+    make: Make,
     scales: Sequence[float] = (1.0,),
     place: Callable[[Tensor], Tensor] = Tensor.clone,
-    shape: tuple[int, int] = SMALL,
+    shape: Sequence[int] = SMALL,
 ) -> Tensor:
     """The first of some small parameters after a few steps, with gradients of these scales.
 
@@ -63,7 +80,7 @@ def stepped(
     """
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(place(torch.randn(shape, generator=generator))) for _ in scales]
-    made = make(optimizer, parameters)
+    made = make(parameters)
     generator.manual_seed(1)
     for whole in torch.randn(_STEPS, *shape, generator=generator):
         gradient = place(whole)
@@ -79,17 +96,16 @@ def stepped(
     return parameters[0].detach()
 
 
-def _anew(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Any:
+def _anew(optimizer: torch.optim.Optimizer, group: int, parameters: list[nn.Parameter]) -> Any:
     known = inspect.signature(type(optimizer)).parameters
     settings = {name: copy.deepcopy(value) for name, value in optimizer.defaults.items() if name in known}
-    group: dict[str, Any] = {
-        name: copy.deepcopy(value) for name, value in optimizer.param_groups[0].items() if name in settings
-    }
-    return type(optimizer)([{**group, "params": parameters, "lr": 0.1}], **settings)
+    held = optimizer.param_groups[group].items()
+    own = {name: copy.deepcopy(value) for name, value in held if name not in NAMES_OF_NOTHING_ELSE | _OF_RATES}
+    return type(optimizer)([{**own, "params": parameters, "lr": 0.1}], **settings)
 
 
-def _as_a_copy(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Any:
-    """A copy of an optimizer and of those inside it; their first groups get these parameters, other groups none.
+def _as_a_copy(optimizer: torch.optim.Optimizer, group: int, parameters: list[nn.Parameter]) -> Any:
+    """A copy of an optimizer and of those inside it; their groups of this index get these parameters, others none.
 
     Raises:
         TypeError: It holds other tensors.
@@ -99,14 +115,14 @@ def _as_a_copy(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter])
     for each in (optimizer, *inside):
         memo[id(each)] = type(each).__new__(type(each))
         memo[id(each.state)] = defaultdict(dict)
-        memo.update((id(group["params"]), [] if i else parameters) for i, group in enumerate(each.param_groups))
+        memo.update((id(held["params"]), parameters if i == group else []) for i, held in enumerate(each.param_groups))
     for each in (optimizer, *inside):
         # a scheduler replaces `step` by a function that steps the original optimizer
         held = {name: value for name, value in vars(each).items() if not inspect.isroutine(value)}
         with _WithoutTensors():
             memo[id(each)].__dict__.update(copy.deepcopy(held, memo))
-        for group in memo[id(each)].param_groups:
-            group["lr"] = 0.1
+        for made in memo[id(each)].param_groups:
+            made["lr"] = 0.1
     return memo[id(optimizer)]
 
 

@@ -3,14 +3,16 @@
 Their code runs as it is, operation by operation. One that DTensors don't support is computed from whole tensors, which
 each rank gathers for it. A plain tensor counts as one that all ranks hold whole, which is so of state that is made by a
 parameter's shape and computed from whole tensors (Adafactor's means over rows and columns), and not of what a rank
-makes of its own part. So an optimizer is tried at setup: it has to step a sharded matrix as it steps a plain one.
+makes of its own part. So an optimizer is tried at setup: it has to step sharded parameters as it steps plain ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,12 +24,12 @@ from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shard.errors import ConfigurationError, StepError
-from lightning_shard.plugin.optimizers.trials import initial, is_of_torch, stepped, tried
+from lightning_shard.plugin.optimizers.trials import initial, is_of_torch, kinds_of_groups, stepped, tried
 
 _TOLERANCE = 0.05
 """Of a whole update: an optimizer may multiply in 16 bits. What is computed from one rank's part differs by more."""
-_SHAPE = (131, 130)
-"""Of the matrix. Ranks share it unevenly, and both sizes are above 128, from which optimizers factor it."""
+_SIZES = (131, 130, 2, 2, 2)
+"""The first sizes of a tried parameter. Ranks share it unevenly, and optimizers factor matrices of sizes above 128."""
 _CHANGING = {"__setitem__", "__set__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow"))}
 _TRIED_OF_TORCH = (torch.optim.Adafactor, torch.optim.Rprop)
 
@@ -40,28 +42,23 @@ def allow(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ConfigurationError: It steps sharded parameters otherwise than whole ones.
     """
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    like = next((p for p in parameters if isinstance(p, DTensor) and p.ndim), None)
-    if like is None or (is_of_torch(optimizer) and not isinstance(optimizer, _TRIED_OF_TORCH)):
+    if is_of_torch(optimizer) and not isinstance(optimizer, _TRIED_OF_TORCH):
         return
-    whole = _end(optimizer, partial(Tensor.to, device=like.device))
-    if whole is None or not whole.isfinite().all():
-        return
-    place = partial(_placed, like=like)
-    sharded = _end(optimizer, place)
-    if sharded is not None:
-        if not _are_alike(sharded, whole):
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} steps a parameter of which each rank has a part otherwise than a whole"
-                " one: it computes something from this rank's part that needs all of it, as by to_local(). Compute"
-                " with parameters and gradients as they are given, or use one process, or another strategy."
-            )
+    trials = [*_trials(optimizer)]
+    alike = [each.is_stepped_alike() for each in trials]
+    if all(alike):
         return
     with _whole_where_needed():
-        sharded = _end(optimizer, place)
-    if sharded is not None and _are_alike(sharded, whole):
+        then_alike = [each.is_stepped_alike() for each in trials]
+    if all(then_alike):
         optimizer.register_step_pre_hook(_begin)
         optimizer.register_step_post_hook(lambda *_: end())
+    elif False in (*alike, *then_alike):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} steps a parameter of which each rank has a part otherwise than a whole"
+            " one: it computes something from this rank's part that needs all of it, as by to_local(). Compute"
+            " with parameters and gradients as they are given, or use one process, or another strategy."
+        )
 
 
 def end() -> None:
@@ -170,18 +167,49 @@ def _summed(tensor: DTensor) -> DTensor:
     return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
 
 
-def _end(optimizer: torch.optim.Optimizer, place: Callable[[Tensor], Tensor]) -> Tensor | None:
-    end = tried(optimizer, lambda make: stepped(optimizer, make, place=place, shape=_SHAPE))
+@dataclass(frozen=True)
+class _Trial:
+    """Of one parameter, as an optimizer steps it within a group.
+
+    Attributes:
+        end: How it steps the whole parameter.
+    """
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    like: DTensor
+    end: Tensor
+
+    def is_stepped_alike(self) -> bool | None:
+        """Whether it steps a parameter that ranks share as a whole one; ``None`` if it fails."""
+        shared = _end(self.optimizer, self.group, partial(_placed, like=self.like), self.like.ndim)
+        if shared is None:
+            return None
+        update = (self.end - initial(self.end.shape).to(self.end)).abs().max()
+        return bool((shared - self.end).abs().max() <= _TOLERANCE * update)
+
+
+def _trials(optimizer: torch.optim.Optimizer) -> Iterator[_Trial]:
+    """One for each kind of group, number of dims, and way in which ranks share a parameter.
+
+    Those of which nothing is known are left out.
+    """
+    for groups in kinds_of_groups(optimizer):
+        parameters = chain.from_iterable(optimizer.param_groups[group]["params"] for group in groups)
+        shared = (p for p in parameters if isinstance(p, DTensor) and p.ndim)
+        for like in {(p.ndim, p.device_mesh, p.placements): p for p in shared}.values():
+            end = _end(optimizer, groups[0], partial(Tensor.to, device=like.device), like.ndim)
+            if end is not None and end.isfinite().all():
+                yield _Trial(optimizer, groups[0], like, end)
+
+
+def _end(optimizer: torch.optim.Optimizer, group: int, place: Callable[[Tensor], Tensor], dims: int) -> Tensor | None:
+    end = tried(optimizer, group, lambda make: stepped(make, place=place, shape=_SIZES[:dims]))
     return end.full_tensor() if isinstance(end, DTensor) else end
 
 
 def _placed(whole: Tensor, like: DTensor) -> Tensor:
-    """A matrix, of which each rank takes its part as it has one of a parameter."""
+    """A parameter, of which each rank takes its part as it has one of ``like``."""
     dims = (getattr(each, "dim", None) for each in like.placements)
     placements = [Replicate() if dim is None else Shard(min(dim, whole.ndim - 1)) for dim in dims]
     return distribute_tensor(whole.to(like.device), like.device_mesh, placements, src_data_rank=None)
-
-
-def _are_alike(sharded: Tensor, whole: Tensor) -> bool:
-    update = (whole - initial(_SHAPE).to(whole)).abs().max()
-    return bool((sharded - whole).abs().max() <= _TOLERANCE * update)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.stages.rank_stages import Stages
 
-_CALLS = (
+_COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
     *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
     *("reduce_scatter_tensor", "scatter", "scatter_object_list"),
@@ -28,6 +28,23 @@ _KNOWN = ("lightning", "lightning_shard", "torch", "torchmetrics")
 """Packages whose own calls pass their group."""
 _OF_LAYOUTS = ("lightning_shard.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
 """Whose calls aren't the step's."""
+
+
+@contextmanager
+def calls_replaced(by: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Context in which other functions replace the collective calls of ``torch.distributed``.
+
+    Args:
+        by: Makes such a function of a call's name and the call.
+    """
+    own = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+    for name, call in own.items():
+        setattr(dist, name, by(name, call))
+    try:
+        yield
+    finally:
+        for name, call in own.items():
+            setattr(dist, name, call)
 
 
 class OwnCalls:
@@ -51,14 +68,8 @@ class OwnCalls:
         Raises:
             StepError: The user's code makes a call over the world.
         """
-        own = {name: getattr(dist, name) for name in _CALLS if hasattr(dist, name)} if self._stages is not None else {}
-        for name, call in own.items():
-            setattr(dist, name, self._checking(name, call))
-        try:
+        with calls_replaced(self._checking) if self._stages is not None else nullcontext():
             yield
-        finally:
-            for name, call in own.items():
-                setattr(dist, name, call)
 
     def _checking(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
