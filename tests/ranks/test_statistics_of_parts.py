@@ -110,3 +110,28 @@ class NormsBetweenWithAnExample(WithAnExample, NormsBetween):
 def test_a_part_before_a_later_stage_runs_is_that_stages() -> None:
     whole = {"pipeline_parallel_size": 2, "microbatches": 1, "placement": [2, 2]}
     assert_trains_alike(NormsBetweenWithAnExample, batches, whole)
+
+
+class Tallies(nn.Module):
+    """Adds up what it is given: in microbatches too the same at the end of a batch."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.detach().sum(0)
+        return x
+
+
+class TalliesBetween(NormsBetweenWithAnExample):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.norm = nn.Sequential(nn.Linear(WIDTH, WIDTH), Tallies())
+
+
+def test_in_microbatches_too_what_an_earlier_stage_reads_of_it_on_unknown_values_decides_nothing() -> None:
+    assert_trains_alike(TalliesBetween, batches, {"pipeline_parallel_size": 2, "microbatches": 2, "placement": [2, 2]})

@@ -6,6 +6,8 @@ dicts and objects (``contents.py``). The other stages apply these, so that the n
 every stage what one process would. Within a batch an earlier stage can't have them: its next microbatch begins before
 the last stage is done with this one. So a step is refused if a stage has read such an attribute in a batch of several
 microbatches, or has read one that can't be sent. Of tensors that are too large the other stages know only the shape.
+What a part of the last stage reads while it returns unknown tensors only, such as a BatchNorm's statistics, decides
+nothing here.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.jit import ScriptModule
 from torchmetrics import Metric
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.kept import OF_RECURRENT_LAYERS
 from lightning_shard.pipeline.dataflow.taint import REMEDY, Hollow, Origin, Unknown, mark
@@ -120,6 +123,7 @@ class KeptState:
         is_last: Whether this is the last stage.
         elsewhere: The modules whose parameters other stages hold.
         hollow: Names of parameters for which other tensors are substituted while a stage runs: received ones, if any.
+        last_parts: Names of the last stage's parts, which earlier stages may run, too.
     """
 
     def __init__(
@@ -131,6 +135,7 @@ class KeptState:
         is_last: bool,
         elsewhere: Collection[nn.Module],
         hollow: Collection[str] = (),
+        last_parts: Collection[str] = (),
     ) -> None:
         within = tuple(f"{name}." for name in (*blocks, *parts))
         self._modules = {
@@ -152,6 +157,7 @@ class KeptState:
         self._changed: set[Name] = set()
         self._set_once: dict[Name, set[str]] = {}
         self._read: set[Name] = set()
+        self._read_before: list[set[Name]] = []  # each call of a part that runs now
         self._written: set[Name] = set()  # in this microbatch, which then reads its own value
         self._stale: set[Name] = set()
         self._names: dict[str, set[str]] = {}
@@ -161,12 +167,16 @@ class KeptState:
             for block in map(root.get_submodule, dict.fromkeys(blocks)):  # a step may leave out the first or the last
                 before_calls(block, self._network_begins, prepend=True)
                 after_calls(block, self._network_ends)
+        for part in () if is_last else filter(None, map(self._modules.get, last_parts)):
+            before_calls(part, self._part_begins)
+            after_calls(part, self._part_ends)
 
     @contextmanager
     def step(self, *, searching: bool) -> Iterator[None]:
         """Track what the user's step, which runs inside on one microbatch as far as this stage runs it, changes."""
         self._in_step, self._searching, self._numbers = True, searching, None
         self._written.clear()
+        self._read_before.clear()
         if self._watched is None:
             self._watch({path: {name for name, _ in _own(module)} for path, module in self._modules.items()})
         if self._begun is None:
@@ -305,6 +315,17 @@ class KeptState:
     def _network_ends(self, *_: Any) -> None:
         if self._in_step and self._searching:
             self._numbers = self._numbers_elsewhere()
+
+    def _part_begins(self, *_: Any) -> None:
+        if self._in_step:
+            self._read_before.append(set(self._read))
+
+    def _part_ends(self, _part: nn.Module, _args: Any, output: Any) -> None:
+        if not self._in_step:
+            return
+        before, returned = self._read_before.pop(), tree.tensors(output)
+        if returned and all(isinstance(tensor, Unknown) for tensor in returned):
+            self._read.intersection_update(before)
 
     def _numbers_elsewhere(self) -> dict[Name, Any]:
         return {

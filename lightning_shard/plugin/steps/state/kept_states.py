@@ -31,7 +31,15 @@ class KeptStates:
             # a rank that holds the last stage has the state of its parts
             of_all = stage.last_parts if stage.is_last or not stages.is_last else ()
             parts = [part for part in stage.parts if part not in of_all]
-            return KeptState(root, stage.blocks, parts, is_last=stage.is_last, elsewhere=stage.elsewhere, hollow=hollow)
+            return KeptState(
+                root,
+                stage.blocks,
+                parts,
+                is_last=stage.is_last,
+                elsewhere=stage.elsewhere,
+                hollow=hollow,
+                last_parts=stage.last_parts,
+            )
 
         self._stages = stages
         self._apart = apart
