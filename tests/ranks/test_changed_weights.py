@@ -263,6 +263,18 @@ class WritesByPlace(Plain):
         self.net.blocks[0].weight.tril_()
 
 
+class WritesToSums(Plain):
+    """As AdaLoRA's penalty: each rank has a summand of the product, and so of what is made like it."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        weight = self.net.blocks[0].weight.detach()
+        product = weight.T @ weight
+        one = torch.eye(6, out=torch.empty_like(product))
+        self.seen.append(float((product - one).norm()))
+        self.seen.append(float(product.copy_(torch.ones(6, 6)).sum()))
+
+
 class Formats(Plain):
     def on_after_backward(self) -> None:
         gradient = self.net.blocks[0].weight.grad
@@ -386,7 +398,7 @@ class AssignsLater(Plain):
 
 
 ALIKE = [Freezes, Clamps, Clips, Swaps, Teaches, Loads, Looks, Calls, SetsRows, OfTypes, Draws, Counts]
-ALIKE += [DrawsByValues, WritesByPlace, Formats]
+ALIKE += [DrawsByValues, WritesByPlace, WritesToSums, Formats]
 REFUSED = {
     KeepsList: "a list that was made in configure_optimizers",
     Replaces: "was replaced or removed",

@@ -22,11 +22,12 @@ What torch's DTensors (2.11 to 2.13) do by themselves, and what they do here:
   at once and returns a plain tensor.
 - ``(p > 0).any(0).sum()`` and ``p.norm(dim=0).sum()`` count a column once per rank, and ``nn.init.eye_(p)`` writes the
   full matrix to each rank's part. Here they use the full tensor; so do random numbers (``dtensor_random.py``).
+- ``torch._foreach_lerp_(averages, values, weight)`` of parameters and buffers fails (``dtensor_lists.py``).
 - ``total += p.norm()`` with a plain ``total`` fails with a bare assertion once torch has cached how to add two sharded
   scalars. Here it is refused in that case.
 
-All but the first and the refused ones are collective over the parameter's ranks, unless both operands have the same
-layout or a rank holds all values: every rank must make the call.
+All but the first, those of lists and the refused ones are collective over the parameter's ranks, unless both operands
+have the same layout or a rank holds all values: every rank must make the call.
 
 Private: ``DTensor._local_tensor``; the handlers of ``DTensor._op_dispatcher``; the dispatcher's
 ``_dispatch_fast_path_python_tail`` (2.13), which in-place operations pass through; and its
@@ -45,10 +46,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp import dtensor_random
+from lightning_shard.parallel.fsdp import dtensor_lists, dtensor_random
 from lightning_shard.parallel.fsdp.data_writes import data_of, watch_data
 from lightning_shard.parallel.fsdp.dtensor_whole import full, on_full_tensors
-from lightning_shard.sharding import full_tensor, local_part
+from lightning_shard.sharding import full_tensor, local_part, part_on
 
 _SET: Any = torch.Tensor.__setitem__
 _END = "_dispatch_fast_path_python_tail"
@@ -79,6 +80,7 @@ def behave_as_tensors() -> None:
     handlers.update((getattr(torch.ops.aten.any, each), _any) for each in ("default", "dim", "dims"))
     handlers[torch.ops.aten._is_all_true.default] = _all
     handlers.update(dtensor_random.handlers())
+    handlers.update(dtensor_lists.handlers(handlers))
     for packet in (getattr(torch.ops.aten, name) for name in _WRITING_ELSEWHERE):
         handlers.update({getattr(packet, overload): on_full_tensors for overload in packet.overloads()})
     sharded.__setitem__ = _set
@@ -280,4 +282,10 @@ def _part_of(value: Tensor, like: DTensor) -> Tensor:
     if isinstance(value, DTensor) and (value.shape, value.device_mesh, value.placements) == laid_out:
         given: Any = value
         return given._local_tensor.detach()  # type: ignore[no-any-return]
-    return local_part(full_tensor(value).expand(like.shape), like)
+    whole = full_tensor(value).expand(like.shape)
+    if not any(placement.is_partial() for placement in like.placements):
+        return local_part(whole, like)
+    kept = part_on(whole, like.device_mesh, [Replicate() if each.is_partial() else each for each in like.placements])
+    coordinate = like.device_mesh.get_coordinate() or []
+    is_summed = any(place and each.is_partial("sum") for place, each in zip(coordinate, like.placements))
+    return torch.zeros_like(kept) if is_summed else kept  # of a sum, the first rank has all
