@@ -135,6 +135,10 @@ def test_what_fails_beside_a_part_is_refused_as_that() -> None:
         for old, new in zip(whole.state_dict().values(), part.state_dict().values()):
             old.add_(new)
 
+    def average_lists() -> None:
+        old, new = list(whole.state_dict().values()), list(part.state_dict().values())
+        raise RuntimeError(f"could not broadcast [4, 2] to [2, 3]: aten._foreach_lerp_.Scalar{[old, new] * 100}")
+
     def elsewhere() -> None:
         torch.ones(2).add_(torch.ones(3))
 
@@ -145,6 +149,7 @@ def test_what_fails_beside_a_part_is_refused_as_that() -> None:
             (average, "average .* the parameters of net"),
             (average_named, "average_named .* the parameters of net"),
             (average_states, "average_states .* the state_dict of net"),
+            (average_lists, "average_lists .* the state_dict of net"),
             (lambda: averaged.update_parameters(part), "update_parameters .* the parameters of net"),
         ):
             with pytest.raises(RuntimeError) as caught:
@@ -152,6 +157,7 @@ def test_what_fails_beside_a_part_is_refused_as_that() -> None:
             refusal = walks.refusal(caught.value)
             assert refusal is not None
             assert re.search(f"{what}.*only its own stage's part, which doesn't match what is whole", str(refusal))
+            assert len(str(refusal)) < 1000
     with pytest.raises(RuntimeError) as caught:
         elsewhere()
     assert walks.refusal(caught.value) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable
+from textwrap import shorten
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,8 @@ _NOT_FOR_SHARDED = (
 """All of torch's messages about sharded parameters, including those for operations that DTensors don't support."""
 
 
+_SAID = 400
+"""Characters of torch's message that are shown. Of lists of DTensors it describes each."""
 _IN_PLACE = re.compile(r"aten\.\w+_\.")
 """An operation in torch's message that changes its first argument."""
 _OF_SHARDED = (
@@ -69,7 +72,7 @@ def sharded_refusal(error: Exception) -> StepError | None:
         return None
     optimizer = _optimizer_that_raised(error)
     reason = _OF_SHARDED if optimizer is None else _IN_OPTIMIZER.format(kind=optimizer)
-    return StepError(f"{reason} torch said: {' '.join(str(error).split())}")
+    return StepError(f"{reason} torch said: {shorten(str(error), _SAID)}")
 
 
 def _optimizer_that_raised(error: BaseException) -> str | None:

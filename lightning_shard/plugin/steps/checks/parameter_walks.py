@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from textwrap import shorten
 from types import CodeType, TracebackType
 from typing import Any
 
@@ -40,7 +41,8 @@ _AVERAGES = "torch.optim.swa_utils"
 """Zips a copy's parameters with a module's: right with parts only if the copy is ours."""
 _MISMATCH = ("size", "shape", "dimension", "broadcast", "zip()", "foreach")
 """Words in messages of torch and Python about tensors and lists that don't match in size."""
-
+_SAID = 400
+"""Characters of such a message that are shown. Of lists of DTensors torch describes each."""
 
 OF_STAGE = "With several pipeline stages it has its stage's part only"
 OF_RANK = "Its parameters are DTensors, of which each rank has a part"
@@ -103,10 +105,11 @@ class Walks:
         """Explain an error of code that combined a stage's part with something whole, as a teacher's parameters."""
         if type(error) not in (RuntimeError, ValueError) or not any(word in str(error) for word in _MISMATCH):
             return None
+        of_lists = "aten._foreach_" in str(error)  # which code has collected before
         for at in _entries(error.__traceback__):
             for (code, what), walk in self._known_walks.items():
-                if code is at.tb_frame.f_code and walk.ended in (None, at.tb_lasti):
-                    said = " ".join(str(error).split())
+                if code is at.tb_frame.f_code and (of_lists or walk.ended in (None, at.tb_lasti)):
+                    said = shorten(str(error), _SAID)
                     return StepError(
                         f"{_code(at.tb_frame, at.tb_lineno)} iterates over {what}. With pipeline stages each rank has"
                         f" only its own stage's part, which doesn't match what is whole ({said}): for averages of"
