@@ -57,7 +57,6 @@ def test_after_a_run_who_goes_over_a_stages_parameters_is_told_until_the_next_is
         next(module.parameters())
         with pytest.raises(UserWarning, match=r"clip_grad_norm_ \(torch.* iterates over the parameters of"):
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        walks._has_warned = False
         with pytest.raises(UserWarning, match=r"the parameters of the LightningModule\. .*gather_full_parameters"):
             sum(p.numel() for p in module.parameters())
         Walks({"": module}).release()
@@ -237,6 +236,26 @@ def test_who_takes_a_parts_state_is_told_once() -> None:
         assert len(module.state_dict()) == 2
         walks.release()
         assert "state_dict" not in vars(module)
+
+
+def test_each_function_is_told_once_and_not_only_the_first() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    part_of(module)
+
+    def save() -> None:
+        module.state_dict()
+
+    def average() -> None:
+        for _ in module.named_parameters():
+            module.state_dict()
+
+    told: list[list[str]] = []
+    for code in (save, average, save, average):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            code()
+        told.append([str(each.message).partition(" (")[0] for each in seen])
+    assert told == [["save"], ["average", "average"], [], []]
 
 
 def test_a_copy_of_what_is_told_of_has_its_own_state() -> None:

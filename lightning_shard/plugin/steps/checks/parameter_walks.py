@@ -5,8 +5,8 @@ User code that sums over all parameters, takes a norm, or zips them with another
 - Before training begins, and in evaluations, ``parameters()`` shows those of other stages too, without values
   (``taint.Hollow``), so that they can be counted and frozen; always of a module that other stages hold as a whole.
 - While a model trains it raises when it is iterated past the first: averages and norms are mostly taken then.
-- ``named_parameters()``, mostly used to treat each parameter separately, warns once; so do an optimizer's groups in
-  hooks that receive gradients, and ``state_dict()``.
+- ``named_parameters()``, mostly used to treat each parameter separately, warns once for each function that calls it; so
+  do an optimizer's groups in hooks that receive gradients, and ``state_dict()``.
 
 Steps have a guard of their own (``pipeline/stages/cut.py``), and so has ``configure_optimizers``
 (``assembly/all_parameters.py``). After a run both iterators warn.
@@ -70,7 +70,7 @@ class Walks:
         self._is_in_step = is_in_step
         self._shows_all = False
         self._of_stage = {name: _of_stage(name, module) for name, module in incomplete.items()}
-        self._has_warned = False
+        self._told: set[CodeType] = set()
         self._known_walks: _KnownWalks = {}
         self._states = PartialStates(incomplete, OF_STAGE, self._known_walks)
         self.release()
@@ -160,8 +160,8 @@ class Walks:
                     group["params"] = parameters
 
     def warn_of(self, frame: Any, what: str) -> None:
-        if not self._has_warned and not takes_parts(frame.f_globals):
-            self._has_warned = True
+        if frame.f_code not in self._told and not takes_parts(frame.f_globals):
+            self._told.add(frame.f_code)
             rank_zero_warn(
                 f"{_code(frame)} iterates over {what}. With pipeline stages each rank has only its own stage's:"
                 " per-parameter operations are correct, reductions over all aren't (in hooks,"
@@ -290,7 +290,7 @@ class PartialStates:
         self._modules = modules
         self._part = part
         self._known_walks = known_walks
-        self._has_warned = False
+        self._told: set[CodeType] = set()
 
     def guard(self) -> None:
         self.release()
@@ -313,8 +313,8 @@ class PartialStates:
         if takes_parts(frame.f_globals):
             return None
         what = f"the state_dict of {name or 'the LightningModule'}"
-        if not self._has_warned:
-            self._has_warned = True
+        if frame.f_code not in self._told:
+            self._told.add(frame.f_code)
             rank_zero_warn(
                 f"{_code(frame)} takes {what}. {self._part}: load_state_dict loads it into the same module again, but"
                 " another module, such as a target network, a file of it, or what is computed from all of it, lacks the"
