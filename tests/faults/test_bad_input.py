@@ -610,11 +610,11 @@ REFUSED = {
     "manual optimization": Refusal(
         PIPELINE, Manual, ConfigurationError, r"manual optimization.*pipeline_parallel_size=1"
     ),
-    "a block of two stages with buffers": Refusal(
+    "a block of two stages with statistics": Refusal(
         PIPELINE,
         NormalizesAgain,
         PlacementError,
-        r"model\.layers\.0\.1 is in several places, on stages \[0, 1\], and has buffers .*persistent=False",
+        r"model\.layers\.0\.1 is in several places, on several pipeline stages, and has statistics",
     ),
     "a batch that can't be cut": Refusal(
         PIPELINE, gpt, BatchError, r"batch of 6 samples can't be cut into 4.*multiple of 4.*drop_last", {"batch": 6}

@@ -68,7 +68,7 @@ def cut(
     _hollow_out(root, stages, foreign, nowhere)
     for stage, each in foreign.items():
         stage.elsewhere = each.modules
-    _exclude_buffers(root, stages, set.intersection(*(stage.elsewhere for stage in stages)))
+    _exclude_buffers(root, stages, set.intersection(*(stage.elsewhere for stage in stages)) - _held(root, stages))
     _ignore_in_loads(root, nowhere, stages.foreign_buffers)
     use_dense_tensors(root)
     for name in stages[0].places:
@@ -170,6 +170,13 @@ def _exclude_buffers(root: nn.Module, stages: Stages, modules: Collection[nn.Mod
         saves_more = kind._save_to_state_dict is not nn.Module._save_to_state_dict  # as torch's FakeQuantize
         if saves_more or kind.get_extra_state is not nn.Module.get_extra_state:
             module.register_state_dict_post_hook(_without_own)
+
+
+def _held(root: nn.Module, stages: Stages) -> set[nn.Module]:
+    """The modules that stages of this rank hold. Some may be in other stages' blocks, too."""
+    names = {name for stage in stages for name in (*stage.own_parts, *(stage.blocks[place] for place in stage.owned))}
+    held = (module for path, module in root.named_modules(remove_duplicate=False) if path in names)
+    return {each for module in held for each in module.modules()}
 
 
 def _ignore_in_loads(root: nn.Module, parameters: Collection[_Slot], buffers: Collection[str]) -> None:

@@ -84,12 +84,14 @@ class Stages(Sequence[Stage]):
         views: The view of each stage; empty if the rank has a single stage, which needs none.
         incomplete: By name, every module with parameters that only other ranks hold.
         foreign_buffers: Names of buffers that are kept for code around the blocks, but belong to another rank's state.
+        shared_buffers: Names of buffers of modules that several stages hold.
     """
 
     held: tuple[Stage, ...]
     views: dict[Stage, View] = field(default_factory=dict)
     incomplete: dict[str, nn.Module] = field(default_factory=dict)
     foreign_buffers: set[str] = field(default_factory=set)
+    shared_buffers: set[str] = field(default_factory=set)
     _current: Stage | None = None
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.blocks import Blocks, names_of_parameters
@@ -51,10 +52,13 @@ def cut_to_rank(
     holders = Holders(blocks, placement)
     of_stages = find_ties(names_of_parameters(module), holders.of)
     of_ranks = over_ranks(of_stages, schedule.rank_of)
-    _refuse_buffers_of_several_stages(module, holders)
+    shared = _buffers_of_several_stages(module, holders)
     ties = tuple(tie for tie in of_ranks if rank in tie.holders)
     elsewhere |= {name for tie in ties if rank != tie.holders[-1] for name in tie.names}
+    stages_of_names = {name: holders.of(name) for names in shared.values() for name in names}
+    elsewhere |= {name for name, of in stages_of_names.items() if of and schedule.rank_of[max(of)] != rank}
     stages = cut_to(module, holders, schedule.stages_of(rank), of_stages, device)
+    stages.shared_buffers.update(shared)
     return OwnPart(stages, frozenset(elsewhere), ties, bool(of_ranks), of_stages)
 
 
@@ -136,21 +140,30 @@ def _names_on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:
     }
 
 
-def _refuse_buffers_of_several_stages(module: pl.LightningModule, holders: Holders) -> None:
+def _buffers_of_several_stages(module: pl.LightningModule, holders: Holders) -> dict[str, list[str]]:
+    """Saved buffers of modules that several stages hold: the first name of each, and all of its names.
+
+    Steps may not change them (``shared_buffers.py``).
+
+    Raises:
+        PlacementError: One holds what steps surely change, or what isn't compared.
+    """
     places: dict[int, list[str]] = {}
     for name, part in module.named_modules(remove_duplicate=False):
         places.setdefault(id(part), []).append(name)
+    found: dict[str, list[str]] = {}
     for names in places.values():
-        stages = {stage for name in names for stage in holders.of(f"{name}.")}
+        if len({stage for name in names for stage in holders.of(f"{name}.")}) < 2:
+            continue
         part = module.get_submodule(names[0])
         held = {name for name, buffer in part._buffers.items() if buffer is not None}
         buffers = [*(held - part._non_persistent_buffers_set)]
-        if type(part).get_extra_state is not nn.Module.get_extra_state:
-            buffers.append("extra state")
-        if len(stages) > 1 and buffers:
+        has_more = type(part).get_extra_state is not nn.Module.get_extra_state
+        if has_more or (buffers and isinstance(part, _NormBase)):
             raise PlacementError(
-                f"{names[0]} is in several places, on stages {sorted(stages)}, and has buffers"
-                f" ({', '.join(sorted(buffers))}), of which each stage would have a copy that changes by"
-                " itself: register what never changes with persistent=False, use one module per call, which share"
-                " their weights, or pipeline_parallel_size=1."
+                f"{names[0]} is in several places, on several pipeline stages, and has"
+                f" {'extra state' if has_more else 'statistics'}, of which each stage would have a copy that changes by"
+                " itself: use one module per call, which may share their weights, or pipeline_parallel_size=1."
             )
+        found |= {f"{names[0]}.{key}": [f"{name}.{key}" for name in names] for key in buffers}
+    return found

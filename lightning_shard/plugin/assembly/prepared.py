@@ -49,6 +49,7 @@ from lightning_shard.plugin.steps.alike import Alike
 from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
 from lightning_shard.plugin.steps.checks.parameter_walks import OF_RANK, PartialStates, Walks
+from lightning_shard.plugin.steps.checks.shared_buffers import SharedBuffers
 from lightning_shard.plugin.steps.checks.summed_losses import warn_of_balancing
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.first_step import FirstStepChecks
@@ -196,10 +197,11 @@ class PreparedStrategy(CheckpointedStrategy):
         gradients = Gradients(module, groups.gradient, reduces_each=self._reduces_each, is_pipelined=is_pipelined)
         self._gradients = gradients
         copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None
+        shared = SharedBuffers(module, known.stages.shared_buffers if known.stages is not None else ())
         context = groups.context if layout.context_parallel_size > 1 else None
         own_calls = OwnCalls(known.stages)
         self._first_checks = FirstStepChecks(
-            module, layout, self.device_mesh, groups.data, parts, self._check_ties, copies, own_calls, context
+            module, layout, self.device_mesh, groups.data, parts, self._check_ties, copies, shared, own_calls, context
         )
         if known.stages is None:
             self._states = PartialStates(_sharded(module) if layout.world_size > 1 else {}, OF_RANK, {})

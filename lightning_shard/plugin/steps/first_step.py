@@ -23,11 +23,12 @@ from lightning_shard.plugin.steps.checks.hooks_on_features import warning_of_spl
 from lightning_shard.plugin.steps.checks.lost_changes import refusing_lost_changes
 from lightning_shard.plugin.steps.checks.nonlinear_logs import noting_functions_of_means
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
+from lightning_shard.plugin.steps.checks.shared_buffers import SharedBuffers
 from lightning_shard.plugin.steps.checks.split_outputs import Shown, comparing_what_is_shown
 from lightning_shard.plugin.steps.state.counters import warning_of_numbers_kept, warning_of_tensors_changed
 
 _STEPS = 3
-"""Number of training steps before which copies of frozen parameters are compared; they also are at every save."""
+"""Number of training steps in which copies on stages are compared; frozen parameters' also are at every save."""
 
 _UPDATES = 2
 """Number of optimizer steps after which buffers are compared over data ranks."""
@@ -41,6 +42,7 @@ class FirstStepChecks:
         microbatches: How many microbatches a batch is split into.
         check_ties: Refuses tied parameters that differ; a collective call over the pipeline.
         copies: Compares frozen parameters that every stage holds; ``None`` with one stage.
+        shared: Buffers of modules that several stages hold.
         own_calls: The collective calls that steps on stages make.
         context: The ranks that share sequences; ``None`` if each has sequences of its own.
     """
@@ -54,6 +56,7 @@ class FirstStepChecks:
         microbatches: int,
         check_ties: Callable[[], None],
         copies: FrozenCopies | None,
+        shared: SharedBuffers,
         own_calls: OwnCalls,
         context: dist.ProcessGroup | None = None,
     ) -> None:
@@ -64,6 +67,7 @@ class FirstStepChecks:
         self._microbatches = microbatches
         self._check_ties = check_ties
         self._copies = copies
+        self._shared = shared
         self._context = context
         self._own_calls = own_calls
         self._steps = 0
@@ -85,6 +89,8 @@ class FirstStepChecks:
                 self.check_copies()
         shown = Shown()
         with ExitStack() as looks:
+            first = method not in self._kinds or (method == "training_step" and self._steps <= _STEPS)
+            looks.enter_context(self._shared.unchanged(method, compares=first))
             if method == "training_step" and self._steps <= 2 and self._microbatches > 1:
                 looks.enter_context(warning_of_tensors_changed(module, self._microbatches))
                 if self._steps == 2:

@@ -23,7 +23,7 @@ _REDUCED = 1e-6
 also where a step moves a few rows of a codebook a little."""
 
 
-class _Mark(NamedTuple):
+class Mark(NamedTuple):
     """What a buffer is known again by. Versions alone don't show changes made through ``.data``."""
 
     identity: int
@@ -31,13 +31,16 @@ class _Mark(NamedTuple):
     numbers: Tensor
 
     @classmethod
-    def of(cls, buffer: Tensor) -> _Mark:
+    def of(cls, buffer: Tensor) -> Mark:
         local = local_tensor(buffer)
         has_norm = local.is_complex() or (local.is_floating_point() and local.dtype.itemsize > 1)
         return cls(id(buffer), buffer._version, norm_and_sum(local if has_norm else local.double()))
 
-    def is_same(self, other: _Mark) -> bool:
+    def is_same(self, other: Mark) -> bool:
         return self[:2] == other[:2] and torch.equal(self.numbers, other.numbers)
+
+    def has_version_of(self, buffer: Tensor) -> bool:
+        return self[:2] == (id(buffer), buffer._version)
 
 
 class ChangedBuffers:
@@ -51,13 +54,13 @@ class ChangedBuffers:
         self._names = [
             name for name, buffer in module.named_buffers() if type(buffer) in (Tensor, DTensor) and not buffer.is_meta
         ]
-        self._before: dict[str, _Mark] | None = None
+        self._before: dict[str, Mark] | None = None
         self._has_warned = False
 
     def begin(self) -> None:
         """A training step begins."""
         if self._before is None:
-            self._before = {name: _Mark.of(buffer) for name, buffer in self._now().items()}
+            self._before = {name: Mark.of(buffer) for name, buffer in self._now().items()}
 
     def check_tensor_ranks(self, axis: DeviceMesh) -> None:
         """Compare them over tensor ranks, which have to change them equally; a collective call over the axis.
@@ -118,7 +121,7 @@ class ChangedBuffers:
         nothing = torch.zeros(2, dtype=torch.float64, device=device_type)
         rows, now = dict.fromkeys(self._names, nothing), self._now()
         for name, buffer in now.items():
-            mark = _Mark.of(buffer)
+            mark = Mark.of(buffer)
             if name not in split and not (name in self._before and mark.is_same(self._before[name])):
                 rows[name] = mark.numbers.to(device_type)
         everyone = everyones(torch.stack([*rows.values()]), ranks, device_type)
