@@ -36,7 +36,7 @@ def attributes_used(cls: type, method: str, depth: int, after: type | None = Non
     owner = next((base for base in bases if method in vars(base)), None)
     if owner is None:
         return
-    for name in _names_used(code_of(vars(owner)[method])):
+    for name in _names_on_paths(code_of(vars(owner)[method])):
         inherited = name.removeprefix(_SUPER)
         if depth and inherited != name:
             yield from attributes_used(cls, inherited, depth - 1, owner)
@@ -172,6 +172,43 @@ def code_of(function: Any) -> list[ast.stmt]:
     except (OSError, TypeError, SyntaxError, ValueError):
         return []
     return definition.body if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) else []
+
+
+def _names_on_paths(statements: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names of attributes in an order that fits each way through a function.
+
+    What a branch uses that returns doesn't run before what follows. With ``if c is None: return self.blocks(x)`` and
+    ``return self.blocks(x, self.condition(c))`` the condition comes first.
+    """
+    for place, statement in enumerate(statements):
+        rest = statements[place + 1 :]
+        if isinstance(statement, ast.If) and _returns(statement.body):
+            yield from _names_used([statement.test])
+            yield from _merged([*_names_on_paths(statement.body)], [*_names_on_paths([*statement.orelse, *rest])])
+            return
+        if isinstance(statement, ast.With):
+            yield from _names_used(statement.items)
+            yield from _names_on_paths([*statement.body, *rest])
+            return
+        yield from _names_used([statement])
+
+
+def _returns(body: Sequence[ast.stmt]) -> bool:
+    last = body[-1]
+    return isinstance(last, (ast.Return, ast.Raise)) or (isinstance(last, ast.With) and _returns(last.body))
+
+
+def _merged(one: Sequence[str], other: Sequence[str]) -> list[str]:
+    """``one``, and each further name of ``other`` before what comes next there and is in ``one``; else at the end."""
+    merged, waiting = list(dict.fromkeys(one)), list[str]()
+    for name in dict.fromkeys(other):
+        if name not in merged:
+            waiting.append(name)
+        elif waiting:
+            place = merged.index(name)
+            merged[place:place] = waiting
+            waiting = []
+    return [*merged, *waiting]
 
 
 def _names_used(nodes: Iterable[ast.AST]) -> Iterator[str]:

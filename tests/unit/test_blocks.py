@@ -252,6 +252,32 @@ def test_what_runs_before_an_inherited_forward_or_within_the_loop_comes_first(ne
     assert places["head"] == 3
 
 
+class ReturnsEarly(Whole):
+    """Parts of other branches than the first, as peft's prompts for a model that it may also call without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.condition = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        if condition is None:
+            with torch.no_grad():
+                return self.head(self._run(self._prepare(x)))
+        elif condition.dtype == torch.int64:
+            return self.last(self._run(self._prepare(x)))
+        return self.head(self._run(self._prepare(x) + self.condition(condition)))
+
+    def _run(self, x: Tensor) -> Tensor:
+        for experts in self.layers:
+            x = experts(x)
+        return x
+
+
+def test_what_runs_where_an_earlier_branch_has_returned_may_come_before_what_that_runs() -> None:
+    places = dict(find_blocks(ReturnsEarly()).parts)
+    assert places == {"position": 0, "embed": 0, "condition": 0, "head": 3, "last": 3}
+
+
 class CollectsFeatures(Whole):
     """As timm's networks: a method that no step calls takes the norm within its loop."""
 
