@@ -37,6 +37,7 @@ its result. A failed plan isn't cached.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
@@ -286,6 +287,6 @@ def _part_of(value: Tensor, like: DTensor) -> Tensor:
     if not any(placement.is_partial() for placement in like.placements):
         return local_part(whole, like)
     kept = part_on(whole, like.device_mesh, [Replicate() if each.is_partial() else each for each in like.placements])
-    coordinate = like.device_mesh.get_coordinate() or []
+    coordinate: Sequence[int] = like.device_mesh.get_coordinate() or ()
     is_summed = any(place and each.is_partial("sum") for place, each in zip(coordinate, like.placements))
     return torch.zeros_like(kept) if is_summed else kept  # of a sum, the first rank has all
