@@ -22,6 +22,8 @@
 A message states the value, the constraint and the remedy.
 """
 
+from textwrap import shorten
+
 __all__ = [
     "BatchError",
     "CheckpointConflictError",
@@ -44,6 +46,14 @@ __all__ = [
 
 WHOLE_BATCHES = "microbatches=1 (stages then wait for each other)"
 """A remedy where one process has a batch at once: with a single microbatch, so do stages."""
+
+
+_SHOWN = 400
+
+
+def in_one_line(error: BaseException) -> str:
+    """What another library's error says, for a message of ours: of lists of DTensors torch describes each."""
+    return shorten(str(error), _SHOWN)
 
 
 class ShardError(Exception):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable
-from textwrap import shorten
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.errors import StepError
+from lightning_shard.errors import StepError, in_one_line
 from lightning_shard.parallel.fsdp.units import within_its_call
 from lightning_shard.parallel.fsdp.unsharded import SPARSE_GRADIENT
 
@@ -28,8 +27,6 @@ _NOT_FOR_SHARDED = (
 """All of torch's messages about sharded parameters, including those for operations that DTensors don't support."""
 
 
-_SAID = 400
-"""Characters of torch's message that are shown. Of lists of DTensors it describes each."""
 _IN_PLACE = re.compile(r"aten\.\w+_\.")
 """An operation in torch's message that changes its first argument."""
 _OF_SHARDED = (
@@ -72,7 +69,7 @@ def sharded_refusal(error: Exception) -> StepError | None:
         return None
     optimizer = _optimizer_that_raised(error)
     reason = _OF_SHARDED if optimizer is None else _IN_OPTIMIZER.format(kind=optimizer)
-    return StepError(f"{reason} torch said: {shorten(str(error), _SAID)}")
+    return StepError(f"{reason} torch said: {in_one_line(error)}")
 
 
 def _optimizer_that_raised(error: BaseException) -> str | None:

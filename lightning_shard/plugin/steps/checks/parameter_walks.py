@@ -20,7 +20,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from textwrap import shorten
 from types import CodeType, TracebackType
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_shard.errors import StepError
+from lightning_shard.errors import StepError, in_one_line
 from lightning_shard.pipeline.dataflow.taint import Hollow
 
 _TAKE_PARTS = ("lightning", "lightning_shard", "torch.distributed", "torch.nn.modules", "torch.optim")
@@ -41,8 +40,6 @@ _AVERAGES = "torch.optim.swa_utils"
 """Zips a copy's parameters with a module's: right with parts only if the copy is ours."""
 _MISMATCH = ("size", "shape", "dimension", "broadcast", "zip()", "foreach")
 """Words in messages of torch and Python about tensors and lists that don't match in size."""
-_SAID = 400
-"""Characters of such a message that are shown. Of lists of DTensors torch describes each."""
 
 OF_STAGE = "With several pipeline stages it has its stage's part only"
 OF_RANK = "Its parameters are DTensors, of which each rank has a part"
@@ -109,7 +106,7 @@ class Walks:
         for at in _entries(error.__traceback__):
             for (code, what), walk in self._known_walks.items():
                 if code is at.tb_frame.f_code and (of_lists or walk.ended in (None, at.tb_lasti)):
-                    said = shorten(str(error), _SAID)
+                    said = in_one_line(error)
                     return StepError(
                         f"{_code(at.tb_frame, at.tb_lineno)} iterates over {what}. With pipeline stages each rank has"
                         f" only its own stage's part, which doesn't match what is whole ({said}): for averages of"
