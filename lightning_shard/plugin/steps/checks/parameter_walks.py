@@ -67,7 +67,7 @@ class Walks:
         self._is_in_step = is_in_step
         self._shows_all = False
         self._of_stage = {name: _of_stage(name, module) for name, module in incomplete.items()}
-        self._told: set[CodeType] = set()
+        self._told: set[_Function] = set()
         self._known_walks: _KnownWalks = {}
         self._states = PartialStates(incomplete, OF_STAGE, self._known_walks)
         self.release()
@@ -157,8 +157,8 @@ class Walks:
                     group["params"] = parameters
 
     def warn_of(self, frame: Any, what: str) -> None:
-        if frame.f_code not in self._told and not takes_parts(frame.f_globals):
-            self._told.add(frame.f_code)
+        if (function := _function(frame.f_code)) not in self._told and not takes_parts(frame.f_globals):
+            self._told.add(function)
             rank_zero_warn(
                 f"{_code(frame)} iterates over {what}. With pipeline stages each rank has only its own stage's:"
                 " per-parameter operations are correct, reductions over all aren't (in hooks,"
@@ -194,6 +194,14 @@ class _Walk:
 
 
 _KnownWalks = dict[tuple[CodeType, str], _Walk]
+_Function = tuple[str, str]
+
+
+def _function(code: CodeType) -> _Function:
+    """The file and the name of the function that has this code, also in a comprehension."""
+    return code.co_filename, code.co_qualname.partition(".<locals>.<")[0]
+
+
 """By the code, and a description of what it iterates over."""
 
 
@@ -287,7 +295,7 @@ class PartialStates:
         self._modules = modules
         self._part = part
         self._known_walks = known_walks
-        self._told: set[CodeType] = set()
+        self._told: set[_Function] = set()
 
     def guard(self) -> None:
         self.release()
@@ -310,8 +318,8 @@ class PartialStates:
         if takes_parts(frame.f_globals):
             return None
         what = f"the state_dict of {name or 'the LightningModule'}"
-        if frame.f_code not in self._told:
-            self._told.add(frame.f_code)
+        if (function := _function(frame.f_code)) not in self._told:
+            self._told.add(function)
             rank_zero_warn(
                 f"{_code(frame)} takes {what}. {self._part}: load_state_dict loads it into the same module again, but"
                 " another module, such as a target network, a file of it, or what is computed from all of it, lacks the"
