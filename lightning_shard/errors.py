@@ -22,8 +22,6 @@
 A message states the value, the constraint and the remedy.
 """
 
-from textwrap import shorten
-
 __all__ = [
     "BatchError",
     "CheckpointConflictError",
@@ -53,7 +51,8 @@ _SHOWN = 400
 
 def in_one_line(error: BaseException) -> str:
     """What another library's error says, for a message of ours: of lists of DTensors torch describes each."""
-    return shorten(str(error), _SHOWN)
+    said = " ".join(str(error).split())
+    return said if len(said) <= _SHOWN else f"{said[:_SHOWN]} …"
 
 
 class ShardError(Exception):
