@@ -47,6 +47,7 @@ WHOLE_BATCHES = "microbatches=1 (stages then wait for each other)"
 
 
 _SHOWN = 400
+"""Characters of another library's message."""
 
 
 def in_one_line(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import is_machinery
+from lightning_shard.versions import version
 
 PLAIN_OBJECTS = (SimpleNamespace, argparse.Namespace, UserDict, UserList)
 """Classes of the standard library whose objects hold a user's values."""
@@ -102,6 +103,12 @@ def entries(value: Any) -> dict[Any, Any]:
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
     return value if isinstance(value, dict) else vars(value)
+
+
+def snapshot(value: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
+    """A copy of an object's entries, and the versions of the tensors among these."""
+    held = dict(entries(value))
+    return held, {key: version(each) for key, each in held.items() if isinstance(each, Tensor)}
 
 
 def at(value: Any, path: Path) -> Any:

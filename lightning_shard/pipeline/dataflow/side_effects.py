@@ -24,7 +24,15 @@ from lightning_shard.errors import StepError
 from lightning_shard.namespaces import namespaces
 from lightning_shard.pipeline.dataflow.kept import OF_TORCH, Attributes
 from lightning_shard.pipeline.dataflow.messages import Change, Held, Slot
-from lightning_shard.pipeline.dataflow.objects import Path, held_by, is_object, may_be_changed, objects, rebuilt
+from lightning_shard.pipeline.dataflow.objects import (
+    Path,
+    held_by,
+    is_object,
+    may_be_changed,
+    objects,
+    rebuilt,
+    snapshot,
+)
 from lightning_shard.pipeline.dataflow.objects import entries as entries_of
 from lightning_shard.versions import version
 
@@ -75,7 +83,7 @@ class Before:
         """
         noted = [(leaf, version(leaf)) for _, leaf in tree.walk(arguments)]
         given = [(_GIVEN, each, _entries(each)) for each in tree.containers(arguments)]
-        held = {path: (each, *_noted(each)) for path, each in objects(arguments, deepest=DEEPEST)}
+        held = {path: (each, *snapshot(each)) for path, each in objects(arguments, deepest=DEEPEST)}
         own: list[tuple[str, Any, list[Any]]] = [
             (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, _entries(value))
             for path, module in block.named_modules()
@@ -192,9 +200,8 @@ class Before:
         returned = {id(each) for each in tree.containers(output)}
         inside = {path for path, (each, *_) in self.objects.items() if id(each) in returned}
         for path, (each, before, versions) in self.objects.items():
-            if any(path[:length] in inside for length in range(len(path) + 1)) or not (
-                follows is None or follows(each)
-            ):
+            is_returned = any(path[:length] in inside for length in range(len(path) + 1))
+            if is_returned or (follows is not None and not follows(each)):
                 continue
             now = entries_of(each)
             if before.keys() - now.keys():
@@ -297,8 +304,3 @@ def _unfollowed(
             yield f"the {type(owner).__name__} of a method that it is given", owner, held_by(owner), False
         elif callable(value) and not is_object(value) and not inspect.isroutine(value) and hasattr(value, "__dict__"):
             yield what, value, held_by(value), True
-
-
-def _noted(value: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
-    before = dict(entries_of(value))
-    return before, {key: version(each) for key, each in before.items() if isinstance(each, Tensor)}

@@ -19,7 +19,7 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.objects import Path, objects
 from lightning_shard.pipeline.dataflow.side_effects import is_cache
 from lightning_shard.pipeline.runtime.caches import WITHOUT_CACHE, Left, Noted, Place, add, apply, apply_to_made
-from lightning_shard.pipeline.runtime.set_by_blocks import Entry, SetByBlocks, Told, refuse_lost, set_by_several
+from lightning_shard.pipeline.runtime.set_by_blocks import Entry, SetByBlocks, refuse_lost, set_by_several
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Changes:
     Attributes:
         of: By path, the changed entries.
         made: The paths of those that the call itself has made.
-        by_blocks: By stage, what its blocks have set.
+        by_blocks: By stage, what its blocks have set (:attr:`SetByBlocks.entries`).
     """
 
     of: dict[Path, dict[Any, Any]]
     made: set[Path]
-    by_blocks: dict[int, Told]
+    by_blocks: dict[int, dict[Entry, bool]]
 
 
 class GivenObjects:
@@ -129,7 +129,7 @@ class GivenObjects:
         """
         *siblings, last = (self._left[stage] for stage in sorted(self._left))
         made = {*self._made.values()}
-        by_blocks = {stage: each.told() for stage, each in self._by_blocks.items()}
+        by_blocks = {stage: each.entries for stage, each in self._by_blocks.items()}
         self._refuse_lost(set_by_several(by_blocks.values()), made)
         for each in siblings:
             for path, left in each.items():
@@ -148,14 +148,14 @@ class GivenObjects:
         """
         stages = sorted((stage, rank) for rank, each in enumerate(told) for stage in each.by_blocks)
         by_blocks = [(rank, told[rank].by_blocks[stage]) for stage, rank in stages]
-        several = set_by_several(set_there for _, set_there in by_blocks)
+        several = set_by_several(entries for _, entries in by_blocks)
         self._refuse_lost(several, {path for each in told for path in each.made})
-        newest = {(path, key): rank for rank, each in by_blocks for path, key, *_ in each if (path, key) in several}
+        newest = {entry: rank for rank, entries in by_blocks for entry in entries if entry in several}
         for rank, theirs in enumerate(told):
             if rank != self._rank:
                 self._apply(rank, theirs, told[self._rank], newest, is_complete=rank == len(told) - 1)
         for path, noted in self._of_network.items():
-            noted.put_in_order(key for _, set_there in by_blocks for each, key, *_ in set_there if each == path)
+            noted.put_in_order(key for _, entries in by_blocks for each, key in entries if each == path)
 
     def _apply(
         self, rank: int, theirs: Changes, own: Changes, newest: Mapping[Entry, int], *, is_complete: bool

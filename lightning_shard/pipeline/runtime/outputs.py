@@ -101,8 +101,8 @@ def _merge(parts: Sequence[Any], size: int, known: Lengths, path: tree.Path) -> 
         _refuse(path, "it is of another type for each", "return the same type for every batch")
     if _is_array(first):
         return _merge_arrays(parts, size, path, grows=path in known.growing)
-    is_of_results = isinstance(first, list) and _is_of_results(parts, is_as_long=path in known.fixed)
-    if isinstance(first, list) and not is_of_results and (path in known.growing or _has_entries(parts, size, path)):
+    may_have_entries = isinstance(first, list) and not _is_of_results(parts, is_as_long=path in known.fixed)
+    if may_have_entries and (path in known.growing or _has_entries(parts, size, path)):
         return type(first)(chain.from_iterable(parts))
     if type(first) is tuple and not is_fixed and all(len(part) == size and _holds_texts(part) for part in parts):
         return tuple(chain.from_iterable(parts))  # one text per sample: the split treats it as a column too

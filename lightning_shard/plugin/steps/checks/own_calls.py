@@ -16,35 +16,13 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.collective_calls import calls_replaced
 from lightning_shard.pipeline.stages.rank_stages import Stages
 
-_COLLECTIVES = (
-    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
-    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
-    *("reduce_scatter_tensor", "scatter", "scatter_object_list"),
-    *("all_gather_single", "reduce_scatter_single"),  # torch 2.13
-)
 _KNOWN = ("lightning", "lightning_shard", "torch", "torchmetrics")
 """Packages whose own calls pass their group."""
 _OF_LAYOUTS = ("lightning_shard.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
 """Whose calls aren't the step's."""
-
-
-@contextmanager
-def calls_replaced(by: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Context in which other functions replace the collective calls of ``torch.distributed``.
-
-    Args:
-        by: Makes such a function of a call's name and the call.
-    """
-    own = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
-    for name, call in own.items():
-        setattr(dist, name, by(name, call))
-    try:
-        yield
-    finally:
-        for name, call in own.items():
-            setattr(dist, name, call)
 
 
 class OwnCalls:

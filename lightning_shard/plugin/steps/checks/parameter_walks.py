@@ -194,15 +194,15 @@ class _Walk:
 
 
 _KnownWalks = dict[tuple[CodeType, str], _Walk]
+"""By the code, and a description of what it iterates over."""
+
 _Function = tuple[str, str]
+"""A function's file and name."""
 
 
 def _function(code: CodeType) -> _Function:
-    """The file and the name of the function that has this code, also in a comprehension."""
+    """The function that has this code, also in a comprehension."""
     return code.co_filename, code.co_qualname.partition(".<locals>.<")[0]
-
-
-"""By the code, and a description of what it iterates over."""
 
 
 def _of_stage(name: str, module: nn.Module) -> Any:
