@@ -20,6 +20,7 @@ from lightning_shard import HybridShardStrategy, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointError
 from lightning_shard.plugin.running import failure
+from lightning_shard.plugin.saving import checkpoint_io
 from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import GLOBAL_BATCH, QUIET, Model, layout, loader
 
@@ -173,3 +174,27 @@ def test_a_save_under_way_is_finished_when_one_rank_fails(tmp_path: Path) -> Non
     with pytest.raises(RanksFailed):  # the other one waits for it, and is stopped
         run_ranks(train_until_stopped, 2, str(tmp_path), "error", elastic=True)
     assert checkpoint.verify(tmp_path / "step=1.ckpt").ok
+
+
+def die_on_rank_1(*_: Any, original: Any = checkpoint_io.absolute) -> Any:
+    if dist.get_rank() == 1:
+        time.sleep(1.0)  # rank 0 has left the collectives before
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*_)
+
+
+def train_until_one_dies(folder: str) -> None:
+    """In the first save, when its own process group is needed next."""
+    # the settling time is shortened to tell before the test ends this rank, too
+    with mock.patch.object(checkpoint_io, "absolute", die_on_rank_1), mock.patch.object(failure, "_SETTLE_S", 0.5):
+        try:
+            fit(folder, True, 1, [])
+        except BaseException as error:
+            Path(folder, "error").write_text(str(error))
+            raise
+
+
+def test_a_rank_that_dies_in_the_first_save_is_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="rank 1 of 2 failed first"):
+        run_ranks(train_until_one_dies, 2, str(tmp_path))
+    assert "rank 1 didn't join the collective: it has ended" in (tmp_path / "error").read_text()

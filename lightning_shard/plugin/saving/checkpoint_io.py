@@ -119,7 +119,6 @@ class ShardedCheckpointIO(CheckpointIO):
         self._digests = digests
         self._share_reads = share_reads
         self._site: Site | None = None
-        self._fitting = False
         self._saver: ckpt.AsyncSaver | None = None
         self._last_path = ""
 
@@ -129,9 +128,14 @@ class ShardedCheckpointIO(CheckpointIO):
         return dict(self._storage_options)
 
     def connect(self, site: Site, *, fitting: bool) -> None:
-        """Called by the strategy at setup."""
+        """Called by the strategy at setup; a collective call over all ranks.
+
+        The saver's process group is made here, where all ranks are alive: made at the first save, it would wait for a
+        rank that died in between until the timeout.
+        """
         self._site = site
-        self._fitting = fitting
+        if self._asynchronous and fitting and self._saver is None:
+            self._saver = ckpt.AsyncSaver(timeout=site.timeout)
 
     @property
     def under_way(self) -> str:
@@ -185,9 +189,7 @@ class ShardedCheckpointIO(CheckpointIO):
         if self.local is not None:
             tier = LocalTier(self.local.root, arguments.pop("storage_options"))
             first, carry = tier.copy_of(path), partial(tier.carry, path, fsync=self.fsync)
-        if self._asynchronous and self._fitting:
-            if self._saver is None:
-                self._saver = ckpt.AsyncSaver(timeout=site.timeout if site else None)
+        if self._saver is not None:
             with self._taken(path):
                 self._saver.save(tensors, first, afterwards=carry, **arguments)
             self._last_path = path
@@ -312,6 +314,6 @@ class ShardedCheckpointIO(CheckpointIO):
 
     def teardown(self) -> None:
         """End a fit or an evaluation: completes a running save."""
-        saver, self._saver, self._fitting = self._saver, None, False
+        saver, self._saver = self._saver, None
         if saver is not None:
             saver.close()
