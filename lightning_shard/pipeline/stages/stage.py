@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, takewhile
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -45,6 +45,7 @@ from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, recording_p
 from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.dataflow.uncalled import none_called
 from lightning_shard.pipeline.runtime.network_calls import Calls
+from lightning_shard.pipeline.stages.around import around_all, around_any
 from lightning_shard.pipeline.stages.own_call import OwnCall
 from lightning_shard.scripted import after_calls, before_calls
 
@@ -239,12 +240,12 @@ class Stage:
 
     def join(self, root: nn.Module) -> None:
         """Register the hooks, after ``root`` was sharded: they enclose FSDP's, with no code of the network between."""
-        self._root, self.entrances = root, [root.get_submodule(name) for name in _around_all(self.blocks)]
+        self._root, self.entrances = root, [root.get_submodule(name) for name in around_all(self.blocks)]
         for name in self.places:
             block = root.get_submodule(name)
             before_calls(block, partial(self._enter, name), prepend=True, with_kwargs=True)
             after_calls(block, partial(self._leave, name))
-        for name in _around_any(self.blocks):
+        for name in around_any(self.blocks):
             around = root.get_submodule(name)
             around.register_forward_pre_hook(partial(self._enter_around, name))
             around.register_forward_hook(partial(self._leave_around, name))
@@ -480,19 +481,6 @@ class Stage:
 def _is_on_tensor_axis(part: nn.Module) -> bool:
     names = (each.device_mesh.mesh_dim_names for each in part.parameters() if isinstance(each, DTensor))
     return any(TENSOR_AXIS in (axes or ()) for axes in names)
-
-
-def _around_all(blocks: Sequence[str]) -> list[str]:
-    """The names of the modules that contain all blocks, beginning with the root."""
-    paths = [name.split(".")[:-1] for name in blocks]
-    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths))
-    return list(accumulate((parts[0] for parts in shared), lambda path, part: f"{path}.{part}".lstrip("."), initial=""))
-
-
-def _around_any(blocks: Sequence[str]) -> list[str]:
-    """The names of the modules that contain at least one block, without the root."""
-    paths = [name.split(".") for name in blocks]
-    return [*dict.fromkeys(".".join(path[:length]) for path in paths for length in range(1, len(path)))]
 
 
 def _attribute(root: nn.Module, name: str) -> Any:
