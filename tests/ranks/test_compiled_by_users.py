@@ -110,3 +110,52 @@ def test_recomputed_blocks_stay_compiled() -> None:
     assert_trains_alike(
         partial(Module, "calls of blocks"), batches, layouts=["pp2", "dp2"], activation_checkpointing=True
     )
+
+
+@torch.compile(backend="aot_eager")
+def normed(x: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt()
+
+
+@torch.compile(backend="aot_eager")
+def mixed(x: Tensor, first: Tensor) -> Tensor:
+    return x + 0.5 * first
+
+
+@torch.compile(backend=counted)
+def squared_error(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).pow(2).mean()
+
+
+class CallsFunctions(Network):
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.skips = skips
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = normed(self.embed(x))
+        for block in self.blocks:
+            x = normed(block(x))
+            x = mixed(x, first) if self.skips else x
+        y: Tensor = self.head(x)
+        return y
+
+
+class ModuleOfFunctions(Module):
+    def __init__(self, skips: bool) -> None:
+        super().__init__("functions")
+        self.net = CallsFunctions(skips)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = squared_error(self.net(batch), batch[:, :2])
+        self.log("loss", loss)
+        return loss
+
+    def on_train_end(self) -> None:
+        is_compiled = self.global_rank == 0 and not self.net.skips  # on the last stage
+        assert RUNS or not is_compiled
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_compiled_functions_run_as_written_around_blocks_and_compiled_in_the_loss(skips: bool) -> None:
+    assert_trains_alike(partial(ModuleOfFunctions, skips), batches, layouts=["pp2", INTERLEAVED])

@@ -46,6 +46,7 @@ from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.dataflow.uncalled import none_called
 from lightning_shard.pipeline.runtime.network_calls import Calls
 from lightning_shard.pipeline.stages.around import around_all, around_any
+from lightning_shard.pipeline.stages.compiled_functions import CompiledFunctions
 from lightning_shard.pipeline.stages.own_call import OwnCall
 from lightning_shard.scripted import after_calls, before_calls
 
@@ -121,6 +122,7 @@ class Stage:
         self._times_run: defaultdict[str, int] = defaultdict(int)
         self._running: list[int | None] = []
         self._trace: Trace | None = None
+        self._compiled = CompiledFunctions()
         self._filler = torch.nan
         self._root: nn.Module | None = None
         self._drawn: dict[int, Callable[[], None]] = {}
@@ -216,6 +218,7 @@ class Stage:
         masks = masks_made_as_given(causal_too=self._trace is not None)
         with self.shown(), parameters_crossing(root, self.passage), masks, traced:
             before, self.in_step = self.in_step, True
+            self._compiled.run_as_written()
             try:
                 yield
             except StageEnd:
@@ -227,6 +230,7 @@ class Stage:
                     self.passage.asks_for_origins = True
                     refuse(unknown_states(m for m in root.modules() if m not in self.elsewhere), "A step's own state")
             finally:
+                self._compiled.run_compiled()
                 self.in_step = before
 
     @contextmanager
@@ -393,6 +397,7 @@ class Stage:
             self._trace.mark_written_aliases((args, kwargs))
         passage.in_block = True
         refuse((args, kwargs), name)
+        self._compiled.run_compiled()
         self._own_call = OwnCall(
             name,
             index,
@@ -460,6 +465,8 @@ class Stage:
             own_call, self._own_call = self._own_call, None
             own_call.end(output)
             passage.in_block = False
+            if self._trace is not None or index != len(self.blocks) - 1:
+                self._compiled.run_as_written()
             if self.calls is not None:
                 self.calls.objects.block_ends()
         if self._trace is not None:
