@@ -19,6 +19,15 @@ from tests.random_networks.pieces import (
     RETURNS,
 )
 
+HOLDERS = {
+    "list": "nn.ModuleList({made} for i in range({number}))",
+    "Sequential": "nn.Sequential(*({made} for i in range({number})))",
+    "a dict of blocks": "nn.ModuleDict({{f'block {{i}}': {made} for i in range({number})}})",
+    "groups of blocks": "nn.ModuleList(nn.ModuleList({made} for i in range(2)) for _ in range({number} // 2))",
+    "shared blocks": "nn.ModuleList([Block(), Block()] * ({number} // 2))",
+}
+"""Source text that makes a network's blocks, by how it holds them."""
+
 
 @dataclass
 class Network:
@@ -47,7 +56,8 @@ class Network:
     measure: str = "y.detach().mean()"
     returns: str = "tensor"
     unpacks: list[str] = field(default_factory=list)
-    holder: str = "nn.ModuleList"
+    holder: str = "list"
+    batch: str = "dict"
     is_conditioned: bool = False
     layer: str = ""
     loss: str = ""
@@ -57,6 +67,15 @@ class Network:
 
     def chance(self, share: float) -> bool:
         return self.random.random() < share
+
+    @property
+    def unpack(self) -> list[str]:
+        """Lines that take a batch apart."""
+        return {
+            "dict": ["x, y, cond, side, weight = (batch[key] for key in ('x', 'y', 'cond', 'side', 'weight'))"],
+            "tuple": ["x, y, cond, side, weight = batch"],
+            "nested": ["(x, cond), more = batch", "y, [side, weight] = more['y'], more['others']"],
+        }[self.batch]
 
     @property
     def net(self) -> str:
@@ -73,6 +92,12 @@ def embedding(net: Network) -> None:
             f"self.position = nn.Parameter({made})" if is_trained else f"self.register_buffer('position', {made})"
         )
         net.before.append("h = h + self.position[:, : h.shape[1]]")
+    elif net.kind == "tokens" and net.chance(0.3):
+        net.init.append("self.positions = nn.Embedding(6, D)")
+        net.before.append("h = h + self.positions(torch.arange(x.shape[1], device=x.device))")
+    between = [None, None, None, None, "h = scaled(h)", "h = Halved.apply(h)", "h.register_hook(lambda g: g * 0.9)"]
+    if (line := net.random.choice(between)) is not None:
+        net.before.append(line if "hook" not in line else f"if h.requires_grad:\n            {line}")
     if net.chance(0.25):
         net.init.append(f"self.stem = {NORMS[net.kind]}")
         net.before.append("h = self.stem(h)")
@@ -100,6 +125,13 @@ def layers(net: Network) -> None:
             ["y = y + 0.1 * self.fixed(y)"],
         ),
         "a scale": (["self.scale = nn.Parameter(torch.ones(()))"], ["y = y * self.scale"]),
+        "a gradient's hook": ([], ["if y.requires_grad:", "    y.register_hook(lambda gradient: 0.9 * gradient)"]),
+        "a function of one's own": ([], ["y = Halved.apply(y)"]),
+        "a compiled function": ([], ["y = scaled(y)"]),
+        "a normed weight": (
+            [f"self.normed = nn.utils.parametrizations.weight_norm({LINEAR[net.kind]})"],
+            ["y = y + 0.1 * self.normed(y)"],
+        ),
     }
     for init, forward in more.values():
         if net.chance(0.12):
@@ -124,6 +156,11 @@ def arguments(net: Network) -> None:
         net.block_arguments.append("scale=1.0")
         net.block_call.append("scale=0.5")
         net.block_forward.append("y = y * scale")
+    if net.kind == "tokens" and net.chance(0.2):
+        net.before.append("mask = (x != 0)[..., None]")
+        net.block_arguments.append("mask=None")
+        net.block_call.append("mask=mask")
+        net.block_forward.append("y = y * mask")
     if net.chance(0.12):
         each = "[:, None, None]" if net.kind == "images" else ""
         angles = "torch.arange(D, dtype=h.dtype).mul(0.1)"
@@ -244,6 +281,8 @@ def loop(net: Network) -> None:
         "the input again": ([], ["start = h", each[0], "    h = h + 0.1 * start", *run]),
         "while": ([], ["i = 0", "while i < len(self.blocks):", "    block = self.blocks[i]", *run, "    i += 1"]),
         "detached": ([], [*numbered, f"    if i == {cut}:", "        h = h.detach()"]),
+        "a compiled function between": ([], [*each, "    h = scaled(h)"]),
+        "a function of one's own between": ([], [*each, "    h = Halved.apply(h)"]),
         "a head for each": (
             [f"self.heads = nn.ModuleList(nn.Linear(D, 5) for _ in range({number}))"],
             [
@@ -261,6 +300,22 @@ def loop(net: Network) -> None:
     }
     if not net.terms:
         kinds["a dict of blocks"] = ([], ["for name, block in self.blocks.items():", *run])
+        inner = ["    " + line for line in each]
+        kinds["groups of blocks"] = (
+            [],
+            ["for group in self.blocks:", *(line.replace("self.blocks", "group") for line in inner)],
+        )
+        kinds["two lists"] = (
+            [f"self.decoder = nn.ModuleList(Block() for i in range({number}))"],
+            [
+                *each,
+                "memory = h",
+                "h = 0.5 * h",
+                *(line.replace("self.blocks", "self.decoder") for line in each),
+                "h = h + memory",
+            ],
+        )
+        kinds["shared blocks"] = ([], each)
     if net.returns == "tensor" and len(net.block_call) == 1:
         kinds["Sequential"] = ([], ["h = self.blocks(h)"])
         kinds["parts of Sequential"] = (
@@ -270,9 +325,7 @@ def loop(net: Network) -> None:
     kind = random.choice([*kinds])
     init, net.loop = kinds[kind]
     net.init += init
-    net.holder = {"a dict of blocks": "nn.ModuleDict"}.get(
-        kind, "nn.Sequential" if "Sequential" in kind else "nn.ModuleList"
-    )
+    net.holder = kind if kind in HOLDERS else "Sequential" if "Sequential" in kind else "list"
     if kind == "a head for each":
         net.terms["deep"] = f"sum(F.cross_entropy(logits, side) for logits in {net.net}.logits) / {number}"
     if kind == "a head beside":

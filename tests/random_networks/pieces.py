@@ -27,6 +27,21 @@ class Criterion(nn.Module):
 
     def forward(self, loss):
         return loss * torch.exp(-self.log_sigma) + self.log_sigma
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 0.5 * gradient
+
+
+@torch.compile(backend="aot_eager")
+def scaled(x):
+    return x / (x.pow(2).mean() + 1.0).sqrt() if x.ndim == 1 else torch.tanh(x) + x
 """
 
 EMBEDDINGS = {
@@ -130,6 +145,16 @@ OPTIMIZERS = {
         "others = [q for _, q in self.named_parameters() if q.ndim <= 1]",
         "groups = [{'params': decays, 'weight_decay': 0.1}, {'params': others, 'weight_decay': 0.0, 'lr': 2e-3}]",
         "return torch.optim.AdamW(groups, lr=1e-3)",
+    ],
+    "Adagrad": ["return torch.optim.Adagrad(self.parameters(), lr=1e-2)"],
+    "NAdam": ["return torch.optim.NAdam(self.parameters(), lr=1e-3, weight_decay=1e-2)"],
+    "Adafactor": ["return torch.optim.Adafactor(self.parameters(), lr=1e-2)"],
+    "by module": [
+        "groups = {}",
+        "for name, q in self.named_parameters():",
+        "    groups.setdefault(name.split('.')[0], []).append(q)",
+        "groups = [{'params': group, 'lr': 1e-3 * (1 + i)} for i, group in enumerate(groups.values())]",
+        "return torch.optim.Adamax(groups)",
     ],
     "scheduled": [
         "adam = torch.optim.Adam(self.parameters(), lr=1e-3)",

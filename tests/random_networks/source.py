@@ -10,6 +10,7 @@ from random import Random
 from textwrap import indent
 
 from tests.random_networks.network import (
+    HOLDERS,
     Network,
     arguments,
     embedding,
@@ -19,8 +20,30 @@ from tests.random_networks.network import (
     what_blocks_keep,
     what_blocks_return,
 )
-from tests.random_networks.pieces import CLASSES, EMBEDDINGS, HEADER, INPUTS, OF_CLASSES, OPTIMIZERS, PLANS, TRAINERS
-from tests.random_networks.steps import UNPACK, hooks, step
+from tests.random_networks.pieces import (
+    CLASSES,
+    EMBEDDINGS,
+    HEADER,
+    INPUTS,
+    LINEAR,
+    OF_CLASSES,
+    OPTIMIZERS,
+    PLANS,
+    TRAINERS,
+)
+from tests.random_networks.steps import hooks, step
+
+
+def _wide(linear: str) -> tuple[list[str], list[str]]:
+    forward = ["return super().forward(h + 0.1 * self.more(h), *others, **named)"]
+    return [f"self.more = {linear}"], _method("forward(self, h, *others, **named)", forward)
+
+
+BATCHES = {
+    "dict": "{{'x': {x}, 'y': {y}, 'cond': {cond}, 'side': {side}, 'weight': {weight}}}",
+    "tuple": "({x}, {y}, {cond}, {side}, {weight})",
+    "nested": "[({x}, {cond}), {{'y': {y}, 'others': [{side}, {weight}]}}]",
+}
 
 
 def source(seed: int) -> str:
@@ -28,6 +51,7 @@ def source(seed: int) -> str:
     random = Random(seed)
     kind = random.choice([*EMBEDDINGS, "tokens"])
     net = Network(random, kind, random.choice([4, 4, 5, 6]), random.random() < 0.3)
+    net.batch = random.choice(["dict", "dict", "tuple", "nested"])
     for add in (embedding, layers, arguments, what_blocks_return, what_blocks_keep, loop, head, step, hooks):
         add(net)
     return _text(net, seed)
@@ -35,13 +59,9 @@ def source(seed: int) -> str:
 
 def _text(net: Network, seed: int) -> str:
     random = net.random
-    made = f"Block() for i in range({net.number})"
-    blocks = {
-        "nn.ModuleList": f"nn.ModuleList({made})",
-        "nn.Sequential": f"nn.Sequential(*({made}))",
-        "nn.ModuleDict": f"nn.ModuleDict({{f'block {{i}}': {made}}})",
-    }[net.holder]
-    init = [f"self.blocks = {blocks}"]
+    alternate = net.chance(0.2)
+    made = "(Wide() if i % 2 else Block())" if alternate else "Block()"
+    init = [f"self.blocks = {HOLDERS[net.holder].format(made=made, number=net.number)}"]
     init = [*init, *net.init] if net.chance(0.3) else [*net.init, *init]
     forward = ["def forward(self, x, cond):" if net.is_conditioned else "def forward(self, x):"]
     forward += ["    " + line for line in (*net.before, *net.loop, *net.after)]
@@ -59,7 +79,7 @@ def _text(net: Network, seed: int) -> str:
             "{'loss': loss, 'more': [y, {'pred': pred.detach()}]}",
         ]
     )
-    step = [UNPACK, *net.step, *net.logs, f"return {returned}"]
+    step = [*net.unpack, *net.step, *net.logs, f"return {returned}"]
     training = ["def training_step(self, batch, batch_idx):", *("    " + line for line in step)]
     optimizers = ["def configure_optimizers(self):", *("    " + each for each in random.choice([*OPTIMIZERS.values()]))]
     methods = [own_forward, training, *net.methods, optimizers]
@@ -76,7 +96,7 @@ def _text(net: Network, seed: int) -> str:
         "weight": "torch.rand(8, generator=g)",
     }
     lines = [f"    g = torch.Generator().manual_seed({seed})", "    return ["]
-    lines += ["        {", *(f"            '{key}': {made}," for key, made in batch.items()), "        }"]
+    lines += ["        " + BATCHES[net.batch].format(**batch)]
     lines += ["        for _ in range(4)", "    ]"]
     return "\n\n\n".join(
         [
@@ -86,6 +106,7 @@ def _text(net: Network, seed: int) -> str:
                 net.block_init,
                 _method(f"forward(self, {', '.join(net.block_arguments)})", net.block_forward),
             ),
+            *([_class("Wide(Block)", *_wide(LINEAR[net.kind]))] if alternate else []),
             *classes,
             _class("Module(L.LightningModule)", [*init, *net.module_init], *methods),
             "\n".join(["def batches():", *lines]),

@@ -7,8 +7,6 @@ from textwrap import indent
 from tests.random_networks.network import Network
 from tests.random_networks.pieces import CLASSES, LOSSES, OF_CLASSES
 
-UNPACK = "x, y, cond, side, weight = (batch[key] for key in ('x', 'y', 'cond', 'side', 'weight'))"
-
 
 def step(net: Network) -> None:
     random = net.random
@@ -59,7 +57,9 @@ def step(net: Network) -> None:
     validation = random.choice([None, *validations])
     if validation:
         lines = indent("\n".join([*net.step, *validations[validation]]), "    ").split("\n")
-        net.methods.append(["def validation_step(self, batch, batch_idx):", "    " + UNPACK, *lines])
+        net.methods.append(
+            ["def validation_step(self, batch, batch_idx):", *("    " + line for line in net.unpack), *lines]
+        )
     if validation == "a metric":
         net.module_init.append("self.mean = MeanMetric()")
     if validation == "a list":
@@ -67,7 +67,7 @@ def step(net: Network) -> None:
         lines = ["    self.log('val_epoch', torch.stack(self.losses).mean())", "    self.losses.clear()"]
         net.methods.append(["def on_validation_epoch_end(self):", *lines])
     if net.chance(0.3):
-        lines = [UNPACK, *net.before_call, *_call(net, "pred"), "return pred"]
+        lines = [*net.unpack, *net.before_call, *_call(net, "pred"), "return pred"]
         net.methods.append(["def predict_step(self, batch, batch_idx):", *("    " + line for line in lines)])
 
 
@@ -100,6 +100,30 @@ def hooks(net: Network) -> None:
             "                q.mul_(0.999)",
         ],
     }
+    steps = {
+        "warm-up": [
+            "def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):",
+            "    for group in optimizer.param_groups:",
+            "        group['lr'] = 1e-3 * min(1.0, (self.global_step + 1) / 3)",
+            "    optimizer.step(closure=optimizer_closure)",
+        ],
+        "own clipping": [
+            "def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):",
+            "    torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)",
+        ],
+        "scaled gradients": [
+            "def on_before_optimizer_step(self, optimizer):",
+            "    for group in optimizer.param_groups:",
+            "        for q in group['params']:",
+            "            if q.grad is not None:",
+            "                q.grad.mul_(0.5)",
+        ],
+    }
+    own_step = net.random.choice([None, None, None, *steps])
+    if own_step:
+        net.methods.append(steps[own_step])
+    if own_step == "scaled gradients":
+        del known["a norm"]
     hook = net.random.choice([None, None, *known])
     if hook:
         net.methods.append(known[hook])
