@@ -10,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint as recompute
@@ -177,48 +176,6 @@ def extremes(sizes: dict[str, int] | None) -> Seen:
 
 def test_metrics_that_hold_metrics() -> None:
     assert on(PIPELINE, extremes).metrics == pytest.approx(extremes(None).metrics, rel=1e-5)
-
-
-class Summarized(Model):
-    def __init__(self) -> None:
-        super().__init__("gpt")
-        self.example_input_array = torch.zeros(2, 16, dtype=torch.long)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)
-
-
-class Told(ModelSummary):
-    """Keeps what it is to print."""
-
-    told: Any = None
-
-    @staticmethod
-    def summarize(columns: Any, total: int, trainable: int, *_: Any, **__: Any) -> None:  # type: ignore[override]
-        Told.told = dict(columns), total, trainable
-
-
-def summarized(sizes: dict[str, int] | None) -> tuple[Seen, Any]:
-    seen = train("gpt", sizes, module=Summarized, trainer={"enable_model_summary": True}, callbacks=[Told(max_depth=2)])
-    return seen, Told.told
-
-
-@pytest.mark.parametrize(
-    ("sizes", "share"),
-    [(PIPELINE, None), pytest.param(layout(data=2), 0.5, marks=pytest.mark.long)],
-    ids=["pp2", "dp2"],
-)
-def test_an_example_input_and_the_summary(sizes: dict[str, int], share: float | None) -> None:
-    ours, plain = run_ranks(summarized, 2, sizes, elastic=True), summarized(None)
-    assert combine([seen for seen, _ in ours], sizes).losses == pytest.approx(plain[0].losses, rel=2e-6)
-    columns, total, trainable = ours[0][1]
-    assert (total, trainable) == plain[1][1:]
-    for column in ("Name", "Type", "Params"):
-        if column != "Type" or share is None:  # sharding renames classes
-            assert columns[column] == plain[1][0][column]
-    own = dict(zip(columns["Name"], columns["Params per Device"]))
-    counts = sorted(own[part].strip() for part in ("model.head", "model.token_embedding"))
-    assert counts == (["0", "2.0 K"] if share is None else ["1.0 K", "1.0 K"])  # on the last stage and on the first
 
 
 class BreaksOff(L.Callback):

@@ -38,7 +38,7 @@ from lightning_shard.plugin.optimizers.finetuning import (
     take_over_unfreezing,
 )
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
-from lightning_shard.plugin.reporting.summary import summarize_before_cutting, summarize_beside
+from lightning_shard.plugin.reporting.summary import report_whole, summarize_before
 from lightning_shard.plugin.reporting.throughput import share_throughput
 from lightning_shard.plugin.saving.averaging import average_shards
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
@@ -110,8 +110,6 @@ class PreparedStrategy(CheckpointedStrategy):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if self.layout.pipeline_parallel_size > 1:
             trainer_private.record_no_module_names(trainer)
-        elif self.world_size > 1:
-            summarize_beside(callbacks)
         share_throughput(callbacks, self.layout)
         if known is None:
             known = self._lay_out(trainer, module)
@@ -120,6 +118,8 @@ class PreparedStrategy(CheckpointedStrategy):
             known.check_parameters(module, self.groups)
             put_on_units(module, known.attributes)
         self._assembly = known
+        if self.layout.world_size > 1:
+            report_whole(callbacks, module, self.groups.gather_over_stages)
         synchronize(module, self.groups.data if self._syncs_over_data_ranks() else None)
         self.model = module
         self._connect_checkpoint_io(trainer)
@@ -156,8 +156,9 @@ class PreparedStrategy(CheckpointedStrategy):
         """Cut and shard a module that wasn't laid out before."""
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._built, names = Built.of(module), names_by_id(module)
-        if trainer.state.fn == TrainerFn.FITTING and self.layout.pipeline_parallel_size > 1:
-            summarize_before_cutting(callbacks, module, self.groups.gather_over_stages)
+        stays_whole = self.layout.world_size == self.layout.data_parallel_size and self._expert_mesh is None
+        if not stays_whole:
+            summarize_before(module, callbacks)
         self.precision_plugin.convert_module(module)
         assembly = assemble(
             module,

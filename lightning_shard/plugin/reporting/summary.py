@@ -1,21 +1,24 @@
 """Makes Lightning's ModelSummary, plain and rich, report the whole model, with a column for this rank's part.
 
-The callbacks see the module only after it is cut and sharded. Sizes and operations are those of a run on fake tensors
-before that. Where the example can't run on these, they are left out.
+The callbacks see the module only after it is laid out. Of one that is cut into stages, or whose layers are split, sizes
+and operations are those of a run on fake tensors before that, also in the fits of later Trainers. Where the example
+can't run on these, they are left out.
 
 Private in Lightning 2.6, used here: the callbacks' ``_summary`` and ``_max_depth``, and a summary's
-``_get_summary_data``. The column's title is one that the rich summary knows.
+``_get_summary_data`` and ``_layer_summary``. The column's title is one that the rich summary knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
 from lightning.pytorch.utilities.model_summary import get_human_readable_count, summarize
 from torch import nn
 
@@ -26,13 +29,15 @@ from lightning_shard.plugin.assembly.example import restoring_state
 from lightning_shard.sharding import local_tensor
 
 _COLUMN = "Params per Device"
+_BEFORE = "_lightning_shard_summary"
+"""The attribute under which a module that was laid out keeps what it was like before."""
 _NO_LAYER = "n/a"
 """The type in the row of parameters that belong to no layer."""
 
 
 @dataclass
 class WholeSummary:
-    """The parts of a summary that a callback uses; created before the module is cut, and completed afterwards."""
+    """The parts of a summary that a callback uses."""
 
     data: list[tuple[str, list[str]]]
     total_parameters: int
@@ -42,8 +47,7 @@ class WholeSummary:
     total_flops: int
 
     @classmethod
-    def of(cls, module: pl.LightningModule, depth: int) -> WholeSummary:
-        found: Any = summarize(module, max_depth=depth)
+    def of(cls, found: Summary) -> WholeSummary:
         counts = (found.total_parameters, found.trainable_parameters, found.model_size)
         return cls(found._get_summary_data(), *counts, found.total_training_modes, found.total_flops)
 
@@ -51,24 +55,71 @@ class WholeSummary:
         return self.data
 
 
-def summarize_before_cutting(
-    callbacks: Iterable[pl.Callback], module: pl.LightningModule, gather_over_stages: Callable[[Any], list[Any]]
-) -> None:
-    """Make the callbacks report the module as it is now, after it is cut."""
-    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    for callback in _summaries(callbacks):
-        found = _on_fake_tensors(module, callback._max_depth) or _without_a_run(module, callback._max_depth)
-        vars(callback)["_summary"] = partial(_completed, found, sizes, gather_over_stages)
+class SummaryBefore:
+    """What summaries of any depth say of a module before it is laid out.
+
+    Args:
+        module: Not laid out yet.
+        runs: Also run it on its example, for sizes and operations.
+    """
+
+    def __init__(self, module: pl.LightningModule, *, runs: bool) -> None:
+        self._counts = {name: parameter.numel() for name, parameter in module.named_parameters()}
+        self._of_depth = (_on_fake_tensors(module) if runs else None) or _without_a_run(module)
+
+    def report_by(self, callbacks: Iterable[pl.Callback], gather_over_stages: Callable[[Any], list[Any]]) -> None:
+        """Make the callbacks of a Trainer that fits the module report this."""
+        for callback in _summaries(callbacks):
+            vars(callback)["_summary"] = partial(self._completed, callback._max_depth, gather_over_stages)
+
+    def _completed(
+        self,
+        depth: int,
+        gather_over_stages: Callable[[Any], list[Any]],
+        _trainer: pl.Trainer,
+        module: pl.LightningModule,
+    ) -> WholeSummary:
+        deepest = max(self._of_depth)
+        whole = deepcopy(self._of_depth[min(depth, deepest) if depth > 0 else deepest])
+        trained = gather_over_stages([name for name, p in module.named_parameters() if p.requires_grad])
+        whole.trainable_parameters = sum(self._counts[name] for name in {name for names in trained for name in names})
+        return _beside(whole, module)
 
 
-def _on_fake_tensors(module: pl.LightningModule, depth: int) -> WholeSummary | None:
-    """The summary of a run on the module's example, computing nothing; ``None`` if there is none, or it fails."""
+class _OfEveryDepth(Summary):
+    """A summary of all modules."""
+
+    @property
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        # a child that is also held deeper has its own row in a summary of children only
+        return list({**dict(super().named_modules), **dict(self._model.named_children())}.items())
+
+
+def _by_depth(module: pl.LightningModule) -> dict[int, WholeSummary]:
+    """Summaries of each depth, of one run of the module on its example."""
+    found = _OfEveryDepth(module, max_depth=-1)
+    layers, everywhere = found._layer_summary, [name for name, _ in module.named_modules() if name]
+    shown = {depth: [n for n in everywhere if n.count(".") < depth] for depth in range(2, _depth(everywhere) + 1)}
+    shown[1] = [name for name, _ in module.named_children()]
+    summaries = {}
+    for depth, names in shown.items():
+        found._layer_summary = {name: layers[name] for name in names}
+        summaries[depth] = WholeSummary.of(found)
+    return summaries
+
+
+def _depth(names: Iterable[str]) -> int:
+    return max((name.count(".") + 1 for name in names), default=1)
+
+
+def _on_fake_tensors(module: pl.LightningModule) -> dict[int, WholeSummary] | None:
+    """The summaries of a run on the module's example, computing nothing; ``None`` if there is none, or it fails."""
     if module.example_input_array is None:
         return None
     modes = {part: part.training for part in module.modules()}
     try:
         with restoring_state(module), on_fake_tensors(module.parameters()):
-            return WholeSummary.of(module, depth)
+            return _by_depth(module)
     except Exception:
         return None  # finding the blocks warns of the reason
     finally:
@@ -76,43 +127,43 @@ def _on_fake_tensors(module: pl.LightningModule, depth: int) -> WholeSummary | N
             part.training = mode
 
 
-def _without_a_run(module: pl.LightningModule, depth: int) -> WholeSummary:
+def _without_a_run(module: pl.LightningModule) -> dict[int, WholeSummary]:
     example, module.example_input_array = module.example_input_array, None
     try:
-        found = WholeSummary.of(module, depth)
+        found = _by_depth(module)
     finally:
         module.example_input_array = example
     if example is not None:
-        found.data = [(title, column) for title, column in found.data if title != "FLOPs"]
+        for each in found.values():
+            each.data = [(title, column) for title, column in each.data if title != "FLOPs"]
     return found
 
 
-def summarize_beside(callbacks: Iterable[pl.Callback]) -> None:
-    """Make the callbacks add this rank's part to their report of a module that isn't cut."""
+def summarize_before(module: pl.LightningModule, callbacks: Iterable[pl.Callback]) -> None:
+    """Keep what summaries say of a module that is to be cut or split, for all Trainers that will fit it."""
+    module.__dict__[_BEFORE] = SummaryBefore(module, runs=bool(_summaries(callbacks)))
+
+
+def report_whole(
+    callbacks: Iterable[pl.Callback], module: pl.LightningModule, gather_over_stages: Callable[[Any], list[Any]]
+) -> None:
+    """Make a Trainer's callbacks report the whole of a module that was laid out, with this rank's part beside it."""
+    before: SummaryBefore | None = module.__dict__.get(_BEFORE)
+    if before is not None:
+        before.report_by(callbacks, gather_over_stages)
+        return
     for callback in _summaries(callbacks):
         vars(callback)["_summary"] = partial(_summarized, callback._max_depth)
 
 
 def _summarized(depth: int, _trainer: pl.Trainer, module: pl.LightningModule) -> WholeSummary:
-    found = WholeSummary.of(module, depth)
+    found = WholeSummary.of(summarize(module, max_depth=depth))
     reshard(module)  # the summary called it on its example
     return _beside(found, module)
 
 
 def _summaries(callbacks: Iterable[pl.Callback]) -> list[ModelSummary]:
     return [callback for callback in callbacks if isinstance(callback, ModelSummary) and callback._max_depth]
-
-
-def _completed(
-    whole: WholeSummary,
-    sizes: dict[str, int],
-    gather_over_stages: Callable[[Any], list[Any]],
-    _trainer: pl.Trainer,
-    module: pl.LightningModule,
-) -> WholeSummary:
-    trained = gather_over_stages([name for name, p in module.named_parameters() if p.requires_grad])
-    whole.trainable_parameters = sum(sizes[name] for name in {name for names in trained for name in names})
-    return _beside(whole, module)
 
 
 def _beside(whole: WholeSummary, module: pl.LightningModule) -> WholeSummary:
