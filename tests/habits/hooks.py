@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
@@ -155,6 +156,33 @@ def manual(run: Run) -> Any:
             optimizer.step()
 
     return run.fit(Manual())
+
+
+@habit("manual optimization of a number that the module itself holds", refused=MANUAL)
+def manual_temperature(run: Run) -> Any:
+    class Tempered(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.temperature = torch.nn.Parameter(torch.tensor(0.5))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            network, temperature = self.optimizers()
+            loss = F.mse_loss(self.net(batch["x"]) * self.temperature, batch["y"])
+            self.manual_backward(0.5 * loss, retain_graph=True)
+            self.manual_backward(0.5 * loss)
+            network.step()
+            network.zero_grad()
+            if batch_idx % 2:  # accumulates
+                temperature.step()
+                temperature.zero_grad()
+            self.log("train_loss", loss, sync_dist=True)
+            self.log("temperature", self.temperature.detach().clone())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net.parameters(), lr=0.02), torch.optim.SGD([self.temperature], lr=0.1)
+
+    return run.fit(Tempered())
 
 
 @habit("two optimizers, toggled", refused=MANUAL, long=True)

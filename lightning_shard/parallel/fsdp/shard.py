@@ -87,7 +87,7 @@ def apply_fully_sharded(
 
     Raises:
         ConfigurationError: One module holds parameters of several dtypes. Without ``whole_steps``: ``root`` itself
-            holds a parameter, or two modules share a tied one.
+            holds a parameter that has dimensions, or two modules share a tied one.
     """
     if whole_steps and expert_mesh is None and _nothing_is_sharded(root, mesh, sharding):
         hold_unsharded(root, mesh)
@@ -132,11 +132,11 @@ def apply_fully_sharded(
 
 def _shard_what_is_called(root: nn.Module, whole: set[nn.Parameter], apply: Callable[..., Any]) -> None:
     """Make each module below ``root`` that is called a unit; without ``whole_steps``."""
-    bare = [name for name, _ in root.named_parameters(recurse=False)]
+    bare = [name for name, parameter in root.named_parameters(recurse=False) if parameter not in whole]
     if bare:
         raise ConfigurationError(
             f"With manual optimization, {type(root).__name__} can't hold the parameters {bare} itself: move them into"
-            " a module that is called."
+            " a module that is called, or give one of a single number no dimensions (torch.tensor(0.0))."
         )
     called = list(called_below(root))
     for group in tied_parameters(root):
