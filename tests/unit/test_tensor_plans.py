@@ -139,8 +139,9 @@ def with_adapter(config: peft.PeftConfig) -> nn.Module:
     [
         (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), "lora_magnitude_vector"),
         (peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "ia3_l"),
+        (peft.LoraConfig(target_modules=[], target_parameters=["q_proj.weight"]), "adapts its parameter 'weight'"),
     ],
-    ids=["DoRA", "IA3"],
+    ids=["DoRA", "IA3", "LoRA of a parameter"],
 )
 def test_other_adapters_are_refused(config: peft.PeftConfig, told: str) -> None:
     with pytest.raises(PlanError, match=told):

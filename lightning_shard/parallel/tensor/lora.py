@@ -40,6 +40,13 @@ def _with_lora(name: str, module: nn.Module, style: Any, features: str | None) -
     ``y = x·W + (x·A)·B``. If ``W`` is split by output features, ``B`` is too, and every rank computes all of ``x·A``.
     If ``W`` is split by input features, ``A`` is too, and every rank computes all of the product with ``B``.
     """
+    parameter = getattr(module, "parameter_name", None)
+    if isinstance(parameter, str):  # y = x·(W + A·B), which peft makes by a parametrization in each call
+        raise PlanError(
+            f"tensor_parallel_plan: {name} has style {style!r} and peft adapts its parameter {parameter!r} by"
+            " target_parameters, which adds a product of whole matrices to it: adapt the layer by target_modules, or"
+            " leave it out of the plan."
+        )
     holding = {key for key, child in module.named_children() if any(True for _ in child.parameters())}
     if style not in _WITH_LORA or not holding <= {"base_layer", "lora_A", "lora_B"}:
         what = ", ".join(sorted(holding - {"base_layer"}))
