@@ -78,7 +78,7 @@ class Code:
 
 
 def is_machinery(value: Any) -> bool:
-    return _package(value) in _MACHINERY
+    return package_of(value) in _MACHINERY
 
 
 def is_own(value: Any) -> bool:
@@ -126,7 +126,7 @@ class _Found:
         for name, value in list(vars(kind).items()):
             runs_in_steps = name not in _OUTSIDE_STEPS and not name.endswith("_dataloader")
             if runs_in_steps and not (name.startswith("__") and isinstance(value, type)):
-                self._add(value, _package(kind))
+                self._add(value, package_of(kind))
 
     def add_function(self, function: types.FunctionType) -> None:
         module = _module_of(function)
@@ -243,7 +243,8 @@ def _are_data(kind: Any) -> bool:
     return not issubclass(kind, _NOT_DATA) and not hasattr(kind, "__get__")
 
 
-def _package(value: Any) -> str:
+def package_of(value: Any) -> str:
+    """The package of a class or function; functions that code has made of texts may have none."""
     return (getattr(value, "__module__", None) or "builtins").partition(".")[0]
 
 

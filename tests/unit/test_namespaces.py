@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -207,3 +208,15 @@ def test_what_a_decorator_closes_over_is_reached(files: Callable[[str], ModuleTy
     inner = vars(kind)["forward"]
     inside = next(cell.cell_contents for cell in inner.__closure__ if isinstance(cell.cell_contents, list))
     assert any(value is inside for _, value in reachable(kind()))
+
+
+def test_a_function_that_was_made_of_a_text_and_has_no_module_may_be_held() -> None:
+    made: dict[str, Any] = {}
+    exec("def scaled(x):\n    return 2 * x", made)
+    assert made["scaled"].__module__ != __name__
+    made["scaled"].__module__ = None  # as where the text was run without a __name__
+    net: Any = nn.ModuleList([nn.Linear(2, 2)])
+    net.functions = [made["scaled"], test_a_function_that_was_made_of_a_text_and_has_no_module_may_be_held]
+    net.both = types.FunctionType((lambda x: x).__code__, globals())
+    net.both.__module__ = None
+    assert any(value is net.functions for _, value in reachable(net))

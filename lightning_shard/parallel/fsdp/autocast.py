@@ -118,7 +118,7 @@ def _is_known(module: nn.Module) -> bool:
         return True
     if own & _names_in_arithmetic(_class_of(module)):
         return False
-    if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) and type(module).forward.__module__.startswith("torch."):
+    if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) and str(type(module).forward.__module__).startswith("torch."):
         return own <= {"weight", "bias"}  # with other names, a hook computes the weight from them
     return bool(names & _PRODUCTS) and names <= _PRODUCTS | _HARMLESS | set(dir(module))
 
@@ -198,7 +198,7 @@ def _functions_of(cls: Any) -> set[FunctionType]:
 def _functions(function: Any, cls: type, seen: set[FunctionType]) -> Iterator[FunctionType]:
     """A function and all functions that it calls, directly or not; without torch's."""
     function = getattr(function, "__func__", function)  # of a staticmethod
-    if not isinstance(function, FunctionType) or function in seen or function.__module__.startswith("torch."):
+    if not isinstance(function, FunctionType) or function in seen or str(function.__module__).startswith("torch."):
         return
     seen.add(function)
     yield function

@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.namespaces import Code, Namespace, begin_at, is_machinery, is_own, namespaces
+from lightning_shard.namespaces import Code, Namespace, begin_at, is_machinery, is_own, namespaces, package_of
 from lightning_shard.pipeline.dataflow.kept import OF_RECURRENT_LAYERS
 from lightning_shard.pipeline.dataflow.objects import PLAIN_OBJECTS
 from lightning_shard.plugin.steps.randomness import OwnGenerator
@@ -76,7 +76,7 @@ def _searched(root: nn.Module) -> tuple[tuple[Namespace, ...], list[tuple[str, A
 
     What the last search began at is remembered: mostly one walk is enough then.
     """
-    package = type(root).__module__.partition(".")[0]
+    package = package_of(type(root))
     of_modules = _kinds(root)
     of_objects = _BEGINS.get(root, {})
     while True:
@@ -93,7 +93,7 @@ def _name_of(begin: Any) -> tuple[str, str, int]:
     """By which classes and functions are ordered, equally on every stage."""
     if isinstance(begin, Code):
         return begin.code.co_filename, begin.code.co_qualname, begin.code.co_firstlineno
-    return begin.__module__, begin.__qualname__, 0
+    return str(begin.__module__), begin.__qualname__, 0
 
 
 def below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -126,7 +126,7 @@ def _reached(
         seen[id(value)] = value
         if begins is not None:
             if kind is types.FunctionType:
-                if is_own(value) or value.__module__.partition(".")[0] == package:
+                if is_own(value) or package_of(value) == package:
                     begins[begin_at(value)] = None
             elif _is_of(kind, package):
                 begins[kind] = None
@@ -141,7 +141,7 @@ def _reached(
 def _is_of(kind: Any, package: str) -> bool:
     if is_machinery(kind) or issubclass(kind, (type, types.ModuleType)):
         return False
-    return is_own(kind) or kind.__module__.partition(".")[0] == package
+    return is_own(kind) or package_of(kind) == package
 
 
 def own_generators(root: nn.Module) -> dict[str, OwnGenerator]:
