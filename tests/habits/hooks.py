@@ -140,13 +140,15 @@ def no_optimizer(run: Run) -> Any:
 MANUAL = {"pp2": "ConfigurationError: .*manual optimization"}
 
 
+class ByHand(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
 @habit("manual optimization", refused=MANUAL)
 def manual(run: Run) -> Any:
-    class Manual(Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
+    class Manual(ByHand):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             optimizer = self.optimizers()
             optimizer.zero_grad()
@@ -160,10 +162,9 @@ def manual(run: Run) -> Any:
 
 @habit("manual optimization of a number that the module itself holds", refused=MANUAL)
 def manual_temperature(run: Run) -> Any:
-    class Tempered(Module):
+    class Tempered(ByHand):
         def __init__(self) -> None:
             super().__init__()
-            self.automatic_optimization = False
             self.temperature = torch.nn.Parameter(torch.tensor(0.5))
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -187,10 +188,9 @@ def manual_temperature(run: Run) -> Any:
 
 @habit("two optimizers, toggled", refused=MANUAL, long=True)
 def toggled(run: Run) -> Any:
-    class Rivals(Module):
+    class Rivals(ByHand):
         def __init__(self) -> None:
             super().__init__()
-            self.automatic_optimization = False
             self.other = Net()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:

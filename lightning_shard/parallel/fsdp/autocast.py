@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_shard.namespaces import package_of
 from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.source_order import code_of
 
@@ -118,7 +119,7 @@ def _is_known(module: nn.Module) -> bool:
         return True
     if own & _names_in_arithmetic(_class_of(module)):
         return False
-    if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) and str(type(module).forward.__module__).startswith("torch."):
+    if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) and package_of(type(module).forward) == "torch":
         return own <= {"weight", "bias"}  # with other names, a hook computes the weight from them
     return bool(names & _PRODUCTS) and names <= _PRODUCTS | _HARMLESS | set(dir(module))
 
@@ -198,7 +199,7 @@ def _functions_of(cls: Any) -> set[FunctionType]:
 def _functions(function: Any, cls: type, seen: set[FunctionType]) -> Iterator[FunctionType]:
     """A function and all functions that it calls, directly or not; without torch's."""
     function = getattr(function, "__func__", function)  # of a staticmethod
-    if not isinstance(function, FunctionType) or function in seen or str(function.__module__).startswith("torch."):
+    if not isinstance(function, FunctionType) or function in seen or package_of(function) == "torch":
         return
     seen.add(function)
     yield function
