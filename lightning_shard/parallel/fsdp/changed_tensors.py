@@ -8,6 +8,7 @@ change in place is without sharding. A unit that changes none gets FSDP2's views
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp.units import class_name
+
+_OF_A_VIEW = re.compile("RegisterPostBackwardFunction(Backward)? is a view")
+"""What autograd says of FSDP2's views; the longer name on torch 2.11."""
 
 
 class _Handed(NamedTuple):
@@ -80,7 +84,7 @@ class ChangedTensors:
 def note_late_change(unit: nn.Module, _: Any, output: Any) -> None:
     """Forward hook, also of calls that fail: explain the error, if autograd has refused a change in place."""
     error = sys.exc_info()[1] if output is None else None
-    if isinstance(error, RuntimeError) and "RegisterPostBackwardFunction is a view" in str(error):
+    if isinstance(error, RuntimeError) and _OF_A_VIEW.search(str(error)):
         error.add_note(
             f"A {class_name(unit)} changes an argument in place here, and changed none in its first call, which shows"
             " what FSDP2 has to hand it: write x = x + y in place of x += y (inplace=False), or use"
