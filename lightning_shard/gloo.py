@@ -34,10 +34,12 @@ def one_worker() -> Iterator[None]:
     original = distributed_c10d.ProcessGroupGloo
 
     class OneWorker(original):  # type: ignore[misc, valid-type]
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **settings: bool) -> None:
             options = original._Options()  # type: ignore[attr-defined]
             options._threads = 1
             options._timeout = timeout
+            for name, value in settings.items():  # enable_reconfigure, since torch 2.14
+                setattr(options, name, value)
             names = os.environ.get(_INTERFACES)
             options._devices = (
                 [original.create_device(interface=name) for name in names.split(",")]

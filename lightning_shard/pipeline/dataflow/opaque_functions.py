@@ -5,7 +5,8 @@ function itself. Inside a transform, such as ``vmap``, or a scripted function, t
 mark as unknown. So while a thread traces, such calls are patched to report to its watcher (``trace.py``) as one
 operation.
 
-Private (torch 2.11 to 2.13): the functions that ``torch.func``'s transforms call.
+Private (torch 2.11 to 2.14): the functions that ``torch.func``'s transforms call. ``Function.apply`` was Python's, and
+has been C's since torch 2.14.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from functools import lru_cache
+from inspect import unwrap
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
@@ -92,10 +95,35 @@ def reported_to(watcher: Watcher) -> Iterator[None]:
 
 
 def is_inside() -> bool:
-    """Whether the caller runs inside an autograd function, whose operations record no gradients."""
+    """Whether the caller runs inside an autograd function, whose operations record no gradients.
+
+    A function whose ``apply`` code had taken before it was patched is found too.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _apply.__func__.__code__:
+        if _runs_function(frame.f_code):
             return True
         frame = frame.f_back
     return False
+
+
+def _is_apply(code: CodeType) -> bool:
+    return code is _apply.__func__.__code__
+
+
+@lru_cache(maxsize=4096)
+def _is_forward(code: CodeType) -> bool:
+    """Whether it is an autograd function's ``forward``, by the classes that there are: its own is one when it runs."""
+    if code.co_name != "forward":
+        return False
+    waiting = [Function]
+    while waiting:
+        kind = waiting.pop()
+        forward = kind.__dict__.get("forward")
+        if forward is not None and getattr(unwrap(forward), "__code__", None) is code:
+            return True
+        waiting += kind.__subclasses__()
+    return False
+
+
+_runs_function = _is_apply if hasattr(_apply, "__func__") else _is_forward
