@@ -204,6 +204,19 @@ def test_a_checkpoint_of_the_end_of_an_epoch_begins_the_next_one(tmp_path, unint
         assert [batch_idx for epoch, batch_idx, _ in second if epoch == 1] == list(range(SAMPLES // 2 // size))
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_zero_grad"])
+@pytest.mark.parametrize("size", [4, 2, 1])
+def test_a_checkpoint_of_an_epoch_s_last_batch_before_it_was_trained_on(tmp_path, uninterrupted, hook, size):
+    """As callbacks save on an exception. The batch was counted as done, and the epoch's validation was left out."""
+    *_, path = fit(4, tmp_path, stop=(hook, 5))
+    second, module, _ = fit(size, tmp_path, resume=path)
+    assert samples_of(second, 0) == uninterrupted[0][-8:]
+    assert samples_of(second, 1) == uninterrupted[1]
+    in_epoch = SAMPLES // 2 // size
+    assert [batch_idx for epoch, batch_idx, _ in second if epoch == 0] == list(range(in_epoch * 5 // 6, in_epoch))
+    assert [epoch for epoch, *_ in module.validated] == [0, 1]
+
+
 @pytest.mark.parametrize("validate", [True, False])
 def test_a_run_resumed_at_an_epoch_s_end_can_be_resumed_again_in_the_next_one(tmp_path, uninterrupted, validate):
     """Its epochs were counted wrong, so the third run counted from the epoch's begin, and left out its last step."""

@@ -142,7 +142,7 @@ def _count_by_this_layout(trainer: pl.Trainer, combined: CombinedLoader) -> None
         # saved between two epochs, when the batch counters are still those of the first
         batches: float = 0
         progress.is_last_batch = False
-    elif progress.is_last_batch:
+    elif progress.is_last_batch and done == progress.current.ready:  # not saved before it was trained on
         batches = fit_loop.max_batches
     else:
         batches = sampler.batches_until(sampler.start)
