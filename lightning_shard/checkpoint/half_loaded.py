@@ -13,12 +13,14 @@ object, not with its memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_shard.checkpoint.tensors import flatten, locate
+from lightning_shard.dense import dense_parts
 from lightning_shard.errors import CheckpointError
 
 CHANGED = "The tensors that were loaded into have changed in part, and can't be saved until a load into them succeeds."
@@ -63,7 +65,7 @@ _marked: dict[int, tuple[StorageWeakRef, list[_Span]]] = {}
 
 def mark(tensors: Iterable[Tensor]) -> None:
     """Mark tensors as half loaded. Called before a load writes the first byte into them."""
-    for tensor in tensors:
+    for tensor in chain.from_iterable(map(dense_parts, tensors)):
         storage = StorageWeakRef(tensor.untyped_storage())
         _, spans = _marked.setdefault(storage.cdata, (storage, []))
         if (span := _Span.of(tensor)) not in spans and span.begin < span.end:
@@ -72,7 +74,7 @@ def mark(tensors: Iterable[Tensor]) -> None:
 
 def clear(tensors: Iterable[Tensor]) -> None:
     """Remove the marks of tensors that have been filled completely."""
-    for tensor in tensors if _marked else ():
+    for tensor in chain.from_iterable(map(dense_parts, tensors)) if _marked else ():
         key = StorageWeakRef(tensor.untyped_storage()).cdata
         if key in _marked:
             storage, spans = _marked.pop(key)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.dense import dense_parts, is_dense
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.sharding import local_part, parameter_like
 from lightning_shard.tree import as_bytes
@@ -34,16 +36,20 @@ def agree_on_weights(root: nn.Module) -> bool:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
-    state = [t.detach() for t in (*root.parameters(), *root.buffers()) if not t.is_meta and not isinstance(t, DTensor)]
+    state = [t for t in (*root.parameters(), *root.buffers()) if not t.is_meta and not isinstance(t, DTensor)]
     digest = xxhash.xxh3_128()
     for tensor in state:
-        digest.update(as_bytes(tensor.cpu().contiguous()).numpy().data if tensor.numel() else b"")
+        for part in dense_parts(tensor.detach()):
+            digest.update(as_bytes(part.cpu().contiguous()).numpy().data if part.numel() else b"")
     digests: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, digest.hexdigest())
     if len(set(digests)) == 1:
         return False
     for tensor in state:
-        _broadcast_from_first(tensor)
+        if is_dense(tensor):
+            _broadcast_from_first(tensor.detach())
+        else:
+            _replace_buffer(root, tensor, _object_of_first(tensor.cpu()).to(tensor.device))
     return True
 
 
@@ -54,6 +60,20 @@ def _broadcast_from_first(tensor: Tensor) -> None:
     raw = as_bytes(values)
     dist.broadcast(raw, src=0)
     tensor.copy_(values)
+
+
+def _object_of_first(value: Any) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _replace_buffer(root: nn.Module, old: Tensor, new: Tensor) -> None:
+    """Replace a sparse buffer: ranks may hold other numbers of entries, so none can be filled in place."""
+    for module in root.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is old:
+                module._buffers[key] = new
 
 
 def materialize(root: nn.Module, parts: Iterable[str], device: torch.device, seed: int) -> list[str]:

@@ -13,11 +13,12 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A room is a folder or a single module of the package; it may import itself and these.
 TRADES = {"parallel", "pipeline", "checkpoint"}
 GROUND = {
-    *("arguments", "errors", "gloo", "layout", "namespaces", "scripted", "sharding", "subclasses", "tree"),
+    *("arguments", "dense", "errors", "gloo", "layout", "namespaces", "scripted", "sharding", "subclasses", "tree"),
     *("user_hooks", "versions"),
 }
 ROOMS: dict[str, set[str]] = {
     "arguments": {"errors"},
+    "dense": {"tree"},
     "errors": set(),
     "gloo": set(),
     "layout": {"errors"},

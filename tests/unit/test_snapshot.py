@@ -93,3 +93,18 @@ def test_what_is_beside_parameters_is_put_back() -> None:
         assert [*module.recent] == [module.weight, 0]
         assert module.some == {module.weight, "a"}
         assert not memory.changed()
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_are_put_back(layout: torch.layout) -> None:
+    module = nn.Module()
+    module.register_buffer("listed", torch.eye(3).to_sparse(layout=layout))
+    module.phases = torch.zeros(2, dtype=torch.complex32)
+    memory = Memory(module)
+    assert memory.changed() == []
+    module.listed.mul_(2)
+    module.phases.real.fill_(1)
+    assert sorted(memory.changed()) == ["_buffers.listed", "phases"]
+    memory.put_back()
+    assert torch.equal(module.listed.to_dense(), torch.eye(3))
+    assert memory.changed() == []

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_shard.dense import dense_parts
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.tensor.check_handed_on import norm_and_sum
 from lightning_shard.plugin.steps.checks.tensor_ranks import ROUNDING, differ, everyones, first_of, is_split
@@ -32,15 +33,19 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, buffer: Tensor) -> Mark:
-        local = local_tensor(buffer)
-        has_norm = local.is_complex() or (local.is_floating_point() and local.dtype.itemsize > 1)
-        return cls(id(buffer), buffer._version, norm_and_sum(local if has_norm else local.double()))
+        numbers = torch.stack([*map(_numbers, dense_parts(local_tensor(buffer)))]).sum(0)
+        return cls(id(buffer), buffer._version, numbers)
 
     def is_same(self, other: Mark) -> bool:
         return self[:2] == other[:2] and torch.equal(self.numbers, other.numbers)
 
     def has_version_of(self, buffer: Tensor) -> bool:
         return self[:2] == (id(buffer), buffer._version)
+
+
+def _numbers(local: Tensor) -> Tensor:
+    has_norm = local.is_complex() or (local.is_floating_point() and local.dtype.itemsize > 1)
+    return norm_and_sum(local if has_norm else local.double())
 
 
 class ChangedBuffers:

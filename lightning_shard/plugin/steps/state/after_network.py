@@ -29,6 +29,7 @@ from torch.jit import ScriptModule
 from torchmetrics import Metric
 
 from lightning_shard import tree
+from lightning_shard.dense import have_equal_values
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.kept import OF_RECURRENT_LAYERS
 from lightning_shard.pipeline.dataflow.taint import REMEDY, Hollow, Origin, Unknown, mark
@@ -433,7 +434,7 @@ def _equal(held: Any, value: Any) -> bool:
     if isinstance(value, Tensor):
         if not isinstance(held, Tensor) or (held.shape, held.dtype) != (value.shape, value.dtype):
             return False
-        return bool(torch.equal(held.detach(), value.to(held.device)))
+        return have_equal_values(held.detach(), value.to(held.device))
     if isinstance(value, tuple):
         return isinstance(held, tuple) and len(held) == len(value) and all(map(_equal, held, value))
     return is_simple(value) and type(held) is type(value) and held == value

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.dense import have_equal_values
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import Namespace
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, has_no_memory
@@ -282,7 +283,7 @@ def _note_tensor(path: str, tensor: Tensor) -> Note | None:
             tensor.detach_()
         if local.shape != copy.shape:
             local.data = copy.clone()
-        elif tensor._version != version or not torch.equal(local, copy):  # writes through `.data` bump no version
+        elif tensor._version != version or not have_equal_values(local, copy):  # writes through `.data` bump no version
             local.copy_(copy)
             # the value that a graph saved is there again; with a new version, its backward would refuse it
             torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
@@ -290,7 +291,7 @@ def _note_tensor(path: str, tensor: Tensor) -> Note | None:
     def has_changed() -> bool:
         if type(tensor) is not kind or tensor._version != version or tensor.requires_grad != needs_gradient:
             return True
-        return local.shape != copy.shape or not torch.equal(local, copy)
+        return local.shape != copy.shape or not have_equal_values(local, copy)
 
     return Note(path, tensor, put_back, has_changed)
 

@@ -1,0 +1,79 @@
+"""Modules that hold sparse tensors, such as a graph's adjacency, and others that torch can't compare."""
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shard.parallel.init import agree_on_weights
+from lightning_shard.testing import assert_trains_alike, ranks
+
+NODES = 8
+
+
+def ring() -> Tensor:
+    return torch.eye(NODES).roll(1, 0) + torch.eye(NODES)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(6, 6)
+        self.own = torch.eye(6).to_sparse()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.weight(x) @ self.own.to_dense())
+        return out
+
+
+class Graphs(L.LightningModule):
+    """Features of a graph's nodes, and of a batch several graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 6)
+        self.blocks = nn.ModuleList(Convolution() for _ in range(4))
+        self.head = nn.Linear(6, 1)
+        self.register_buffer("adjacency", ring().to_sparse(), persistent=False)
+        self.compressed = ring().to_sparse_csr()
+        self.lengths = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        self.phases = torch.zeros(3, dtype=torch.complex32)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = torch.stack([torch.sparse.mm(self.adjacency, graph) for graph in batch])
+        x = self.embed(torch.stack([self.compressed @ graph for graph in x]))
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.head(x).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: object, batch: Tensor, batch_idx: int) -> None:
+        self.adjacency = (ring() * 0.5 / (batch_idx + 1)).to_sparse()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(8, NODES, 3, generator=generator) for _ in range(3)]
+
+
+def test_sparse_and_nested_tensors_train_as_in_one_process() -> None:
+    """Comparing them failed in torch's words: attributes on stages, and buffers on all layouts."""
+    interleaved = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
+    assert_trains_alike(Graphs, batches, ["dp2", "pp2", interleaved])
+
+
+@ranks(2)
+def test_sparse_buffers_are_the_first_ranks() -> None:
+    """Also where ranks have other numbers of entries."""
+    own = torch.eye(3 + dist.get_rank()).roll(1, 0)[:3, :3]
+    module = nn.Module()
+    module.register_buffer("listed", own.to_sparse())
+    module.register_buffer("compressed", own.to_sparse_csr())
+    assert agree_on_weights(module)
+    for buffer in module.buffers():
+        assert torch.equal(buffer.to_dense(), torch.eye(3).roll(1, 0))
+    assert not agree_on_weights(module)
