@@ -19,6 +19,7 @@ from lightning_shard import checkpoint
 from lightning_shard.checkpoint.convert import local_copy, write
 from lightning_shard.checkpoint.folder import Earlier
 from lightning_shard.checkpoint.saving import commit, files, merge
+from lightning_shard.checkpoint.store.remote import RemoteStore
 from lightning_shard.cli import main
 from lightning_shard.errors import (
     CheckpointError,
@@ -294,6 +295,38 @@ def test_an_earlier_export_is_not_read_in_place_of_a_new_one(tmp_path):
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["disk", "store"])
+def test_an_export_of_several_files_that_fails_midway_is_no_mixture_with_an_earlier_one(tmp_path, monkeypatch, where):
+    folder = str(tmp_path / "out") if where == "disk" else f"memory://{tmp_path}/out"
+    for step in (1.0, 2.0):
+        checkpoint.save({name: torch.full((100,), step) for name in "abcd"}, tmp_path / f"{step}")
+
+    def gather(step):
+        checkpoint.gather(tmp_path / f"{step}", f"{folder}/model.safetensors", max_shard_bytes=400)
+
+    gather(1.0)
+    appeared = []
+
+    def failing(function):
+        def call(*args, **kwargs):
+            appeared.append(args)
+            if len(appeared) == 3:
+                raise OSError("the disk is gone")
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(write.os, "replace", failing(write.os.replace))
+        patch.setattr(RemoteStore, "publish", failing(RemoteStore.publish))
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            gather(2.0)
+    with pytest.raises(CheckpointNotFoundError):
+        checkpoint.read(folder)
+    gather(2.0)
+    assert all(torch.equal(stored.full(), torch.full((100,), 2.0)) for stored in checkpoint.read(folder).values())
 
 
 def test_safetensors_files_and_folders_are_read(tmp_path):

@@ -8,6 +8,7 @@ import posixpath
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -103,7 +104,7 @@ def gather(
         CheckpointError: The format has no use for an argument, or needs something that the checkpoint lacks; ``out`` is
             named as a checkpoint's own files are; several files are to be written next to a file of a whole model,
             which readers would take instead; or a disk or a store failed. An earlier file at ``out`` then stays, or has
-            been replaced as a whole.
+            been replaced as a whole. Of several files with an index, the earlier index stays, or there is none.
     """
     ranks = Ranks.of(group)
     target = as_text(out, "out")
@@ -141,7 +142,8 @@ def gather(
                 if format != "lightning":
                     _tell_of_carriers(bundle)
         with checkpoint.saying_if_replaced():
-            deliver(store, bundle.files, ranks, durable=fsync, progress=progress)
+            retract = partial(_retract_index, store, bundle, durable=fsync)
+            deliver(store, bundle.files, ranks, durable=fsync, progress=progress, begin=retract)
         with all_or_none(group):
             for small, data in bundle.small.items() if ranks.first else ():
                 store.publish(small, [memoryview(data)], len(data), durable=fsync)
@@ -199,6 +201,18 @@ def _refuse_older(store: Store, bundle: export.Bundle) -> None:
                 f"{store.root}/{whole} is a file of a whole model, which would be read in place of the several that"
                 " max_shard_bytes asks for: remove it, or gather to another folder."
             )
+
+
+def _retract_index(store: Store, bundle: export.Bundle, *, durable: bool) -> None:
+    """Remove an earlier export's index of files that are about to be replaced: until all of them are, readers that
+    follow it would mix two models."""
+    if not any(store.exists(file.name) for file in bundle.files):
+        return
+    for name in bundle.small:
+        if name.endswith(INDEX_ENDS) and store.exists(name):
+            store.remove(name)
+            if durable:
+                store.sync([name])
 
 
 def _tell_of_carriers(bundle: export.Bundle) -> None:

@@ -39,16 +39,28 @@ Progress = Callable[[int, int], None]
 
 
 def deliver(
-    store: Store, files: Sequence[OutFile], ranks: Ranks, *, durable: bool, progress: Progress | None = None
+    store: Store,
+    files: Sequence[OutFile],
+    ranks: Ranks,
+    *,
+    durable: bool,
+    progress: Progress | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> None:
     """Write files. A collective call over ``ranks``, all of which pass the same files.
+
+    Args:
+        begin: Called on the first rank before the first file appears.
 
     Raises:
         CorruptCheckpointError: A source is damaged. Every rank raises, and no local file appears.
     """
     if isinstance(store, LocalStore):
-        _deliver_locally(store, files, ranks, durable, progress)
+        _deliver_locally(store, files, ranks, durable, progress, begin)
         return
+    with all_or_none(ranks.group):
+        if ranks.first:
+            begin()
     in_parts = isinstance(store, S3Store) and len(files) < len(ranks.members)
     whole = [file for file in files if not (in_parts and file.size >= MIN_SHARED_BYTES)]
     shared = [_OwnParts(file, ranks) for file in files if in_parts and file.size >= MIN_SHARED_BYTES]
@@ -82,7 +94,12 @@ class _Count:
 
 
 def _deliver_locally(
-    store: LocalStore, files: Sequence[OutFile], ranks: Ranks, durable: bool, progress: Progress | None
+    store: LocalStore,
+    files: Sequence[OutFile],
+    ranks: Ranks,
+    durable: bool,
+    progress: Progress | None,
+    begin: Callable[[], None],
 ) -> None:
     paths = {file.name: os.path.join(store.root, file.name) for file in files}
     suffix = ranks.broadcast(f".{os.getpid()}-{secrets.token_hex(4)}.tmp" if ranks.first else None)
@@ -106,6 +123,7 @@ def _deliver_locally(
                 )
         with all_or_none(ranks.group):
             if ranks.first:
+                begin()
                 for path in paths.values():
                     os.replace(path + suffix, path)
                 if durable:
