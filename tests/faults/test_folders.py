@@ -173,3 +173,19 @@ def test_a_report_of_a_save(tmp_path: Path) -> None:
     assert (report.path, report.attempt) == (str(tmp_path / "c"), manifest.attempt)
     assert report.bytes == report.rank_bytes == sum(file.bytes for file in manifest.files)
     assert report.seconds > 0
+
+
+def test_a_link_that_was_made_although_its_answer_was_lost_is_no_conflict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS asks once more then, and is told that the name is taken."""
+    link = os.link
+
+    def link_twice(source: str, target: str) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    checkpoint.save({"w": torch.ones(2)}, tmp_path / "a")
+    assert checkpoint.verify(tmp_path / "a").ok
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["manifest.json", "model"]

@@ -148,3 +148,35 @@ def test_what_is_no_path_is_refused_by_name(path: Any, tmp_path: Path) -> None:
     assert len(checkpoint.list(tmp_path)) == 2
     with pytest.raises(CheckpointError, match=r"out \(.*\) must be a str"):
         checkpoint.gather(tmp_path / "a", path)
+
+
+def test_a_path_may_go_through_a_folder_that_is_made(tmp_path: Path) -> None:
+    checkpoint.save({"w": torch.ones(2)}, f"{tmp_path}/new/../a")
+    assert checkpoint.exists(tmp_path / "a")
+    elsewhere = tmp_path / "elsewhere" / "inner"
+    elsewhere.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(elsewhere)
+    checkpoint.save({"w": torch.ones(2)}, f"{tmp_path}/link/../b")  # what the link leads to is in "elsewhere"
+    assert checkpoint.exists(tmp_path / "elsewhere" / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_what_answers_from_copies_is_read_and_not_saved_to() -> None:
+    """A save over another one saw that one's manifest after its commit, and removed its own files."""
+    plain = "memory://kept-copies/a"
+    checkpoint.save({"w": torch.ones(2)}, plain)
+    for url in (f"simplecache::{plain}", f"filecache::{plain}"):
+        assert torch.equal(checkpoint.read(url)["w"].full(), torch.ones(2))
+        for change in (
+            lambda url=url: checkpoint.save({"w": torch.zeros(2)}, url),
+            lambda url=url: checkpoint.remove(url),
+        ):
+            with pytest.raises(CheckpointError, match=f"goes through a cache.*{plain} can be saved to"):
+                change()
+    assert torch.equal(checkpoint.read(plain)["w"].full(), torch.ones(2))
+
+
+def test_two_places_of_the_local_disk_are_not_joined(tmp_path: Path) -> None:
+    """The path would have been left out: what was saved was in the working directory."""
+    with pytest.raises(CheckpointError, match="joins the local disk"):
+        checkpoint.save({"w": torch.ones(2)}, f"local::file://{tmp_path}/a")

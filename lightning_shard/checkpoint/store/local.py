@@ -183,7 +183,8 @@ class LocalStore:
                 if os.path.islink(self._base) and not os.path.exists(self._base):
                     with contextlib.suppress(OSError):
                         os.unlink(self._base)
-                folder = missing = os.path.dirname(os.path.abspath(path))
+                # as written: "new/.." needs a folder "new", and after a link leads elsewhere
+                folder = missing = os.path.dirname(path)
                 while not os.path.exists(missing):
                     missing = os.path.dirname(missing)
                     self._made.add(missing)
@@ -193,7 +194,7 @@ class LocalStore:
 
     def make(self, *, durable: bool) -> None:
         """Create the directory and its parents."""
-        parents, folder = [], os.path.abspath(self._base)
+        parents, folder = [], self._base
         while not os.path.exists(folder):
             folder = os.path.dirname(folder)
             parents.append(folder)
@@ -240,7 +241,8 @@ class LocalStore:
         try:
             os.link(source, target)
         except FileExistsError:
-            raise conflict(self.root, name) from None
+            if not _is_one_file(source, target):  # else NFS has asked twice, as the first answer was lost
+                raise conflict(self.root, name) from None
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -316,8 +318,15 @@ class LocalStore:
         folders = {os.path.dirname(self._path(name)) for name in names}
         if not folders:
             return  # a rank that writes nothing: there may be no folder yet
-        for folder in folders | self._made | {self._base, os.path.dirname(os.path.abspath(self._base))}:
+        for folder in folders | self._made | {self._base, os.path.dirname(self._base)}:
             _fsync_folder(folder)
+
+
+def _is_one_file(path: str, other: str) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.lstat(other))
+    except OSError:
+        return False
 
 
 def _preadv_all(fd: int, buffers: list[Buffer], offset: int, name: str) -> None:

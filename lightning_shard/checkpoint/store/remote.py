@@ -49,6 +49,7 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss",
 On others a put may be visible half written, so the file is put under a temporary name and then moved.
 """
 _NOT_IN_STORES = re.compile("[\0-\x1f\ud800-\udfff]")  # clients and servers quote these differently
+_LOCAL = {"file", "local"}
 _WEBDAV = {"webdav", "dav"}
 _NOT_IN_WEBDAV = re.compile(r"[%?#]|(?<=/)\.\.?(?=/|$)")
 _HTTP = {"http", "https"}
@@ -103,6 +104,10 @@ class RemoteStore:
         self._calls = Calls(self.fs, root, dict(storage_options), stall_s)
         protocol = self.fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
+        if protocols & _LOCAL:  # joined to what follows, it has no path, and so would be the working directory
+            raise CheckpointError(
+                f"path ({root}) joins the local disk to another place by '::': leave out one of them."
+            )
         self._is_object_store = bool(protocols & _OBJECT_STORES)
         self._is_webdav = bool(protocols & _WEBDAV)
         self._is_http = bool(protocols & _HTTP)
@@ -193,6 +198,12 @@ class RemoteStore:
         calls.part(file.close, moving_bytes=size_bytes)
 
     def stamp(self, name: str) -> Stamp | None:
+        if _keeps_copies(self.fs):
+            # a save that looks after its commit would see the old manifest, and remove the files of the new one
+            raise CheckpointError(
+                f"{self.root} goes through a cache, which shows files as they were when they were first read:"
+                f" {self.root.partition('::')[2]} can be saved to, and be removed from."
+            )
         try:
             return digest(self.read(name))
         except FileNotFoundError:
@@ -313,6 +324,12 @@ class RemoteStore:
 
     def sync(self, names: Iterable[str]) -> None:
         """Does nothing: a remote store is as durable as it gets when a write returns."""
+
+
+def _keeps_copies(fs: Any) -> bool:
+    """Whether a filesystem answers from copies of files, as those of ``simplecache::`` and ``filecache::`` do."""
+    cached: Any = sys.modules.get("fsspec.implementations.cached")
+    return cached is not None and isinstance(fs, cached.CachingFileSystem)
 
 
 def _silence(limit_s: float) -> Any:
