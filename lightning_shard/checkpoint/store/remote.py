@@ -104,10 +104,8 @@ class RemoteStore:
         self._calls = Calls(self.fs, root, dict(storage_options), stall_s)
         protocol = self.fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
-        if protocols & _LOCAL:  # joined to what follows, it has no path, and so would be the working directory
-            raise CheckpointError(
-                f"path ({root}) joins the local disk to another place by '::': leave out one of them."
-            )
+        if "::" in root and protocols & _LOCAL:  # fsspec finds no path there, which is the working directory
+            raise CheckpointError(f"path ({root}) joins the local disk to another place by '::': leave one out.")
         self._is_object_store = bool(protocols & _OBJECT_STORES)
         self._is_webdav = bool(protocols & _WEBDAV)
         self._is_http = bool(protocols & _HTTP)
