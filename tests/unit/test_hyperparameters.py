@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy, ModelCheckpoint
+from lightning_shard.errors import UnsupportedStateError
 from lightning_shard.testing import run_ranks
 
 
@@ -65,6 +66,33 @@ def test_what_no_checkpoint_holds_is_left_out_and_given_again(tmp_path: Path) ->
         Kept.load_from_checkpoint(tmp_path / "last.ckpt")
     again = Kept.load_from_checkpoint(tmp_path / "last.ckpt", scale=Scaled(2.0), options=None)
     assert again.layer.in_features == again.hparams["width"] == 2
+
+
+class Graph(Kept):
+    def __init__(self) -> None:
+        super().__init__(2, Scaled(1.0), None)
+        self.register_buffer("adjacency", torch.eye(2).to_sparse())
+        self.register_buffer("unsaved", torch.eye(2).to_sparse(), persistent=False)
+
+
+def refused(folder: Path) -> tuple[list[str], str]:
+    quiet: Any = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "max_steps": 1}
+    trainer = L.Trainer(
+        strategy=HybridShardStrategy(), accelerator="cpu", devices=1, callbacks=[ModelCheckpoint(folder)], **quiet
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(UnsupportedStateError) as error:
+            trainer.fit(Graph(), DataLoader(torch.ones(3, 2), batch_size=3))
+    return [str(each.message) for each in told if "will be refused" in str(each.message)], str(error.value)
+
+
+def test_a_buffer_for_which_every_save_is_refused_is_told_of_before_training(tmp_path: Path) -> None:
+    [(told, error)] = run_ranks(refused, 1, tmp_path, elastic=True)
+    assert len(told) == 1
+    assert "'adjacency' has layout torch.sparse_coo" in error
+    assert error in told[0]
+    assert "persistent=False" in told[0]
 
 
 def test_without_checkpoints_nothing_is_said(tmp_path: Path) -> None:

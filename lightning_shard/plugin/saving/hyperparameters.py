@@ -6,12 +6,15 @@ transformations. Nothing is pickled, and such an object mustn't cost a checkpoin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 
 from lightning_shard.checkpoint.format.encode import encode
+from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.errors import UnsupportedStateError
 
 _TYPES = (pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE, pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE)
@@ -64,13 +67,30 @@ def _reason(name: str, value: Any) -> UnsupportedStateError | None:
 
 
 def warn_of_unstorable(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Warn, on rank 0, of what every save would leave out, if the Trainer has a checkpoint callback."""
+    """Warn, on rank 0, of what saves would leave out, or be refused for, if the Trainer has a checkpoint callback."""
     if not trainer.checkpoint_callbacks:
         return
+    for reason in _reasons_of_buffers(module):
+        rank_zero_warn(
+            f"Every checkpoint of this run will be refused: {reason} To leave it out, register it by"
+            " register_buffer(…, persistent=False)."
+        )
     for holder in (module, getattr(trainer, "datamodule", None)):
         kept = holder.hparams if holder is not None else {}
         for name, reason in (unstorable_in(dict(kept)) if isinstance(kept, dict) else {}).items():
             rank_zero_warn(_text(name, f"{type(holder).__name__}.save_hyperparameters()", reason))
+
+
+def _reasons_of_buffers(module: nn.Module) -> Iterator[UnsupportedStateError]:
+    """Why saved buffers, such as a sparse adjacency, can't be held; the first save would be an epoch later."""
+    for prefix, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            if buffer is None or buffer.is_meta or key in part._non_persistent_buffers_set:
+                continue
+            try:
+                check_storable(".".join(filter(None, (prefix, key))), buffer)
+            except UnsupportedStateError as error:
+                yield error
 
 
 def _text(name: str, keeper: str, reason: UnsupportedStateError) -> str:
