@@ -182,7 +182,7 @@ def test_what_callbacks_and_buffers_hold_comes_back_on_another_layout(
     assert held == {f"state/callbacks/Average/average/{name}": value for name, value in average.items()}
     read = stored.trainer_state()["hyper_parameters"]
     resolved = {"width": 8, "twice": 8, "list": [1, {"a": 8}], "open": "???"}
-    assert read == {**hyperparameters(), "config": resolved, "kind": "small"}
+    assert read == {**hyperparameters(), "config": resolved}
 
 
 class Odd(L.Callback):

@@ -175,10 +175,31 @@ def test_configs_become_plain_mappings():
     assert back == {"lr": 0.1, "nested": {"x": 1}}
 
 
-def test_enums_come_back_as_themselves_only_where_registered():
-    assert there_and_back([Color.RED, Level.LOW]) == [1, 2]
+def test_enums_come_back_as_themselves_where_the_program_has_their_classes():
+    """As values, they would be equal to no member: a hyperparameter that chooses a layer would choose another."""
+    for value in (Color.RED, Level.LOW, Access.READ, Access.READ | Access.WRITE):
+        assert there_and_back(value) is value
+    tree, _ = encode([Color.RED, Color.RED])
     register_codec(Color)
     assert there_and_back(Color.RED) is Color.RED
+    for item in tree:
+        item["type"] = "of.another.program.Color"
+    with pytest.warns(UserWarning, match=r"1 is given in place of the member 'RED'.*this program hasn't") as told:
+        assert decode(tree, {}.__getitem__) == [1, 1]
+    assert len(told) == 1
+
+
+def test_members_of_classes_of_one_name_are_not_mixed_up():
+    def make():
+        class Kind(enum.Enum):
+            A = "a"
+
+        return Kind
+
+    one, other = make(), make()
+    assert one is not other
+    with pytest.warns(UserWarning, match="'a' is given in place"):
+        assert there_and_back(one.A) == "a"
 
 
 @pytest.mark.usefixtures("no_codecs_stay")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy, ModelCheckpoint
+from lightning_shard import HybridShardStrategy, ModelCheckpoint, checkpoint
 from lightning_shard.errors import UnsupportedStateError
 from lightning_shard.testing import run_ranks
 
@@ -66,6 +67,45 @@ def test_what_no_checkpoint_holds_is_left_out_and_given_again(tmp_path: Path) ->
         Kept.load_from_checkpoint(tmp_path / "last.ckpt")
     again = Kept.load_from_checkpoint(tmp_path / "last.ckpt", scale=Scaled(2.0), options=None)
     assert again.layer.in_features == again.hparams["width"] == 2
+
+
+class Activation(enum.Enum):
+    RELU = "relu"
+    TANH = "tanh"
+
+
+class Chosen(L.LightningModule):
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(2, 2)
+        self.activation = torch.relu if activation is Activation.RELU else torch.tanh
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.activation(self.layer(batch)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def save_chosen(path: Path) -> None:
+    quiet: Any = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "max_steps": 1}
+    trainer = L.Trainer(
+        strategy=HybridShardStrategy(), accelerator="cpu", devices=1, enable_checkpointing=False, **quiet
+    )
+    trainer.fit(Chosen(Activation.RELU), DataLoader(torch.ones(3, 2), batch_size=3))
+    trainer.save_checkpoint(path)
+
+
+def test_a_choice_by_an_enum_is_made_again(tmp_path: Path) -> None:
+    """Its value came back, so that another network was built than was trained."""
+    run_ranks(save_chosen, 1, tmp_path / "a.ckpt", elastic=True)
+    again = Chosen.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert again.hparams["activation"] is Activation.RELU
+    assert again.activation is torch.relu
+    checkpoint.gather(tmp_path / "a.ckpt", tmp_path / "one.ckpt")
+    kept = torch.load(tmp_path / "one.ckpt", weights_only=True)["hyper_parameters"]  # a member can't be read so
+    assert kept["activation"] == "relu"
 
 
 class Graph(Kept):

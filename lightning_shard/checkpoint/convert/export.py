@@ -266,7 +266,7 @@ def plan_lightning(checkpoint: Checkpoint, naming: Naming, *, optimizer: bool) -
         referred.add(name)
         return states[name]
 
-    rest = decode(checkpoint.state_json(), others.__getitem__, refer)
+    rest = decode(checkpoint.state_json(), others.__getitem__, refer, plain_enums=True)
     own = {name: state for name, state in states.items() if name not in referred}
     return skeleton(put_together(model, own if optimizer else None, rest), fakes)
 

@@ -1,7 +1,7 @@
 """Decodes JSON with type tags to Python values; the inverse of ``encode``. See ``docs/format.md``, "Typed JSON".
 
-Decoding builds only values of the types listed here, and of types that the reading program registered. No name in a
-file is ever imported, looked up in a module, or called.
+Decoding builds only values of the types listed here, and of types that the reading program registered, and members of
+its Enum classes. No name in a file is ever imported, looked up in a module, or called.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ import collections
 import datetime
 import decimal
 import enum
+import functools
 import math
+import operator
 import pathlib
 import re
 import types
 import uuid
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lightning_shard.checkpoint.format.header import DTYPES
-from lightning_shard.checkpoint.format.registered import FACTORIES, INT64, TAG, Reference, by_name
+from lightning_shard.checkpoint.format.registered import FACTORIES, INT64, TAG, Reference, by_name, enum_of_program
 from lightning_shard.checkpoint.format.strict_json import integer, loads, text
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 
@@ -35,6 +38,7 @@ def decode(
     stored: Callable[[str], Any] = Reference,
     *,
     lenient: bool = False,
+    plain_enums: bool = False,
 ) -> Any:
     """Decode a tree of JSON values.
 
@@ -43,13 +47,14 @@ def decode(
         tensor: Returns the tensor of a name.
         stored: Returns the value for a :class:`Reference` to a name.
         lenient: Return the encoded form of types that aren't registered here, instead of raising.
+        plain_enums: Return values in place of members of Enum classes that aren't registered here.
 
     Raises:
         CheckpointError: The saving program registered a type that this program hasn't.
         CorruptCheckpointError: The tree isn't one that :func:`encode` makes.
     """
     try:
-        return _Decoder(tensor, stored, lenient).value(tree)
+        return _Decoder(tensor, stored, lenient, plain_enums or lenient).value(tree)
     except CheckpointError:
         raise
     except RecursionError as error:
@@ -63,6 +68,9 @@ class _Decoder:
     tensor: Callable[[str], torch.Tensor]
     stored: Callable[[str], Any]
     lenient: bool
+    plain_enums: bool
+    _told: set[str] = field(default_factory=set)
+    """Enum classes that this program lacks, of which it was told."""
 
     def value(self, tree: Any) -> Any:
         if isinstance(tree, list):
@@ -119,7 +127,7 @@ class _Decoder:
         label, name = text(tree["type"], "an enum's type"), tree["name"]
         codec, value = by_name.get(label), self.value(tree["v"])
         if codec is None or not issubclass(codec.type, enum.Enum):
-            return value
+            return self._member_of_program(label, name, value)
         if name in codec.type.__members__:
             return codec.type.__members__[name]
         try:
@@ -131,6 +139,26 @@ class _Decoder:
                 f"The checkpoint holds the member {name!r} ({value!r:.40}) of {label!r}, which this program's class"
                 " hasn't: give it that member back, or load with the program that saved."
             ) from error
+
+    def _member_of_program(self, label: str, name: Any, value: Any) -> Any:
+        """The member of a class that isn't registered; its value, if this program hasn't the class or the member."""
+        kind = None if self.plain_enums else enum_of_program(label)
+        # of combined flags the names; no constructor is called, since a class may have code for unknown values
+        parts = name.split("|") if isinstance(name, str) else []
+        if kind is not None and parts and all(part in kind.__members__ for part in parts):
+            return functools.reduce(operator.or_, (kind.__members__[part] for part in parts))
+        if not self.lenient and label not in self._told:
+            self._told.add(label)
+            warnings.warn(
+                f"{value!r:.60} is given in place of the member {name!r:.40} of the Enum {label!r:.80}"
+                + (
+                    ", since a file that is read without pickle can't hold it."
+                    if self.plain_enums
+                    else ", which this program hasn't: import it before, or register it by checkpoint.register_codec."
+                ),
+                stacklevel=2,
+            )
+        return value
 
     def _custom(self, tree: dict[str, Any]) -> Any:
         name = text(tree["type"], "a type's name")

@@ -33,6 +33,20 @@ class Reference:
     name: str
 
 
+def enum_of_program(label: str) -> type[enum.Enum] | None:
+    """The Enum class of this name that the running program has; None if there is none, or several.
+
+    Searched among all Enum classes that exist, so that nothing is imported or called for a name in a file.
+    """
+    found, waiting = set[type[enum.Enum]](), [enum.Enum]
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        if f"{kind.__module__}.{kind.__qualname__}" == label:
+            found.add(kind)
+    return found.pop() if len(found) == 1 else None
+
+
 by_type: dict[type, Codec] = {}
 by_name: dict[str, Codec] = {}
 
