@@ -313,7 +313,10 @@ def test_a_password_in_a_path_is_refused_and_not_repeated(path: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["webdav://h/a%41", "webdav://h/50%", "dav://h/a#b", "webdav://h/./a", "webdav://h/a/..", "s3://b/a?versionId=3"],
+    [
+        *("webdav://h/a%41", "webdav://h/50%", "dav://h/a#b", "webdav://h/./a", "webdav://h/a/..", "webdav://h/a /b"),
+        "s3://b/a?versionId=3",
+    ],
 )
 def test_a_name_that_would_be_taken_for_another_is_refused(path: str) -> None:
     with pytest.raises(CheckpointError, match=r"holds '.*', which WebDAV|names a version"):

@@ -51,7 +51,7 @@ On others a put may be visible half written, so the file is put under a temporar
 _NOT_IN_STORES = re.compile("[\0-\x1f\ud800-\udfff]")  # clients and servers quote these differently
 _LOCAL = {"file", "local"}
 _WEBDAV = {"webdav", "dav"}
-_NOT_IN_WEBDAV = re.compile(r"[%?#]|(?<=/)\.\.?(?=/|$)")
+_NOT_IN_WEBDAV = re.compile(r"[%?#]|(?<=/)\.\.?(?=/|$)| (?=/|$)")
 _HTTP = {"http", "https"}
 _PLACES = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_CONNECTION_STRING", "STORAGE_EMULATOR_HOST")
 """Environment variables by which adlfs and gcsfs find their stores."""
