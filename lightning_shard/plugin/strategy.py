@@ -310,6 +310,7 @@ class HybridShardStrategy(PreparedStrategy):
     def on_train_end(self) -> None:
         if self._walks is not None:
             self._walks.guard(shows_all=True)
+        self._join_copies()
         self.checkpoint_io.wait()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -364,6 +365,10 @@ class HybridShardStrategy(PreparedStrategy):
         super()._check_ties()
         if self._first_checks is not None:
             self._first_checks.check_copies()
+
+    def _join_copies(self) -> None:
+        if self._first_checks is not None:
+            self._first_checks.join_buffers()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
@@ -422,6 +427,7 @@ class HybridShardStrategy(PreparedStrategy):
         loop = trainer_private.evaluating(trainer)
         trainer_private.before_end_hooks(loop, self._free_gathered)
         broadcast_statistics(module, self.groups.gradient)
+        self._join_copies()
         assert self._steps is not None
         self._steps.begin(method)
         if self.layout.pipeline_parallel_size == 1:

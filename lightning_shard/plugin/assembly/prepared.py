@@ -46,6 +46,7 @@ from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.alike import Alike
+from lightning_shard.plugin.steps.checks.copied_buffers import CopiedBuffers
 from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
 from lightning_shard.plugin.steps.checks.parameter_walks import OF_RANK, PartialStates, Walks
@@ -197,12 +198,17 @@ class PreparedStrategy(CheckpointedStrategy):
         warn_of_balancing(module, parts * layout.data_parallel_size)
         gradients = Gradients(module, groups.gradient, reduces_each=self._reduces_each, is_pipelined=is_pipelined)
         self._gradients = gradients
-        copies = FrozenCopies(module, groups.gather_over_stages) if is_pipelined else None
-        shared = SharedBuffers(module, known.stages.shared_buffers if known.stages is not None else ())
+        of_blocks = known.stages.shared_buffers if known.stages is not None else ()
+        shared = SharedBuffers(module, of_blocks)
+        copies, buffers = None, None
+        if is_pipelined:
+            copies = FrozenCopies(module, groups.gather_over_stages)
+            buffers = CopiedBuffers(module, of_blocks, groups.gather_over_stages, groups.pipeline, device)
         context = groups.context if layout.context_parallel_size > 1 else None
         own_calls = OwnCalls(known.stages)
         self._first_checks = FirstStepChecks(
-            module, layout, self.device_mesh, groups.data, parts, self._check_ties, copies, shared, own_calls, context
+            *(module, layout, self.device_mesh, groups.data, parts, self._check_ties),
+            *(copies, buffers, shared, own_calls, context),
         )
         if known.stages is None:
             self._states = PartialStates(_sharded(module) if layout.world_size > 1 else {}, OF_RANK, {})

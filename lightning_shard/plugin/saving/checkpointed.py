@@ -121,6 +121,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             # A callback saves on an exception, before Lightning has told the strategy of it. The other ranks won't
             # join this save, so the failure must be reported first.
             self.on_exception(failing)
+        self._join_copies()
         state = self.lightning_module.state_dict()
         others = self._saved_by_other_stages()
         return {name: value for name, value in state.items() if name not in others}
@@ -271,6 +272,9 @@ class CheckpointedStrategy(ConnectedStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(filepath)
+
+    def _join_copies(self) -> None:
+        """Join what several stages hold and code between steps has changed; a collective call over the pipeline."""
 
     def _check_ties(self) -> None:
         """Check that the copies of tied parameters are still equal; a collective call over the pipeline."""

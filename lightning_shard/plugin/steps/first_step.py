@@ -18,6 +18,7 @@ from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
 from lightning_shard.plugin.steps.checks import tensor_ranks
 from lightning_shard.plugin.steps.checks.agreement import check_same_batch
 from lightning_shard.plugin.steps.checks.changed_buffers import ChangedBuffers
+from lightning_shard.plugin.steps.checks.copied_buffers import CopiedBuffers
 from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
 from lightning_shard.plugin.steps.checks.hooks_on_features import warning_of_split_features
 from lightning_shard.plugin.steps.checks.lost_changes import refusing_lost_changes
@@ -28,7 +29,7 @@ from lightning_shard.plugin.steps.checks.split_outputs import Shown, comparing_w
 from lightning_shard.plugin.steps.state.counters import warning_of_numbers_kept, warning_of_tensors_changed
 
 _STEPS = 3
-"""Number of training steps in which copies on stages are compared; frozen parameters' also are at every save."""
+"""Number of training steps in which copies on stages are compared; they also are at every save."""
 
 _UPDATES = 2
 """Number of optimizer steps after which buffers are compared over data ranks."""
@@ -42,6 +43,7 @@ class FirstStepChecks:
         microbatches: How many microbatches a batch is split into.
         check_ties: Refuses tied parameters that differ; a collective call over the pipeline.
         copies: Compares frozen parameters that every stage holds; ``None`` with one stage.
+        buffers: Joins buffers that every stage holds; ``None`` with one stage.
         shared: Buffers of modules that several stages hold.
         own_calls: The collective calls that steps on stages make.
         context: The ranks that share sequences; ``None`` if each has sequences of its own.
@@ -56,6 +58,7 @@ class FirstStepChecks:
         microbatches: int,
         check_ties: Callable[[], None],
         copies: FrozenCopies | None,
+        buffers: CopiedBuffers | None,
         shared: SharedBuffers,
         own_calls: OwnCalls,
         context: dist.ProcessGroup | None = None,
@@ -67,6 +70,7 @@ class FirstStepChecks:
         self._microbatches = microbatches
         self._check_ties = check_ties
         self._copies = copies
+        self._copied_buffers = buffers
         self._shared = shared
         self._context = context
         self._own_calls = own_calls
@@ -87,6 +91,7 @@ class FirstStepChecks:
                 self._buffers.begin()
             if self._steps <= _STEPS:
                 self.check_copies()
+                self.join_buffers()
         shown = Shown()
         with ExitStack() as looks:
             first = method not in self._kinds or (method == "training_step" and self._steps <= _STEPS)
@@ -139,6 +144,11 @@ class FirstStepChecks:
         """Compare frozen parameters that several stages hold; a collective call over the pipeline."""
         if self._copies is not None:
             self._copies.check()
+
+    def join_buffers(self) -> None:
+        """Join buffers that several stages hold and code between steps has changed; collective over the pipeline."""
+        if self._copied_buffers is not None:
+            self._copied_buffers.join()
 
     def after_update(self) -> None:
         """Run checks after an optimizer step: so ties that diverge fail at once, not only at the first save."""

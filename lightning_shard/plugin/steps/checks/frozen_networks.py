@@ -8,11 +8,11 @@ copy that is used, the last stage's, would be wrong in the rest.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.plugin.steps.checks.agreement import first_parted
@@ -42,7 +42,7 @@ class FrozenCopies:
         """
         if not self._is_any:
             return
-        parted = first_parted(self._gather(self._sums()))
+        parted = first_parted(self._gather(sums_of(self._held)))
         if parted is not None:
             raise StepError(
                 f"{parted} is frozen, and every pipeline stage holds it; now the stages' copies differ. Code that"
@@ -50,11 +50,14 @@ class FrozenCopies:
                 " (named_parameters(), state_dict()). Use pipeline_parallel_size=1."
             )
 
-    @torch.no_grad()
-    def _sums(self) -> dict[str, list[int]]:
-        """Sum and norm of each, as bits. Version counters don't show changes made through ``.data``."""
-        if not self._held:
-            return {}
-        local = (local_tensor(parameter).double() for parameter in self._held.values())  # one copy at a time
-        sums = torch.stack([torch.stack([each.sum(), each.norm()]) for each in local])
-        return dict(zip(self._held, sums.view(torch.int64).tolist()))
+
+@torch.no_grad()
+def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Sum and norm of each, as bits. Version counters don't show changes made through ``.data``."""
+    sums = [_sums(local_tensor(tensor).detach()) for tensor in tensors.values()]
+    return dict(zip(tensors, torch.stack(sums).view(torch.int64).tolist())) if sums else {}
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    wide = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()  # one copy at a time
+    return torch.stack([wide.sum(), wide.norm()])
