@@ -17,6 +17,7 @@ from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.parallel.batch_norm import broadcast_statistics, synchronize
 from lightning_shard.parallel.experts.stacked import ExpertPlan
+from lightning_shard.parallel.fsdp import dtensor_mixed
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.tensor.plan import Plan
 from lightning_shard.pipeline.placement import Placement
@@ -337,7 +338,7 @@ class HybridShardStrategy(PreparedStrategy):
         assert self._first_checks is not None
         draw = randomness.derive(self._seed, "train", trainer_private.batches_started(self.lightning_module.trainer))
         self._gradients.begin_step()
-        with self._first_checks.at("training_step", args[0] if args else None) as shown:
+        with dtensor_mixed.step(), self._first_checks.at("training_step", args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
                 output = self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
             else:
@@ -350,11 +351,13 @@ class HybridShardStrategy(PreparedStrategy):
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The backward of a step that isn't pipelined. The user's loss tensor itself isn't changed."""
         assert isinstance(self._steps, SingleStageSteps)
-        return super().backward(self._steps.begin_backward(closure_loss), *args, **kwargs)
+        with dtensor_mixed.step():
+            return super().backward(self._steps.begin_backward(closure_loss), *args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            result = super().optimizer_step(*args, **kwargs)
+            with dtensor_mixed.step():
+                result = super().optimizer_step(*args, **kwargs)
         finally:
             whole_tensors.end()
         assert self._first_checks is not None
@@ -390,7 +393,7 @@ class HybridShardStrategy(PreparedStrategy):
 
         if args[1:2] == (0,):
             self._share_metrics()
-        with self._first_checks.at(method, args[0] if args else None) as shown:
+        with dtensor_mixed.step(), self._first_checks.at(method, args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
                 upcoming = self._ahead.upcoming() if self._ahead is not None else ()
                 shown.output = self._steps.evaluate(method, draw, upcoming, *args, **kwargs)

@@ -22,6 +22,7 @@ What torch's DTensors (2.11 to 2.13) do by themselves, and what they do here:
   at once and returns a plain tensor.
 - ``(p > 0).any(0).sum()`` and ``p.norm(dim=0).sum()`` count a column once per rank, and ``nn.init.eye_(p)`` writes the
   full matrix to each rank's part. Here they use the full tensor; so do random numbers (``dtensor_random.py``).
+- ``average - p`` of a plain tensor and a parameter fails. Here it is computed (``dtensor_mixed.py``).
 - ``torch._foreach_lerp_(averages, values, weight)`` of parameters and buffers fails (``dtensor_lists.py``).
 - ``total += p.norm()`` with a plain ``total`` fails with a bare assertion once torch has cached how to add two sharded
   scalars. Here it is refused in that case.

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.attributes import put_on_units
 from lightning_shard.parallel.batch_norm import synchronize
+from lightning_shard.parallel.fsdp import dtensor_mixed
 from lightning_shard.parallel.fsdp.bypassed_units import BypassedUnits
 from lightning_shard.parallel.fsdp.lockstep import Lockstep
 from lightning_shard.parallel.fsdp.shard import reshard
@@ -141,6 +142,7 @@ class PreparedStrategy(CheckpointedStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
         assert self._norms is not None
         self._of_run.enter_context(self._norms.of_functions())
+        self._of_run.enter_context(dtensor_mixed.run())
         if self._walks is not None:
             self._walks.guard(shows_all=True)
 

@@ -1,8 +1,8 @@
 """Joins buffers of which every pipeline stage has a copy, where code between steps changes each stage's otherwise.
 
-Averages of weights that are buffers, as latent diffusion's ``LitEma`` keeps them, are updated by ``named_parameters()``,
-which has a stage's own parameters. So each stage's copy has the averages of these, and as they were at first those of
-others, and one stage's copies are saved. A buffer that one stage has changed is the others' too.
+Averages of weights that are buffers, as latent diffusion's ``LitEma`` keeps them, are updated by
+``named_parameters()``, which has a stage's own parameters. So each stage's copies are up to date for these, as they
+were at first for others, and one stage's are saved. A buffer that one stage has changed is the others' too.
 """
 
 from __future__ import annotations

@@ -1,0 +1,129 @@
+"""Averages of weights that a module keeps as buffers, updated after each batch, as latent diffusion's LitEma."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.testing import assert_trains_alike
+
+PLAN = {"net.blocks.*.0": "colwise", "net.blocks.*.2": "rowwise"}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Averages(nn.Module):
+    """Buffers named after the parameters; ``whole`` updates them from whole tensors."""
+
+    def __init__(self, net: nn.Module, *, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+        self.register_buffer("updates", torch.tensor(0))
+        for name, parameter in net.named_parameters():
+            self.register_buffer(name.replace(".", ""), parameter.detach().clone())
+
+    @torch.no_grad()
+    def forward(self, net: nn.Module) -> None:
+        self.updates += 1
+        decay = torch.tensor(0.9)
+        averages = dict(self.named_buffers())
+        for name, parameter in net.named_parameters():
+            average: Any = averages[name.replace(".", "")]
+            value: Any = parameter
+            if self.whole and hasattr(value, "full_tensor"):
+                value = value.full_tensor()
+            if parameter.ndim > 1:
+                average.sub_((1.0 - decay) * (average - value))
+            else:
+                average.mul_(0.9).add_(value.detach(), alpha=0.1)
+
+
+class Module(L.LightningModule):
+    def __init__(self, *, whole: bool = False) -> None:
+        super().__init__()
+        self.net = Net()
+        self.averages = Averages(self.net, whole=whole)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.averages(self.net)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.net.parameters(), lr=0.01)
+
+
+class Drawn(Module):
+    """Draws weights towards their averages."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        averages = dict(self.averages.named_buffers())
+        for name, parameter in self.net.named_parameters():
+            average = averages[name.replace(".", "")]
+            if parameter.ndim > 1:
+                parameter.copy_(0.5 * parameter + 0.5 * average)
+            else:
+                parameter.add_(average - parameter, alpha=0.5)
+
+
+class OfAll(Module):
+    """A buffer of what a stage sees."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.averages.updates.copy_(sum(p.numel() for _, p in self.net.named_parameters()))
+
+
+class OfSamples(Module):
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.net.head.bias.add_(batch.mean(0)[:3])
+
+
+def batches() -> list[Tensor]:
+    return list(torch.linspace(-3, 3, 3 * 8 * 8).sin().view(3, 8, 8))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_averages_of_each_stage_and_data_rank_are_saved(whole: bool) -> None:
+    assert_trains_alike(partial(Module, whole=whole), batches, ["pp2", "dp2"])
+
+
+def test_plain_tensors_meet_sharded_parameters_between_steps() -> None:
+    assert_trains_alike(Drawn, batches, ["dp2", "pp2"])
+
+
+@pytest.mark.parametrize("module", [Module, Drawn])
+def test_plain_tensors_meet_split_parameters_between_steps(module: Any) -> None:
+    assert_trains_alike(module, batches, "tp2", tensor_parallel_plan=PLAN)
+
+
+def test_a_buffer_of_all_parameters_is_refused_on_stages() -> None:
+    with pytest.raises(StepError, match=r"averages\.updates is a buffer that every pipeline stage holds"):
+        assert_trains_alike(OfAll, batches, "pp2")
+
+
+def test_a_plain_tensor_of_a_data_ranks_samples_is_refused() -> None:
+    assert_trains_alike(OfSamples, batches, "pp2")
+    with pytest.raises(StepError, match=r"of shape \(3,\) meets a sharded parameter, and has other values"):
+        assert_trains_alike(OfSamples, batches, "dp2")
