@@ -34,6 +34,7 @@ class Averages(nn.Module):
     def __init__(self, net: nn.Module, *, whole: bool) -> None:
         super().__init__()
         self.whole = whole
+        self.updates: Tensor
         self.register_buffer("updates", torch.tensor(0))
         for name, parameter in net.named_parameters():
             self.register_buffer(name.replace(".", ""), parameter.detach().clone())
@@ -91,7 +92,8 @@ class OfAll(Module):
     """A buffer of what a stage sees."""
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.averages.updates.copy_(sum(p.numel() for _, p in self.net.named_parameters()))
+        averages: Any = self.averages
+        averages.updates.fill_(sum(p.numel() for _, p in self.net.named_parameters()))
 
 
 class OfSamples(Module):

@@ -52,20 +52,24 @@ def _gather_for_calls(root: nn.Module, blocks: Collection[nn.Module], *, whole_s
         return
     calls = _Calls(root)
     for part in set(_called(root, blocks)):
-        holds = _has_parameters(part)
-        part.register_forward_pre_hook(calls.enter if holds else _Uncopied(calls.enter), prepend=True)
-        part.register_forward_hook(calls.leave if holds else _Uncopied(calls.leave), always_call=True)
+        calls.gather_for(part)
     if not whole_steps:
         return
     root.register_forward_pre_hook(calls.enter_whole, prepend=True)
     root.register_forward_hook(calls.leave_whole, always_call=True)
 
 
-def refuse_calls(root: nn.Module, blocks: Collection[nn.Module]) -> None:
-    """Make calls between steps of modules below a pipeline stage's ``root`` fail: other stages hold the rest."""
+def refuse_calls(root: nn.Module, blocks: Collection[nn.Module], whole: Collection[nn.Module] = ()) -> None:
+    """Make calls between steps of modules below a pipeline stage's ``root`` fail: other stages hold the rest.
+
+    Args:
+        whole: Modules that every stage holds, such as a frozen network beside the one that trains. Their calls gather.
+    """
     calls = _Calls(root)
     for part in set(_called(root, blocks)):
-        if _has_parameters(part) and not is_unit(part):  # a unit all-gathers itself
+        if part in whole:
+            calls.gather_for(part)
+        elif _has_parameters(part) and not is_unit(part):  # a unit all-gathers itself
             part.register_forward_pre_hook(calls.refuse, prepend=True)
 
 
@@ -106,6 +110,11 @@ class _Calls:
         self._root = root
         self._depth = 0
         self._in_step = False
+
+    def gather_for(self, part: nn.Module) -> None:
+        holds = _has_parameters(part)
+        part.register_forward_pre_hook(self.enter if holds else _Uncopied(self.enter), prepend=True)
+        part.register_forward_hook(self.leave if holds else _Uncopied(self.leave), always_call=True)
 
     def enter(self, *_: Any) -> None:
         set_up(self._root)  # a part may be called before the first step, such as in configure_optimizers

@@ -302,7 +302,7 @@ def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str
         if part.stages is None:
             gather_for_calls(module, _present(module, units), whole_steps=whole_steps)
         else:
-            refuse_calls(module, _present(module, units))
+            refuse_calls(module, _present(module, units), part.beside)
     if part.stages is not None:
         _join(module, part.stages, layout.pipeline_rank, part.ties)
     refuse_copies(module, is_cut=part.stages is not None)

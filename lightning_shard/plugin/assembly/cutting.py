@@ -28,6 +28,7 @@ class OwnPart:
 
     Attributes:
         ties_of_stages: Parameters that several stages hold, whether or not these are on one rank.
+        beside: Modules that every stage holds as a whole: frozen ones outside of the network, with all that is in them.
     """
 
     stages: Stages | None = None
@@ -35,6 +36,7 @@ class OwnPart:
     ties: tuple[Tie, ...] = ()
     is_tied_over_ranks: bool = False
     ties_of_stages: Sequence[Tie] = ()
+    beside: frozenset[nn.Module] = frozenset()
 
 
 def cut_to_rank(
@@ -59,7 +61,7 @@ def cut_to_rank(
     elsewhere |= {name for name, of in stages_of_names.items() if of and schedule.rank_of[max(of)] != rank}
     stages = cut_to(module, holders, schedule.stages_of(rank), of_stages, device)
     stages.shared_buffers.update(shared)
-    return OwnPart(stages, frozenset(elsewhere), ties, bool(of_ranks), of_stages)
+    return OwnPart(stages, frozenset(elsewhere), ties, bool(of_ranks), of_stages, _beside_the_network(module, blocks))
 
 
 class Holders:
@@ -125,6 +127,18 @@ def _refuse_scripted_parameters(module: nn.Module, blocks: Blocks) -> None:
                     " other stages can't leave out parameters of such modules: give the plain module, hold it as an"
                     " attribute of the LightningModule itself, or use pipeline_parallel_size=1."
                 )
+
+
+def _beside_the_network(module: nn.Module, blocks: Blocks) -> frozenset[nn.Module]:
+    if not blocks.network:  # the LightningModule itself
+        return frozenset()
+    cut_away = [f"{name}." for name in (blocks.network, *blocks.names, *(name for name, _ in blocks.parts))]
+    found = {f"{name}.": part for name, part in module.named_modules() if name}
+    return frozenset(
+        part
+        for name, part in found.items()
+        if not any(name.startswith(each) or each.startswith(name) for each in cut_away)
+    )
 
 
 def _names_on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:
