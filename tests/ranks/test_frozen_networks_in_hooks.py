@@ -1,4 +1,4 @@
-"""Frozen networks beside the one that trains, which hooks call: a teacher, an autoencoder that latents are scaled by."""
+"""Frozen networks beside the one that trains, that hooks call: a teacher, an autoencoder that latents are scaled by."""
 
 from __future__ import annotations
 

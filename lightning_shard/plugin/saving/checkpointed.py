@@ -32,6 +32,7 @@ from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, fi
 from lightning_shard.plugin.running.connected import ConnectedStrategy
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.saving.frozen import Frozen
+from lightning_shard.plugin.saving.kept_by_name import of_holders
 from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE
 from lightning_shard.plugin.saving.own_loading import (
     as_lazy,
@@ -150,6 +151,8 @@ class CheckpointedStrategy(ConnectedStrategy):
         }
         if finetuning_callbacks(self.lightning_module.trainer) and "optimizer_states" in checkpoint:
             whole_groups(checkpoint, self.lightning_module.trainer, self._parameter_groups())
+        if self.layout.pipeline_parallel_size > 1:
+            checkpoint = of_holders(checkpoint, parameters, self.groups, self.root_device)
         checkpoint = set_aside(checkpoint)
         own: dict[str, Any] = {**checkpoint.get(OWN, {}), "seed": self._seed}
         if self.checkpoint_io.exclude_frozen:

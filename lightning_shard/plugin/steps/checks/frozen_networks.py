@@ -52,10 +52,11 @@ class FrozenCopies:
 
 
 @torch.no_grad()
-def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+def sums_of(tensors: Mapping[Any, Tensor]) -> dict[Any, list[int]]:
     """Sum and norm of each, as bits. Version counters don't show changes made through ``.data``."""
     sums = [_sums(local_tensor(tensor).detach()) for tensor in tensors.values()]
-    return dict(zip(tensors, torch.stack(sums).view(torch.int64).tolist())) if sums else {}
+    together = [each.to(sums[0].device) for each in sums]
+    return dict(zip(tensors, torch.stack(together).view(torch.int64).tolist())) if sums else {}
 
 
 def _sums(tensor: Tensor) -> Tensor:

@@ -1,0 +1,98 @@
+"""Completes what callbacks and hooks keep of each parameter, by its name, in plain tensors that each stage has made.
+
+An average of weights goes over ``named_parameters()``, which has a stage's own parameters. In whole tensors, it is up
+to date on each stage for these only, and the first rank's is saved. What is kept as DTensors is saved in parts instead.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.steps.checks.frozen_networks import sums_of
+from lightning_shard.tree import as_bytes
+
+_MAPPINGS = (dict, OrderedDict)
+_OF_THE_STRATEGY = {"state_dict", "current_model_state", "optimizer_states"}
+_Path = tuple[Any, ...]
+
+
+def of_holders(
+    checkpoint: dict[str, Any], names: Collection[str], groups: Groups, device: torch.device
+) -> dict[str, Any]:
+    """The checkpoint, on the last stage with tensors under parameters' names as the stages have them that hold these.
+
+    A collective call over the pipeline.
+
+    Args:
+        checkpoint: Not modified.
+        names: Of this stage's parameters. A key may be a name's end, as of ``module.net.named_parameters()``.
+        device: Where this rank computes, which the pipeline's group serves.
+    """
+    holders = _holders(groups.gather_over_stages(list(names)))
+    kept = {key: value for key, value in checkpoint.items() if key not in _OF_THE_STRATEGY}
+    found = {path: tensor for path, tensor in _tensors(kept, ()) if path[-1] in holders}
+    own = {path: (sums, found[path].shape, found[path].dtype) for path, sums in sums_of(found).items()}
+    stages: list[Mapping[_Path, Any]] = groups.gather_over_stages(own)
+    last = len(stages) - 1
+    for path in dict.fromkeys(path for stage in stages for path in stage):
+        holder = holders[path[-1]]
+        told = stages[holder].get(path)
+        if told is None or told == stages[last].get(path):
+            continue
+        _, shape, dtype = told
+        values = torch.empty(shape, dtype=dtype, device=device)
+        if path in found and found[path].shape == shape:
+            values.copy_(found[path])
+        # as bytes, since not every backend supports every dtype
+        dist.broadcast(as_bytes(values), group=groups.pipeline, group_src=last - holder)
+        if groups.pipeline.rank() == 0:  # the last stage's
+            like = found.get(path)
+            checkpoint = _with(checkpoint, path, values if like is None else values.to(like.device))
+    return checkpoint
+
+
+def _holders(names: list[list[str]]) -> dict[Any, int]:
+    """The stage that holds a parameter, by the ends of its name, where these tell it; without what all stages hold."""
+    of_name: dict[str, list[int]] = {}
+    for stage, held in enumerate(names):
+        for name in held:
+            of_name.setdefault(name, []).append(stage)
+    of_end: dict[Any, set[int]] = {}
+    for name, stages in of_name.items():
+        if len(stages) < len(names):
+            parts = name.split(".")
+            for start in range(len(parts)):
+                of_end.setdefault(".".join(parts[start:]), set()).add(stages[-1])
+    return {end: next(iter(stages)) for end, stages in of_end.items() if len(stages) == 1}
+
+
+def _tensors(tree: Any, path: _Path) -> Iterator[tuple[_Path, Tensor]]:
+    if type(tree) in (Tensor, nn.Parameter) and tree.layout == torch.strided and path and not tree.is_meta:
+        yield path, tree.detach()
+    elif type(tree) in _MAPPINGS:
+        for key, value in tree.items():
+            yield from _tensors(value, (*path, key))
+    elif type(tree) in (list, tuple):
+        for index, value in enumerate(tree):
+            yield from _tensors(value, (*path, index))
+
+
+def _with(tree: Any, path: _Path, value: Tensor) -> Any:
+    """A copy of the tree with ``value`` at ``path``; itself where it has no such place."""
+    if not path:
+        return value
+    key, *rest = path
+    if type(tree) in _MAPPINGS:
+        copy = type(tree)(tree)
+        copy[key] = _with(tree.get(key, {}), tuple(rest), value)
+        return copy
+    if type(tree) in (list, tuple) and key < len(tree):
+        return type(tree)(_with(each, tuple(rest), value) if index == key else each for index, each in enumerate(tree))
+    return tree
