@@ -151,7 +151,8 @@ class SameSettings:
                 f"The ranks' optimizers have different settings (this rank's learning rates: {self._rates}), and each"
                 " steps its own part of the parameters, so this step's weights are wrong: resume from an earlier"
                 " checkpoint. Log what a scheduler monitors with sync_dist=True, and set what a hook sets alike on all"
-                " ranks."
+                " ranks. With several pipeline stages, a step sets rates before it calls the network: only the last"
+                " stage runs the code behind it."
             )
 
 

@@ -38,7 +38,7 @@ _PARAMETERS = nn.Module.parameters.__code__
 """Iterates over ``named_parameters`` on behalf of its caller."""
 _AVERAGES = "torch.optim.swa_utils"
 """Zips a copy's parameters with a module's: right with parts only if the copy is ours."""
-_MISMATCH = ("size", "shape", "dimension", "broadcast", "zip()", "foreach")
+_MISMATCH = ("size", "shape", "dimension", "broadcast", "zip()", "foreach", "Missing key")
 """Words in messages of torch and Python about tensors and lists that don't match in size."""
 
 OF_STAGE = "With several pipeline stages it has its stage's part only"
