@@ -364,14 +364,9 @@ class HybridShardStrategy(PreparedStrategy):
         self._first_checks.after_update()
         return result
 
-    def _check_ties(self) -> None:
-        super()._check_ties()
-        if self._first_checks is not None:
-            self._first_checks.check_copies()
-
     def _join_copies(self) -> None:
         if self._first_checks is not None:
-            self._first_checks.join_buffers()
+            self._first_checks.join_copies()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -67,6 +68,35 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.net.parameters(), lr=0.01)
 
 
+class MeanTeacher(L.LightningModule):
+    """Its teacher is averaged by name; ``by_position`` also tries what goes wrong on a stage, which has a part."""
+
+    def __init__(self, by_position: bool = False) -> None:
+        super().__init__()
+        self.by_position = by_position
+        self.student, self.teacher = Net(8), Net(8).requires_grad_(False)
+        self.teacher.load_state_dict(self.student.state_dict())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            targets = self.teacher(batch.flip(-1)).softmax(-1)
+        return F.cross_entropy(self.student(batch), targets)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        named = dict(self.student.blocks.named_parameters())
+        teachers = dict(self.teacher.blocks.named_parameters())
+        pairs = zip(named.values(), teachers.values()) if self.by_position else ((named[n], teachers[n]) for n in named)
+        for parameter, average in pairs:
+            average.mul_(0.5).add_(parameter, alpha=0.5)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.teacher(batch) - self.student(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.student.parameters(), lr=0.01)
+
+
 class OfTheNetwork(Module):
     def on_train_batch_end(self, *_: Any) -> None:
         self.net.head(torch.ones(12))
@@ -78,6 +108,20 @@ def batches() -> list[Tensor]:
 
 def test_hooks_call_frozen_networks_on_stages() -> None:
     assert_trains_alike(Module, batches, ["pp2", "pp2 x dp2"])
+
+
+def five_batches() -> list[Tensor]:
+    return [*batches(), *batches()][:5]
+
+
+def test_a_teacher_that_is_averaged_by_name_is_the_same_on_all_stages() -> None:
+    validations = {"val_check_interval": 2}
+    assert_trains_alike(MeanTeacher, five_batches, ["pp2", "pp2 x dp2"], steps=5, trainer=validations)
+
+
+def test_a_teacher_that_is_averaged_by_position_is_refused() -> None:
+    with pytest.raises(StepError, match="stages' copies differ"):
+        assert_trains_alike(partial(MeanTeacher, by_position=True), batches, "pp2")
 
 
 def test_hooks_that_call_a_stages_part_are_refused() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
+from lightning_shard.plugin.steps.checks.copies_of_stages import CopiesOfStages
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
 
 
@@ -42,19 +42,22 @@ def on_two_stages(changes: Any) -> list[BaseException | None]:
         root = roots[index]
         teacher: Any = root["teacher"]
         teacher.requires_grad_(False)
-        copies = FrozenCopies(root, gather)
-        copies.check()
+        copies = CopiesOfStages(root, (), gather, None, torch.device("cpu"))
+        copies.join(is_early=True)
         for _ in range(2):
             changes(index, root)
-            copies.check()
+            copies.join(is_early=False)
 
     with ThreadPoolExecutor(2) as pool:
         return [future.exception() for future in [pool.submit(run, index) for index in range(2)]]
 
 
 def test_copies_of_a_teacher_that_part_are_refused_on_all_stages() -> None:
-    def of_its_part(index: int, root: Any) -> None:
+    def late(index: int, root: Any) -> None:  # after steps that may have used it
         root["teacher"][index].weight.lerp_(root["student"][str(index)].weight.detach() + 1, 0.5)
+
+    def by_position(index: int, root: Any) -> None:
+        root["teacher"][0].weight.lerp_(root["student"][str(index)].weight.detach() + 1 + index, 0.5)
 
     def alike(index: int, root: Any) -> None:
         root["teacher"][0].weight.mul_(0.5)
@@ -62,9 +65,10 @@ def test_copies_of_a_teacher_that_part_are_refused_on_all_stages() -> None:
             root["student"][str(index)].weight.add_(index)
 
     assert on_two_stages(alike) == [None, None]
-    for error in on_two_stages(of_its_part):
-        assert isinstance(error, StepError)
-        assert "teacher.0.weight is frozen" in str(error) or "teacher.1.weight is frozen" in str(error)
+    for changes in (late, by_position):
+        for error in on_two_stages(changes):
+            assert isinstance(error, StepError)
+            assert "teacher.0.weight is frozen" in str(error) or "teacher.1.weight is frozen" in str(error)
 
 
 @dataclass

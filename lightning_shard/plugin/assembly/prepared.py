@@ -47,8 +47,7 @@ from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.alike import Alike
-from lightning_shard.plugin.steps.checks.copied_buffers import CopiedBuffers
-from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
+from lightning_shard.plugin.steps.checks.copies_of_stages import CopiesOfStages
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
 from lightning_shard.plugin.steps.checks.parameter_walks import OF_RANK, PartialStates, Walks
 from lightning_shard.plugin.steps.checks.shared_buffers import SharedBuffers
@@ -202,15 +201,14 @@ class PreparedStrategy(CheckpointedStrategy):
         self._gradients = gradients
         of_blocks = known.stages.shared_buffers if known.stages is not None else ()
         shared = SharedBuffers(module, of_blocks)
-        copies, buffers = None, None
+        copies = None
         if is_pipelined:
-            copies = FrozenCopies(module, groups.gather_over_stages)
-            buffers = CopiedBuffers(module, of_blocks, groups.gather_over_stages, groups.pipeline, device)
+            copies = CopiesOfStages(module, of_blocks, groups.gather_over_stages, groups.pipeline, device)
         context = groups.context if layout.context_parallel_size > 1 else None
         own_calls = OwnCalls(known.stages)
         self._first_checks = FirstStepChecks(
             *(module, layout, self.device_mesh, groups.data, parts, self._check_ties),
-            *(copies, buffers, shared, own_calls, context),
+            *(copies, shared, own_calls, context),
         )
         if known.stages is None:
             self._states = PartialStates(_sharded(module) if layout.world_size > 1 else {}, OF_RANK, {})

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.steps.checks.frozen_networks import sums_of
+from lightning_shard.plugin.steps.checks.copies_of_stages import sums_of
 from lightning_shard.tree import as_bytes
 
 _MAPPINGS = (dict, OrderedDict)

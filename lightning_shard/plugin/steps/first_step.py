@@ -18,8 +18,7 @@ from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
 from lightning_shard.plugin.steps.checks import tensor_ranks
 from lightning_shard.plugin.steps.checks.agreement import check_same_batch
 from lightning_shard.plugin.steps.checks.changed_buffers import ChangedBuffers
-from lightning_shard.plugin.steps.checks.copied_buffers import CopiedBuffers
-from lightning_shard.plugin.steps.checks.frozen_networks import FrozenCopies
+from lightning_shard.plugin.steps.checks.copies_of_stages import CopiesOfStages
 from lightning_shard.plugin.steps.checks.hooks_on_features import warning_of_split_features
 from lightning_shard.plugin.steps.checks.lost_changes import refusing_lost_changes
 from lightning_shard.plugin.steps.checks.nonlinear_logs import noting_functions_of_means
@@ -42,8 +41,7 @@ class FirstStepChecks:
         data: The data ranks.
         microbatches: How many microbatches a batch is split into.
         check_ties: Refuses tied parameters that differ; a collective call over the pipeline.
-        copies: Compares frozen parameters that every stage holds; ``None`` with one stage.
-        buffers: Joins buffers that every stage holds; ``None`` with one stage.
+        copies: Joins frozen parameters and buffers that every stage holds; ``None`` with one stage.
         shared: Buffers of modules that several stages hold.
         own_calls: The collective calls that steps on stages make.
         context: The ranks that share sequences; ``None`` if each has sequences of its own.
@@ -57,8 +55,7 @@ class FirstStepChecks:
         data: dist.ProcessGroup,
         microbatches: int,
         check_ties: Callable[[], None],
-        copies: FrozenCopies | None,
-        buffers: CopiedBuffers | None,
+        copies: CopiesOfStages | None,
         shared: SharedBuffers,
         own_calls: OwnCalls,
         context: dist.ProcessGroup | None = None,
@@ -70,7 +67,6 @@ class FirstStepChecks:
         self._microbatches = microbatches
         self._check_ties = check_ties
         self._copies = copies
-        self._copied_buffers = buffers
         self._shared = shared
         self._context = context
         self._own_calls = own_calls
@@ -90,8 +86,9 @@ class FirstStepChecks:
             if self._buffers is not None:
                 self._buffers.begin()
             if self._steps <= _STEPS:
-                self.check_copies()
-                self.join_buffers()
+                self.join_copies()
+            elif self._copies is not None:
+                self._copies.join_for_step()
         shown = Shown()
         with ExitStack() as looks:
             first = method not in self._kinds or (method == "training_step" and self._steps <= _STEPS)
@@ -140,15 +137,10 @@ class FirstStepChecks:
             return
         tensor_ranks.check_losses(output, self._mesh[TENSOR_AXIS], in_32_bits=in_32_bits)
 
-    def check_copies(self) -> None:
-        """Compare frozen parameters that several stages hold; a collective call over the pipeline."""
+    def join_copies(self) -> None:
+        """Join what several stages hold and code between steps has changed; a collective call over the pipeline."""
         if self._copies is not None:
-            self._copies.check()
-
-    def join_buffers(self) -> None:
-        """Join buffers that several stages hold and code between steps has changed; collective over the pipeline."""
-        if self._copied_buffers is not None:
-            self._copied_buffers.join()
+            self._copies.join(is_early=self._steps <= _STEPS)
 
     def after_update(self) -> None:
         """Run checks after an optimizer step: so ties that diverge fail at once, not only at the first save."""
