@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_shard.dense import is_dense
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.checks.copies_of_stages import sums_of
 from lightning_shard.tree import as_bytes
@@ -74,7 +75,7 @@ def _holders(names: list[list[str]]) -> dict[Any, int]:
 
 
 def _tensors(tree: Any, path: _Path) -> Iterator[tuple[_Path, Tensor]]:
-    if type(tree) in (Tensor, nn.Parameter) and tree.layout == torch.strided and path and not tree.is_meta:
+    if type(tree) in (Tensor, nn.Parameter) and is_dense(tree) and path and not tree.is_meta:
         yield path, tree.detach()
     elif type(tree) in _MAPPINGS:
         for key, value in tree.items():

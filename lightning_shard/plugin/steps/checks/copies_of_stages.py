@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_shard.dense import is_dense
 from lightning_shard.errors import StepError
 from lightning_shard.sharding import local_tensor
 from lightning_shard.tree import as_bytes
@@ -133,12 +134,15 @@ class CopiesOfStages:
 
 
 def _saved(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers of a state dict."""
+    """The buffers of a state dict, but for sparse and nested ones."""
     return {
         f"{path}.{key}" if path else key: buffer
         for path, part in module.named_modules()
         for key, buffer in part._buffers.items()
-        if type(buffer) is Tensor and key not in part._non_persistent_buffers_set and not buffer.is_meta
+        if type(buffer) is Tensor
+        and key not in part._non_persistent_buffers_set
+        and is_dense(buffer)
+        and not buffer.is_meta
     }
 
 
