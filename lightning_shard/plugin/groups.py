@@ -1,6 +1,7 @@
 """Creates the process groups that a run needs beside those of the device mesh.
 
-Private: ``_set_pg_timeout`` (torch 2.11 to 2.13), since groups of a mesh are made with torch's default time-outs.
+Private: ``_set_pg_timeout`` (torch 2.11 to 2.13; ``set_timeout`` since 2.14), since groups of a mesh are made with
+torch's default time-outs.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import PIPELINE_AXIS, Layout
 from lightning_shard.pipeline.runtime.channel import Ways
 from lightning_shard.plugin.broadcast import Broadcaster
+
+_set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
 def refuse_gloo() -> None:
@@ -142,7 +145,7 @@ class Groups:
 def set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
     """Have the collectives of a mesh's groups fail after this time."""
     for group in mesh.get_all_groups():
-        _set_pg_timeout(timeout, group)
+        _set_timeout(timeout, group)
 
 
 def _of_axis(groups: list[list[int]], timeout: timedelta | None) -> Any:

@@ -31,9 +31,9 @@ All but the first, those of lists and the refused ones are collective over the p
 have the same layout or a rank holds all values: every rank must make the call.
 
 Private: ``DTensor._local_tensor``; the handlers of ``DTensor._op_dispatcher``; the dispatcher's
-``_dispatch_fast_path_python_tail`` (2.13), which in-place operations pass through; and its
-``_propagate_op_sharding_dispatch_slow_path`` (2.13), which plans an operation the first time that it occurs, or returns
-its result. A failed plan isn't cached.
+``_dispatch_fast_path_python_tail`` (since 2.13), which in-place operations pass through; and its
+``_propagate_op_sharding_dispatch_slow_path`` (since 2.13), which plans an operation the first time that it occurs, or
+returns its result. A failed plan isn't cached.
 """
 
 from __future__ import annotations
@@ -208,6 +208,8 @@ def _over_meshes(plan: Any) -> Any:
         writes = bool(written)
         if writes and isinstance(args[0], Tensor) and not isinstance(args[0], DTensor):
             return operation(args[0], *_plain(args[1:]), **_plain(kwargs))
+        if not writes and len(_meshes((args, kwargs), numbers=False)) > 1:  # torch 2.14 plans some of these
+            return operation(*_plain(args), **_plain(kwargs))
         try:
             return plan(dispatcher, operation, args, kwargs, *rest)
         except RuntimeError:
@@ -216,8 +218,6 @@ def _over_meshes(plan: Any) -> Any:
             if len(_meshes((args, kwargs))) == 1 or (writes and not has_numbers):
                 raise
             others, options = _plain((others, kwargs), only_numbers=True)
-            if not writes and len(_meshes((others, options))) > 1:
-                others, options = _plain((others, options))
             return operation(*target, *others, **options)
 
     return planned
@@ -237,8 +237,9 @@ def _written(operation: Any) -> list[int]:
     return [place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
 
 
-def _meshes(value: Any) -> set[DeviceMesh]:
-    return {leaf.device_mesh for leaf in _leaves(value) if isinstance(leaf, DTensor)}
+def _meshes(value: Any, *, numbers: bool = True) -> set[DeviceMesh]:
+    """The meshes of the DTensors in ``value``; without ``numbers``, of those with dimensions."""
+    return {leaf.device_mesh for leaf in _leaves(value) if isinstance(leaf, DTensor) and (numbers or leaf.ndim)}
 
 
 def _plain(value: Any, *, only_numbers: bool = False) -> Any:
