@@ -3,7 +3,7 @@
 gloo reports that a connection was closed or timed out, but not which rank caused it. So each rank counts the exchanges
 that it joins, in the process group's store. When an exchange fails, the others read these counts.
 
-Private part of torch 2.11 to 2.13: ``distributed_c10d._get_process_group_store``.
+Private part of torch 2.11 to 2.14: ``distributed_c10d._get_process_group_store``.
 """
 
 from __future__ import annotations

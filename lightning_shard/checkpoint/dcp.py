@@ -23,7 +23,7 @@ For a checkpoint that Lightning wrote, the trainer state's top keys (``epoch``, 
 On failure DCP raises its ``CheckpointException`` on every rank; its ``failures`` have this package's error of each
 failed rank. Nothing is committed then, and an earlier checkpoint stays.
 
-Beside DCP's public storage API this uses, as of torch 2.11 to 2.13:
+Beside DCP's public storage API this uses, as of torch 2.11 to 2.14:
 
 - ``DefaultLoadPlanner.load_bytes`` unpickles, so this reader sets values itself, at the same positions: by the
   planner's ``mappings`` and ``torch.distributed.checkpoint._traverse.set_element``, which is private.

@@ -6,7 +6,7 @@ whole span, and only filling the same view, or the whole span, clears the mark. 
 refused needlessly, but an unfilled one is never saved. Limit: writes by anything but a load, such as torch's own
 ``load_state_dict``, aren't seen; :func:`declare_filled` is for these.
 
-Private part of torch 2.11 to 2.13: ``StorageWeakRef``, since Python's weak references die with a storage's Python
+Private part of torch 2.11 to 2.14: ``StorageWeakRef``, since Python's weak references die with a storage's Python
 object, not with its memory.
 """
 

@@ -1,6 +1,6 @@
 """Tensor memory: byte views of CPU tensors, views of boxes, batched copies, pinned memory, and waiting for devices.
 
-Private part of torch 2.11 to 2.13: ``_foreach_copy_``, one call that copies many small tensors.
+Private part of torch 2.11 to 2.14: ``_foreach_copy_``, one call that copies many small tensors.
 """
 
 from __future__ import annotations

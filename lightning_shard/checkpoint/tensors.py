@@ -3,7 +3,7 @@
 :func:`locate` converts to this form; code after it never asks whether a tensor is a DTensor. What follows from layout
 and shape alone (:class:`Spread`) is computed once and cached for all tensors that share them.
 
-The only file of ``checkpoint/`` that knows private parts of DTensor, as of torch 2.11 to 2.13:
+The only file of ``checkpoint/`` that knows private parts of DTensor, as of torch 2.11 to 2.14:
 
 - ``DTensor._local_tensor``: ``to_local()`` would record a graph and wait on nothing we need.
 - ``placement_types._StridedShard``: FSDP2 over a tensor that is already sharded on the same dim; not public.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules._functions import (
     SyncBatchNorm as _OnAccelerator,
-)  # private: the function that nn.SyncBatchNorm calls (torch 2.11 to 2.13)
+)  # private: the function that nn.SyncBatchNorm calls (torch 2.11 to 2.14)
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shard.errors import StepError

@@ -4,7 +4,7 @@
 Here hooks all-gather parameters and communicate with other stages, and can't be compiled. So such modules are found
 before they are laid out, and their forwards alone are compiled. A module that holds blocks has these compiled instead.
 
-Private (torch 2.11 to 2.13): ``Module._compiled_call_impl``, which ``module.compile()`` sets, with the compiler in its
+Private (torch 2.11 to 2.14): ``Module._compiled_call_impl``, which ``module.compile()`` sets, with the compiler in its
 closure; ``torch._dynamo.OptimizedModule``, the class that ``torch.compile(module)`` returns, and its ``dynamo_ctx``;
 and ``_torchdynamo_orig_callable``, which ``torch.compile`` sets on functions.
 """

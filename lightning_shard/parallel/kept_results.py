@@ -5,7 +5,7 @@ are scaled and masked, ``nn.ReLU(inplace=True)``, torch's recurrent layers), the
 changes it again: torch raises an error, or where the change is made through a view with a version of its own, gradients
 are wrong. Here a kept result is copied before it is changed.
 
-Private (torch 2.11 to 2.13): ``_SetExcludeDispatchKeyGuard``, for an alias that has the tensor's version, as torch's
+Private (torch 2.11 to 2.14): ``_SetExcludeDispatchKeyGuard``, for an alias that has the tensor's version, as torch's
 own contexts make it; schemas of operators.
 """
 
@@ -114,7 +114,7 @@ _REMEDY = 'activation_checkpointing="selective" keeps its results: use activatio
 
 
 _SEVERAL = (
-    "A block calls {operation} on tensors that need gradients, which torch (2.11 to 2.13) computes wrongly while"
+    "A block calls {operation} on tensors that need gradients, which torch (2.11 to 2.14) computes wrongly while"
     ' activation_checkpointing="selective" looks on: change them one by one, or use activation_checkpointing=True.'
 )
 

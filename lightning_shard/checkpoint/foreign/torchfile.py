@@ -3,7 +3,7 @@
 The only file that calls ``torch.save`` and ``torch.load``. It reads with ``weights_only=True``, which builds only plain
 values and tensors, and runs no code that a file names.
 
-Unstable parts of torch 2.11 to 2.13: ``serialization.skip_data``, which writes a file with gaps for the tensors' bytes;
+Unstable parts of torch 2.11 to 2.14: ``serialization.skip_data``, which writes a file with gaps for the tensors' bytes;
 and ``_checkpoint_offset``, the position of a storage's bytes in a file that was loaded under ``FakeTensorMode``.
 """
 

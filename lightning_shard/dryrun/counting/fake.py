@@ -1,6 +1,6 @@
 """Fake ranks and fake tensors: a process group that sends nothing, and modules without memory.
 
-Private parts of torch 2.11 to 2.13: ``torch.testing._internal.distributed.fake_pg``, the only process group of any size
+Private parts of torch 2.11 to 2.14: ``torch.testing._internal.distributed.fake_pg``, the only process group of any size
 that one process can create; ``FakeTensorMode``, tensors with a device but without data; and ``DTensor._local_tensor``,
 since ``to_local()`` is an operation, and one on meta costs as much as ten on fake tensors.
 """

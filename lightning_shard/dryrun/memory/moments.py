@@ -3,7 +3,7 @@
 At the moment when a rank runs one part of one microbatch, it holds:
 
 * all buffers; its shards of parameters and optimizer state; and its shards of gradients, once they are reduced;
-* *gathered* parameters, as FSDP2 of torch 2.11 to 2.13 gathers and frees them: parameters outside of blocks for the
+* *gathered* parameters, as FSDP2 of torch 2.11 to 2.14 gathers and frees them: parameters outside of blocks for the
   whole step, blocks for the whole step or while they run, and the buffer of one all-gather;
 * unreduced gradients, and the buffer of one reduce-scatter;
 * *activations*: what autograd saves of the microbatches in flight; counted separately, those of the *loss*, with

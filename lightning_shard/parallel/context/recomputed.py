@@ -3,7 +3,7 @@
 A backward runs such a function when the block's forward has ended, and with it the replacement of attention: it would
 differentiate attention over this rank's positions alone.
 
-Private, and replaced while a block runs (torch 2.11 to 2.13): ``CheckpointFunction.apply`` and
+Private, and replaced while a block runs (torch 2.11 to 2.14): ``CheckpointFunction.apply`` and
 ``_CheckpointFrame.__init__``, which are given the function of a reentrant and of another checkpoint. These are found
 whichever way code has imported ``checkpoint``.
 """

@@ -4,7 +4,7 @@ A capacity per expert, or statistics over its rows, would silently compute somet
 expert runs on a few of them alone, on one of them, and on all of these many times over: each row's results must be
 equal within rounding. Not seen: what depends on the number of rows only beyond :data:`ROWS` × :data:`TIMES`.
 
-Private: ``torch.utils._python_dispatch._disable_current_modes`` (torch 2.11 to 2.13). Selective checkpointing counts
+Private: ``torch.utils._python_dispatch._disable_current_modes`` (torch 2.11 to 2.14). Selective checkpointing counts
 operations, and this check runs in a first forward only.
 """
 

@@ -3,7 +3,7 @@
 Adam's update is elementwise: a shard's update needs only the same shard of the gradient and of the moments. On DTensors
 the result is the same.
 
-Private: ``Adam._init_group`` (torch 2.11 to 2.13), which fills the lists of tensors that a step works on. An optimizer
+Private: ``Adam._init_group`` (torch 2.11 to 2.14), which fills the lists of tensors that a step works on. An optimizer
 without it is left unchanged. ``DTensor._local_tensor`` and ``_spec`` are what ``to_local()`` and the properties give
 without gradients, each by a call in Python.
 """

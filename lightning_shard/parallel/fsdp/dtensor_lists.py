@@ -1,6 +1,6 @@
 """Changes of lists in place (``torch._foreach_lerp_``) that hold sharded parameters and plain buffers.
 
-So averages of a whole ``state_dict()`` are updated, as by timm's ``ModelEmaV3``. Torch's DTensors (2.11 to 2.13) refuse
+So averages of a whole ``state_dict()`` are updated, as by timm's ``ModelEmaV3``. Torch's DTensors (2.11 to 2.14) refuse
 such lists. Here the DTensors are changed together, and then the plain tensors, if the other lists have the same kinds
 at the same places. ``torch._foreach_copy_``, which they don't have, is ``copy_`` of each.
 

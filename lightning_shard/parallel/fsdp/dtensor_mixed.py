@@ -6,7 +6,7 @@ place (``average.add_(p)``) takes the whole parameter. Both are collective over 
 
 In steps a plain tensor may be a rank's own part, such as features that a plan splits. There torch's refusal stays.
 
-Private: ``DTensor.__torch_function__``, which torch (2.11 to 2.13) disables, and does here while steps run. Its
+Private: ``DTensor.__torch_function__``, which torch (2.11 to 2.14) disables, and does here while steps run. Its
 dispatcher, in C++, refuses plain tensors before it asks anything that could be patched.
 """
 

@@ -1,6 +1,6 @@
 """Fill DTensors with the random numbers that one process would draw for the full tensor; each rank keeps its part.
 
-torch (2.11 to 2.13) coordinates generators over ranks on accelerators only. On the CPU each rank fills its part from
+torch (2.11 to 2.14) coordinates generators over ranks on accelerators only. On the CPU each rank fills its part from
 its own generator, and between steps these have the same state on all ranks. So ``nn.init.normal_(p)`` would give all
 shards the same values, ``torch.randn_like(p)`` the same noise, and ``torch.bernoulli(p)`` the same mask. Here every
 rank draws for the full tensor, and needs the memory for it. Operations that draw by values, such as

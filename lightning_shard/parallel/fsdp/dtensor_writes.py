@@ -1,6 +1,6 @@
 """Patch DTensor so that user code can read and write sharded parameters between steps as if they were plain tensors.
 
-What torch's DTensors (2.11 to 2.13) do by themselves, and what they do here:
+What torch's DTensors (2.11 to 2.14) do by themselves, and what they do here:
 
 - ``p.data = values`` changes nothing, since the values are those of the local tensor inside; averaged weights that are
   swapped in would be lost silently. Here the parameter uses the memory of ``values``, as a plain tensor would.

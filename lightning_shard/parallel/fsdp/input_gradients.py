@@ -25,7 +25,7 @@ class InputGradients:
     the first such graph of a step on, all units that such graphs use are unsharded before each backward, and nothing is
     reduced or freed before that whole backward is over.
 
-    Private (torch 2.11 to 2.13): ``torch.autograd._engine_run_backward``, the one function that runs all backwards;
+    Private (torch 2.11 to 2.14): ``torch.autograd._engine_run_backward``, the one function that runs all backwards;
     torch's compiler replaces it too. ``torch.autograd.grad`` itself isn't replaced, since user code may have imported
     it by name.
 

@@ -1,6 +1,6 @@
 """Let FSDP2 units change lists, dicts and dataclasses that they get as arguments, as modules can without sharding.
 
-With gradients enabled, FSDP2 passes copies of such containers to a unit (torch 2.11 to 2.13). So code around the unit
+With gradients enabled, FSDP2 passes copies of such containers to a unit (torch 2.11 to 2.14). So code around the unit
 wouldn't see the unit's changes, and would use the old entries. The entries of a changed copy are put into the original,
 and originals take the place of copies in these and in what the unit returns, at any depth. Gradients of entries that
 the unit doesn't return enter it elsewhere than at its output (``bypassed_units.py``). Tensors that it changes in place

@@ -5,7 +5,7 @@ torch sets the parameter to what the parametrization's ``right_inverse`` makes o
 is the parameter itself. Nothing is changed, but autograd counts it as a change in place, which checks of parameters
 would refuse, and where microbatches overlap also a backward that needs the parameter.
 
-Private (torch 2.11 to 2.13): of ``torch.nn.utils.parametrize``, the function that sets it.
+Private (torch 2.11 to 2.14): of ``torch.nn.utils.parametrize``, the function that sets it.
 """
 
 from __future__ import annotations

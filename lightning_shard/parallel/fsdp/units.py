@@ -4,7 +4,7 @@ FSDP2 makes each unit an object of a class that it derives from the module's own
 nn.Linear``, or a module for its name, would do something else then. So units have their own class back, and FSDP2's
 while FSDP2's methods run.
 
-Private (torch 2.11 to 2.13): the classes that FSDP2 has derived, the units' parameter groups, the states of their
+Private (torch 2.11 to 2.14): the classes that FSDP2 has derived, the units' parameter groups, the states of their
 parameters, the handles of the hooks around their forward, the hook that begins their backward (``_pre_backward``), and
 the order of forwards by which they prefetch. torch's own pipeline stages (``torch/distributed/pipelining/stage.py``)
 use the groups too. Before 2.13 a unit had at most one group.

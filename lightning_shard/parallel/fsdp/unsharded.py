@@ -7,7 +7,7 @@ DTensors if a tensor-parallel plan has split them. So unshard and reshard, as
 :mod:`lightning_shard.parallel.fsdp.shard` calls them, only exchange references. As with FSDP2, a parameter has no
 gradient before the last backward.
 
-Private: ``DTensor._local_tensor`` and ``DTensor(local, spec)`` (torch 2.11 to 2.13), used for each parameter in each
+Private: ``DTensor._local_tensor`` and ``DTensor(local, spec)`` (torch 2.11 to 2.14), used for each parameter in each
 step. ``to_local()`` and ``from_local()`` are autograd operations, which take at least ten times as long.
 """
 

@@ -5,7 +5,7 @@ The unsharded (all-gathered) parameter is in the module during a step; its memor
 on one must act on the other, and is refused if it would be lost. These checks run in each step, so they never wait for
 a device.
 
-Private (torch 2.11 to 2.13): of the states of parameters, the modules that hold them, and the memory they gather to.
+Private (torch 2.11 to 2.14): of the states of parameters, the modules that hold them, and the memory they gather to.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ nested tensors, which hold no padded positions; after the last layer it pads wit
 the parameters of its first layer, so stages would differ. On stages, the layers run on dense tensors instead, and the
 padded positions of the last layer's output are set to zero.
 
-Written from torch 2.11 to 2.13: ``TransformerEncoder.forward``, its attribute ``use_nested_tensor``, and
+Written from torch 2.11 to 2.14: ``TransformerEncoder.forward``, its attribute ``use_nested_tensor``, and
 ``torch._nested_tensor_from_mask_left_aligned``.
 """
 

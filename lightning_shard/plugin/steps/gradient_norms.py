@@ -6,7 +6,7 @@ calls, so the hooks must run on every rank. Of tensors that aren't the model's g
 
 Private, and replaced from a run's setup to its end, but for the steps of a pipeline:
 
-* the code of ``torch.nn.utils.clip_grad._get_total_norm`` and ``_clip_grads_with_norm_`` (torch 2.11 to 2.13), which
+* the code of ``torch.nn.utils.clip_grad._get_total_norm`` and ``_clip_grads_with_norm_`` (torch 2.11 to 2.14), which
   ``clip_grad_norm_`` calls, and of ``lightning.pytorch.utilities.grads.grad_norm`` (2.6): most code imports such
   functions by name;
 * ``torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype``, with which ``clip_grad_value_`` fails if it gets no

@@ -1,6 +1,6 @@
 """Synchronizes fp16 loss scaling: if gradients overflow on any rank, all ranks skip the step and lower the scale.
 
-``GradScaler._unscale_grads_`` (torch 2.11 to 2.13) is where a scaler detects overflows. By itself a rank sees only the
+``GradScaler._unscale_grads_`` (torch 2.11 to 2.14) is where a scaler detects overflows. By itself a rank sees only the
 gradients of its own stage and shards.
 """
 

@@ -16,7 +16,7 @@ from lightning_shard.parallel.fsdp.units import within_its_call
 from lightning_shard.parallel.fsdp.unsharded import SPARSE_GRADIENT
 
 _NOT_GATHERED = "mixed torch.Tensor and DTensor"
-"""torch's message (2.11 to 2.13) where a plain tensor meets a parameter that is still sharded."""
+"""torch's message (2.11 to 2.14) where a plain tensor meets a parameter that is still sharded."""
 _AS_VALUES = "not supported for tensor subclasses"
 """torch's message for ``p.numpy()`` and ``p.tolist()``."""
 _NOT_FOR_SHARDED = (

@@ -4,7 +4,7 @@ Found are the weights of torch's ``nll_loss`` (thus of cross entropy with ignore
 number of elements of ``mean`` and of torch's other losses, and divisors of divisions. Not found are those of losses by
 custom or compiled functions, or in checkpointed code.
 
-Private: ``_raw_saved_*`` of autograd nodes (torch 2.11 to 2.13), which shows whether reading a saved tensor would run
+Private: ``_raw_saved_*`` of autograd nodes (torch 2.11 to 2.14), which shows whether reading a saved tensor would run
 hooks, such as those of a checkpoint, that may run only once.
 """
 

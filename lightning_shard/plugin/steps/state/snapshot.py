@@ -1,6 +1,6 @@
 """Snapshots and restores what running a network changes other than gradients, so that it can be run again.
 
-Private: ``torch._C._autograd._unsafe_set_version_counter`` (torch 2.11 to 2.13). A graph that saved a tensor detects by
+Private: ``torch._C._autograd._unsafe_set_version_counter`` (torch 2.11 to 2.14). A graph that saved a tensor detects by
 the tensor's version whether its value has changed since, so restoring the value must restore the version too.
 """
 
