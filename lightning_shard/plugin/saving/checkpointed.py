@@ -143,16 +143,16 @@ class CheckpointedStrategy(ConnectedStrategy):
         assert self.lightning_module is not None
         check_replicas(checkpoint.get("optimizer_states", ()))
         self._check_ties()
-        parameters = {name for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
+        shapes = {name: tuple(p.shape) for name, p in self.lightning_module.named_parameters(remove_duplicate=False)}
         states: dict[str, Any] = {
-            key: same_on_data_ranks(checkpoint[key], parameters, self.groups.gradient, self.root_device)
+            key: same_on_data_ranks(checkpoint[key], shapes, self.groups.gradient, self.root_device)
             for key in ("state_dict", "current_model_state")  # the latter: the module's, where the former is an average
             if isinstance(checkpoint.get(key), Mapping)
         }
         if finetuning_callbacks(self.lightning_module.trainer) and "optimizer_states" in checkpoint:
             whole_groups(checkpoint, self.lightning_module.trainer, self._parameter_groups())
         if self.layout.pipeline_parallel_size > 1:
-            checkpoint = of_holders(checkpoint, parameters, self.groups, self.root_device)
+            checkpoint = of_holders(checkpoint, shapes, self.groups, self.root_device)
         checkpoint = set_aside(checkpoint)
         own: dict[str, Any] = {**checkpoint.get(OWN, {}), "seed": self._seed}
         if self.checkpoint_io.exclude_frozen:

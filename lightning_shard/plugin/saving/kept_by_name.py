@@ -7,8 +7,8 @@ to date on each stage for these only, and the first rank's is saved. What is kep
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,28 +22,37 @@ from lightning_shard.tree import as_bytes
 _MAPPINGS = (dict, OrderedDict)
 _OF_THE_STRATEGY = {"state_dict", "current_model_state", "optimizer_states"}
 _Path = tuple[Any, ...]
+Shape = tuple[int, ...]
+
+
+class _Holder(NamedTuple):
+    stage: int
+    shapes: Collection[Shape]
+    """Of its parameters of that name, or of that end."""
 
 
 def of_holders(
-    checkpoint: dict[str, Any], names: Collection[str], groups: Groups, device: torch.device
+    checkpoint: dict[str, Any], shapes: Mapping[str, Shape], groups: Groups, device: torch.device
 ) -> dict[str, Any]:
     """The checkpoint, on the last stage with tensors under parameters' names as the stages have them that hold these.
+
+    They are tensors of the parameters' shapes: a callback may keep something else under such a name.
 
     A collective call over the pipeline.
 
     Args:
         checkpoint: Not modified.
-        names: Of this stage's parameters. A key may be a name's end, as of ``module.net.named_parameters()``.
+        shapes: Of this stage's parameters, by name. A key may be a name's end, as of ``module.net.named_parameters()``.
         device: Where this rank computes, which the pipeline's group serves.
     """
-    holders = _holders(groups.gather_over_stages(list(names)))
+    holders = _holders(groups.gather_over_stages(dict(shapes)))
     kept = {key: value for key, value in checkpoint.items() if key not in _OF_THE_STRATEGY}
-    found = {path: tensor for path, tensor in _tensors(kept, ()) if path[-1] in holders}
+    found = {path: t for path, t in _tensors(kept, ()) if path[-1] in holders and t.shape in holders[path[-1]].shapes}
     own = {path: (sums, found[path].shape, found[path].dtype) for path, sums in sums_of(found).items()}
     stages: list[Mapping[_Path, Any]] = groups.gather_over_stages(own)
     last = len(stages) - 1
     for path in dict.fromkeys(path for stage in stages for path in stage):
-        holder = holders[path[-1]]
+        holder = holders[path[-1]].stage
         told = stages[holder].get(path)
         if told is None or told == stages[last].get(path):
             continue
@@ -59,19 +68,19 @@ def of_holders(
     return checkpoint
 
 
-def _holders(names: list[list[str]]) -> dict[Any, int]:
+def _holders(stages: Sequence[Mapping[str, Shape]]) -> dict[Any, _Holder]:
     """The stage that holds a parameter, by the ends of its name, where these tell it; without what all stages hold."""
     of_name: dict[str, list[int]] = {}
-    for stage, held in enumerate(names):
+    for stage, held in enumerate(stages):
         for name in held:
             of_name.setdefault(name, []).append(stage)
-    of_end: dict[Any, set[int]] = {}
-    for name, stages in of_name.items():
-        if len(stages) < len(names):
-            parts = name.split(".")
-            for start in range(len(parts)):
-                of_end.setdefault(".".join(parts[start:]), set()).add(stages[-1])
-    return {end: next(iter(stages)) for end, stages in of_end.items() if len(stages) == 1}
+    of_end: dict[str, dict[int, set[Shape]]] = {}
+    for name, stage in ((name, at[-1]) for name, at in of_name.items() if len(at) < len(stages)):
+        parts = name.split(".")
+        for start in range(len(parts)):
+            held_by = of_end.setdefault(".".join(parts[start:]), {})
+            held_by.setdefault(stage, set()).add(stages[stage][name])
+    return {end: _Holder(*next(iter(held.items()))) for end, held in of_end.items() if len(held) == 1}
 
 
 def _tensors(tree: Any, path: _Path) -> Iterator[tuple[_Path, Tensor]]:
