@@ -1,4 +1,7 @@
-"""Broadcasts the last stage's object to its pipeline: the object host to host, its tensors device to device."""
+"""Broadcasts the last stage's object to its pipeline: the object host to host, its tensors device to device.
+
+Also one rank's tensor to a group.
+"""
 
 from __future__ import annotations
 
@@ -121,6 +124,19 @@ class Broadcaster:
                 dist.broadcast(flat, group=self._values, group_src=0)
         tensors = _split(flat, self._slots)
         return tree.map_leaves(lambda leaf: next(tensors) if isinstance(leaf, _TensorSlot) else leaf, self._last)
+
+
+def values_of(source: int, tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """The values of one rank's tensor, on all ranks of a group, on ``device``; a collective call over the group.
+
+    Args:
+        source: The rank within the group.
+        tensor: This rank's, of the same shape and dtype, on any device.
+        device: Where this rank computes, which the group's backend serves.
+    """
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)
+    dist.broadcast(as_bytes(values), group=group, group_src=source)  # not every backend supports every dtype
+    return values
 
 
 def _is_sent_directly(tensor: Tensor, device: torch.device) -> bool:

@@ -52,7 +52,7 @@ class Averages(nn.Module):
             if parameter.ndim > 1:
                 average.sub_((1.0 - decay) * (average - value))
             else:
-                average.mul_(0.9).add_(value.detach(), alpha=0.1)
+                average.sub_(0.1 * torch.sub(input=average, other=value.detach()))
 
 
 class Module(L.LightningModule):

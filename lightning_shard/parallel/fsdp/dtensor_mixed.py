@@ -87,7 +87,7 @@ def _between(_: Any, func: Any, __: Any, args: Any = (), kwargs: Any = None) -> 
         for each in plain:
             _compare(each, sharded.device_mesh)
         name = getattr(func, "__name__", "")
-        if _is_plain(args[0]) and name.endswith("_") and not name.endswith("__"):
+        if args and _is_plain(args[0]) and name.endswith("_") and not name.endswith("__"):
             return func(*map(_whole, args), **{key: _whole(each) for key, each in kwargs.items()})
         with implicit_replication():
             return func(*map(_reduced, args), **{key: _reduced(each) for key, each in kwargs.items()})

@@ -11,13 +11,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard.dense import is_dense
+from lightning_shard.plugin.broadcast import values_of
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.checks.copies_of_stages import sums_of
-from lightning_shard.tree import as_bytes
 
 _MAPPINGS = (dict, OrderedDict)
 _OF_THE_STRATEGY = {"state_dict", "current_model_state", "optimizer_states"}
@@ -48,8 +47,8 @@ def of_holders(
     holders = _holders(groups.gather_over_stages(dict(shapes)))
     kept = {key: value for key, value in checkpoint.items() if key not in _OF_THE_STRATEGY}
     found = {path: t for path, t in _tensors(kept, ()) if path[-1] in holders and t.shape in holders[path[-1]].shapes}
-    own = {path: (sums, found[path].shape, found[path].dtype) for path, sums in sums_of(found).items()}
-    stages: list[Mapping[_Path, Any]] = groups.gather_over_stages(own)
+    told_here = {path: (sums, found[path].shape, found[path].dtype) for path, sums in sums_of(found).items()}
+    stages: list[Mapping[_Path, Any]] = groups.gather_over_stages(told_here)
     last = len(stages) - 1
     for path in dict.fromkeys(path for stage in stages for path in stage):
         holder = holders[path[-1]].stage
@@ -57,13 +56,12 @@ def of_holders(
         if told is None or told == stages[last].get(path):
             continue
         _, shape, dtype = told
-        values = torch.empty(shape, dtype=dtype, device=device)
-        if path in found and found[path].shape == shape:
-            values.copy_(found[path])
-        # as bytes, since not every backend supports every dtype
-        dist.broadcast(as_bytes(values), group=groups.pipeline, group_src=last - holder)
+        like = found.get(path)
+        own = (
+            like if like is not None and (like.shape, like.dtype) == (shape, dtype) else torch.empty(shape, dtype=dtype)
+        )
+        values = values_of(last - holder, own, groups.pipeline, device)
         if groups.pipeline.rank() == 0:  # the last stage's
-            like = found.get(path)
             checkpoint = _with(checkpoint, path, values if like is None else values.to(like.device))
     return checkpoint
 

@@ -18,6 +18,7 @@ from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.errors import BatchError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin import trainer_private
+from lightning_shard.plugin.broadcast import values_of
 from lightning_shard.sharding import local_tensor
 from lightning_shard.tree import as_bytes
 
@@ -278,11 +279,7 @@ def same_on_data_ranks(
     agreed = dict(state)
     for name in sorted(set.intersection(*map(set, digests))):
         if any(other[name] != digests[0][name] for other in digests):
-            value = plain[name]
-            sent = torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
-            # as bytes, since not every backend supports every dtype
-            dist.broadcast(as_bytes(sent), group=group, group_src=0)
-            agreed[name] = sent.to(value.device)
+            agreed[name] = values_of(0, plain[name], group, device).to(plain[name].device)
     return agreed
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lightning_shard.dense import is_dense
 from lightning_shard.errors import StepError
+from lightning_shard.plugin.broadcast import values_of
 from lightning_shard.sharding import local_tensor
-from lightning_shard.tree import as_bytes
 
 
 class Copies:
@@ -76,14 +76,9 @@ class Copies:
             if not is_one or not (begins or name in self._joined):
                 raise StepError(f"{name} {self._refusal}")
             self._joined.add(name)
-            self._broadcast(local_tensor(held[name]).detach(), changed[0][0])
+            local, source = local_tensor(held[name]).detach(), len(stages) - 1 - changed[0][0]
+            local.copy_(values_of(source, local, self._pipeline, self._device))
         self._known.update(sums_of(held))
-
-    def _broadcast(self, tensor: Tensor, stage: int) -> None:
-        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device).copy_(tensor)
-        # as bytes, since not every backend supports every dtype
-        dist.broadcast(as_bytes(sent), group=self._pipeline, group_src=dist.get_world_size(self._pipeline) - 1 - stage)
-        tensor.copy_(sent)
 
 
 _OF_FROZEN = (
