@@ -57,9 +57,9 @@ def of_holders(
             continue
         _, shape, dtype = told
         like = found.get(path)
-        own = (
-            like if like is not None and (like.shape, like.dtype) == (shape, dtype) else torch.empty(shape, dtype=dtype)
-        )
+        own = like
+        if own is None or (own.shape, own.dtype) != (shape, dtype):
+            own = torch.empty(shape, dtype=dtype)
         values = values_of(last - holder, own, groups.pipeline, device)
         if groups.pipeline.rank() == 0:  # the last stage's
             checkpoint = _with(checkpoint, path, values if like is None else values.to(like.device))
