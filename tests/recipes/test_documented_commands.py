@@ -1,0 +1,237 @@
+"""Every shell command of the README and of docs/, run as it stands, in a plain shell, in a copy of the repository.
+
+A fence marked ``bash`` or ``console`` holds commands. What can't run here has the reason in a comment before its fence,
+``<!-- not run: needs four machines -->``, or at a line's end, ``# on a GPU``. A page's commands run in their order in
+one folder, so that a command may use what an earlier one has made.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.servers import KEY, SECRET, serve
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+FENCE = re.compile(
+    r"(?:<!-- not run: (?P<why>.+?) -->\n+)?^```(?P<kind>\S*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+LIMIT_S = 900
+PLAIN = ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONPATH")
+"""All that a plain shell exports; the last is set by nobody but who tests a checkout that isn't the installed one."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a page; ``why`` says why it isn't run, if it isn't."""
+
+    page: str
+    line: str
+    why: str | None = None
+
+    @property
+    def makes_an_environment(self) -> bool:
+        return self.line.startswith(("pip ", "make "))
+
+
+def commands(page: Path) -> list[Command]:
+    found = []
+    for fence in FENCE.finditer(page.read_text()):
+        lines = fence["body"].replace("\\\n", " ").splitlines()
+        if fence["kind"] == "console":
+            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        elif fence["kind"] != "bash":
+            continue
+        for line in lines:
+            command, _, comment = line.partition("  #")
+            why = fence["why"] or ("no GPU" if "on a GPU" in comment else None)
+            found.append(Command(page.name, " ".join(command.split()), why))
+    return found
+
+
+ALL = [command for page in PAGES for command in commands(page)]
+RUN = [command for command in ALL if not command.why]
+
+
+def files_of_page(page: Path, folder: Path) -> None:
+    """Write the page's own Python files: fences whose first line is a comment with a path."""
+    for fence in FENCE.finditer(page.read_text()):
+        if fence["kind"] == "python" and (named := re.match(r"# (\S+\.py)\n", fence["body"])):
+            file = folder / named[1]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(fence["body"])
+
+
+def copy_of_the_repository(folder: Path) -> Path:
+    """As a fresh clone would have it, with what isn't committed yet."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def plain_shell(**more: str) -> dict[str, str]:
+    """The environment of a new shell with the environment's programs on its path."""
+    plain = {name: os.environ[name] for name in PLAIN if name in os.environ}
+    return {**plain, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{plain['PATH']}", **more}
+
+
+def run(command: Command, folder: Path, environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        ["bash", "-c", command.line],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, f"{command.page}: {command.line}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return done.stdout + done.stderr
+
+
+CHECKPOINTS = """
+import lightning as L, torch
+from transformers import GPT2Config, GPT2LMHeadModel
+from lightning_shard import HybridShardStrategy, ModelCheckpoint
+
+class Lit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2))
+    def training_step(self, batch, _):
+        return self.model(batch, labels=batch).loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+batches = torch.utils.data.DataLoader(torch.arange(1600).remainder(64).view(200, 8), batch_size=2)
+for folder in ("run", "s3://bucket/run"):
+    L.seed_everything(1)
+    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=100, save_last=True)
+    trainer = L.Trainer(accelerator="cpu", strategy=HybridShardStrategy(), max_steps=100, logger=False, callbacks=[saves])
+    trainer.fit(Lit(), batches)
+"""
+MODULES = """
+import lightning as L, torch
+from torch import nn
+
+class MyModule(L.LightningModule):
+    def __init__(self, width: int = 32):
+        super().__init__()
+        self.embed = nn.Embedding(1000, width)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, batch_first=True) for _ in range(8))
+        self.head = nn.Linear(width, 1000)
+    def training_step(self, batch, _):
+        x = self.embed(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randint(0, 1000, (64, 8)), batch_size=8)
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+"""
+CLI = """
+from lightning.pytorch.cli import LightningCLI
+import lightning_shard
+from my_project.modules import MyModule
+
+if __name__ == "__main__":
+    LightningCLI(MyModule, trainer_defaults={"accelerator": "cpu", "max_steps": 2, "logger": False})
+"""
+
+
+def what_pages_take_for_granted(folder: Path, environment: dict[str, str]) -> None:
+    """A user's texts and modules, and a run's checkpoints on disk and on S3."""
+    (folder / "my_texts").mkdir()
+    (folder / "my_texts" / "fox.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 4000)
+    (folder / "my_project").mkdir()
+    (folder / "my_project" / "modules.py").write_text(MODULES)
+    (folder / "train.py").write_text(CLI)
+    run(Command("-", f"{sys.executable} -c '{CHECKPOINTS.replace(chr(39), chr(34))}'"), folder, environment)
+
+
+def run_page(page: Path, folder: Path, environment: dict[str, str]) -> None:
+    files_of_page(page, folder)
+    for command in commands(page):
+        if not command.why and not command.makes_an_environment:
+            run(command, folder, environment)
+
+
+@pytest.fixture
+def on_s3(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A plain shell where ``s3://bucket`` is reached as a user's environment says."""
+    with serve("s3", tmp_path / "served") as server:
+        yield plain_shell(
+            AWS_ACCESS_KEY_ID=KEY,
+            AWS_SECRET_ACCESS_KEY=SECRET,
+            AWS_DEFAULT_REGION="us-east-1",
+            AWS_ENDPOINT_URL=server.endpoint,
+        )
+
+
+def test_every_fence_with_a_command_is_marked_as_a_shells() -> None:
+    starts = ("$ ", "python ", "lightning-shard ", "pip ", "make ", "torchrun ")
+    bare = [
+        f"{page.name}: {line}"
+        for page in PAGES
+        for fence in FENCE.finditer(page.read_text())
+        if fence["kind"] not in ("bash", "console")
+        for line in fence["body"].splitlines()
+        if line.startswith(starts)
+    ]
+    assert not bare
+    assert len(RUN) >= 25
+
+
+@pytest.mark.timeout(400)
+def test_the_first_commands_of_the_readme_train_resume_elsewhere_and_gather(tmp_path: Path) -> None:
+    first = [each for each in commands(PAGES[0]) if not each.makes_an_environment][:3]
+    assert [each.line.split()[0] for each in first] == ["python", "python", "lightning-shard"]
+    folder = copy_of_the_repository(tmp_path / "clone")
+    for command in first:
+        run(command, folder, plain_shell())
+    assert (folder / "model.safetensors").stat().st_size > 1_000_000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_all_commands_of_a_page_run_in_a_plain_shell(page: Path, tmp_path: Path, on_s3: dict[str, str]) -> None:
+    folder = copy_of_the_repository(tmp_path / "clone")
+    what_pages_take_for_granted(folder, on_s3)
+    run_page(page, folder, on_s3)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_the_readmes_environment_is_made_from_nothing_and_runs_its_commands(
+    tmp_path: Path, on_s3: dict[str, str]
+) -> None:
+    folder = copy_of_the_repository(tmp_path / "clone")
+    run(Command("-", "python3 -m venv venv"), folder, plain_shell())
+    fresh = {**on_s3, "PATH": f"{folder / 'venv' / 'bin'}{os.pathsep}{on_s3['PATH']}"}
+    fresh.pop("PYTHONPATH", None)
+    for command in commands(PAGES[0]):
+        if command.line.startswith("pip "):
+            run(command, folder, fresh)
+    first = [each for each in commands(PAGES[0]) if not each.makes_an_environment][:3]
+    for command in first:
+        run(command, folder, fresh)
