@@ -125,7 +125,8 @@ batches = torch.utils.data.DataLoader(torch.arange(1600).remainder(64).view(200,
 for folder in ("run", "s3://bucket/run"):
     L.seed_everything(1)
     saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=100, save_last=True)
-    trainer = L.Trainer(accelerator="cpu", strategy=HybridShardStrategy(), max_steps=100, logger=False, callbacks=[saves])
+    strategy = HybridShardStrategy()
+    trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_steps=100, logger=False, callbacks=[saves])
     trainer.fit(Lit(), batches)
 """
 MODULES = """
