@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import lightning as L
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lightning_shard  # noqa: F401  (registers the strategy)
 from lightning_shard.errors import LayoutError
 from lightning_shard.layout import Layout
 
@@ -76,3 +78,28 @@ def test_every_rank_has_a_place_of_its_own(pipeline: int, data: int, replicas: i
 def test_sizes_that_dont_fit_say_what_would(sizes: dict[str, int], says: str) -> None:
     with pytest.raises(LayoutError, match=says):
         Layout.resolve(8, **sizes)
+
+
+_TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+_SLURM = {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+_NODE = {"SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices", "nodes", "said"),
+    [
+        (_TORCHRUN, 4, 1, r"devices=4, num_nodes=1\) has 4 ranks, and 2 were started \(torchrun's.*use devices=2"),
+        (_TORCHRUN, 1, 1, r"devices=1, num_nodes=1\) has 1 ranks, and 2 were started.*use devices=2, or start 1"),
+        (_TORCHRUN, 1, 3, r"has 3 ranks, and 2 were started.*or start 1 processes on each of 3 machines"),
+        (_SLURM | _NODE, 4, 1, r"has 4 ranks, and 2 were started \(.*SLURM_NTASKS\): use devices=2"),
+    ],
+)
+def test_devices_that_arent_the_ranks_that_were_started_are_refused_when_the_trainer_is_made(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], devices: int, nodes: int, said: str
+) -> None:
+    for name, value in {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    settings = {"accelerator": "cpu", "strategy": "hybrid_shard", "logger": False, "enable_checkpointing": False}
+    with pytest.raises(LayoutError, match=said):
+        L.Trainer(devices=devices, num_nodes=nodes, **settings)
+    L.Trainer(devices=2, **settings)
