@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from lightning_shard.errors import ConfigurationError, RankFailure, ShardError
-from lightning_shard.testing.compare import Apart, Facts, Parting, Record, first_parting
+from lightning_shard.testing.compare import Apart, Facts, Parting, Record, any_matches, first_parting
 from lightning_shard.testing.hints import hint
 from lightning_shard.testing.layouts import DEFAULT, NamedLayout, parse, parse_all
 from lightning_shard.testing.processes import RanksFailed, run_ranks
@@ -28,14 +28,24 @@ class TrainsDifferently(AssertionError):
         moment: The first moment at which anything differs, such as ``"training batch 0"``.
         first: The first quantity that differs then.
         others: The other quantities that differ then.
+        apart_from_logs: If these are logs only: the first moment at which anything else differs, and what; ``None``
+            if nothing else ever does.
         hint: The likeliest cause.
     """
 
-    def __init__(self, layout: NamedLayout, parting: Parting, facts: Facts, tolerance: float) -> None:
+    def __init__(
+        self,
+        layout: NamedLayout,
+        parting: Parting,
+        facts: Facts,
+        tolerance: float,
+        apart_from_logs: Parting | None = None,
+    ) -> None:
         self.layout = layout.name
         self.moment = parting.moment
         self.first, *self.others = parting.apart
-        self.hint = hint(parting, facts, layout)
+        self.apart_from_logs = apart_from_logs
+        self.hint = hint(apart_from_logs or parting, facts, layout)
         super().__init__("\n".join(self._lines(tolerance)))
 
     def _lines(self, tolerance: float) -> Iterable[str]:
@@ -47,9 +57,18 @@ class TrainsDifferently(AssertionError):
         if math.isfinite(first.relative):
             yield f"  difference: {first.relative:.2g} of the largest value; tolerance={tolerance:.2g}"
         if self.others:
-            more = f" and {len(self.others) - _SHOWN} more" if len(self.others) > _SHOWN else ""
-            yield f"Also different then: {', '.join(map(_brief, self.others[:_SHOWN]))}{more}."
+            yield f"Also different then: {_some(self.others)}."
+        if self.apart_from_logs is not None:
+            later = self.apart_from_logs
+            yield f"Apart from logs, it first differs at {later.moment}, in {_some(later.apart)}."
+        elif first.kind == "log" and all(apart.kind == "log" for apart in self.others):
+            yield "All but logs is alike in the whole run: outputs, gradients, their norms, parameters and buffers."
         yield self.hint
+
+
+def _some(apart: Sequence[Apart]) -> str:
+    more = f" and {len(apart) - _SHOWN} more" if len(apart) > _SHOWN else ""
+    return f"{', '.join(map(_brief, apart[:_SHOWN]))}{more}"
 
 
 def _brief(apart: Apart) -> str:
@@ -65,6 +84,7 @@ def assert_trains_alike(
     seed: int = 0,
     tolerance: float = TOLERANCE,
     allow_random: bool = False,
+    ignore_logs: str | Sequence[str] = (),
     trainer: Mapping[str, Any] | None = None,
     timeout_s: float = 120,
     **options: Any,
@@ -97,6 +117,7 @@ def assert_trains_alike(
         tolerance: Relative to each tensor's largest value.
         allow_random: Accept modules that draw random numbers in training; then only names, shapes and types are
             compared.
+        ignore_logs: Names of logs that aren't compared, or patterns such as ``"time/*"``: of counts and seconds, say.
         trainer: More arguments of the Trainer, such as ``{"gradient_clip_val": 1.0}``.
         timeout_s: The time limit of one layout, in seconds.
         options: More arguments of ``HybridShardStrategy``, for all layouts.
@@ -105,7 +126,8 @@ def assert_trains_alike(
         The names of the layouts that were compared.
 
     Raises:
-        TrainsDifferently: A layout differs. It describes the first difference, and its usual cause.
+        TrainsDifferently: A layout differs. It describes the first difference, and its usual cause; if only logs differ
+            then, also the first difference of anything else.
         ShardError: The layout or the module was refused; the original error.
         ConfigurationError: Invalid arguments; or random numbers affect training, and each layout draws different ones.
         RanksFailed: A process, also the plain one, raised any other error.
@@ -121,6 +143,7 @@ def assert_trains_alike(
         steps=steps,
         seed=seed,
         allow_random=allow_random,
+        ignore_logs=ignore_logs,
         trainer=trainer,
         timeout_s=timeout_s,
     )
@@ -142,6 +165,7 @@ class OneProcess:
         steps: int = 3,
         seed: int = 0,
         allow_random: bool = False,
+        ignore_logs: str | Sequence[str] = (),
         trainer: Mapping[str, Any] | None = None,
         timeout_s: float = 120,
     ) -> None:
@@ -152,6 +176,7 @@ class OneProcess:
         self._run = recorder.Run(make_module, make_batches, steps, seed, trainer or {})
         self._timeout_s = timeout_s
         self._random = False
+        self._ignore_logs = [ignore_logs] if isinstance(ignore_logs, str) else [*ignore_logs]
         self.record: Record
         self.facts: Facts
         try:
@@ -163,7 +188,11 @@ class OneProcess:
             _raise_refusal(failed)
         if not any(name.startswith("training batch") for name in self.record):
             raise ConfigurationError("make_batches gave no batch: there is nothing to compare.")
-        parting = first_parting(self.record, [again], parse("dp1", {}), 0.0)
+        logs = {name for moment in self.record.values() for name in moment.logs}
+        for pattern in self._ignore_logs:
+            if not any(any_matches(name, [pattern]) for name in logs):
+                raise ConfigurationError(f"ignore_logs has {pattern!r}, which fits none of the logs {sorted(logs)}.")
+        parting = first_parting(self.record, [again], parse("dp1", {}), 0.0, self._ignore_logs)
         if parting is not None:
             if not allow_random:
                 raise ConfigurationError(_random_numbers(parting, self.facts))
@@ -186,9 +215,12 @@ class OneProcess:
         except RanksFailed as failed:
             _raise_refusal(failed)
         allowed = math.inf if self._random else tolerance
-        parting = first_parting(self.record, ranks, layout, allowed)
-        if parting is not None:
-            raise TrainsDifferently(layout, parting, self.facts, allowed)
+        parting = first_parting(self.record, ranks, layout, allowed, self._ignore_logs)
+        if parting is None:
+            return
+        is_of_logs = all(apart.kind == "log" for apart in parting.apart)
+        besides = first_parting(self.record, ranks, layout, allowed, ["*"]) if is_of_logs else None
+        raise TrainsDifferently(layout, parting, self.facts, allowed, besides)
 
 
 def _raise_refusal(failed: RanksFailed) -> NoReturn:

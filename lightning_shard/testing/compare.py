@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from numbers import Number
 from typing import Any
 
@@ -112,7 +113,13 @@ class Parting:
     apart: list[Apart]
 
 
-def first_parting(plain: Record, ranks: Sequence[Record], layout: NamedLayout, tolerance: float) -> Parting | None:
+def first_parting(
+    plain: Record,
+    ranks: Sequence[Record],
+    layout: NamedLayout,
+    tolerance: float,
+    ignore_logs: Sequence[str] = (),
+) -> Parting | None:
     """Compare moment by moment; returns the first that differs, or None.
 
     Args:
@@ -120,6 +127,7 @@ def first_parting(plain: Record, ranks: Sequence[Record], layout: NamedLayout, t
         ranks: The layout's records by rank.
         layout: The layout.
         tolerance: Relative tolerance; ``inf`` compares only names, shapes and types.
+        ignore_logs: Patterns of the names of logs that aren't compared.
     """
     steps = _Steps()
     for moment, expected in plain.items():
@@ -128,9 +136,14 @@ def first_parting(plain: Record, ranks: Sequence[Record], layout: NamedLayout, t
             return Parting(moment, [Apart("moment", moment, "it came", "it never came", missing, math.inf)])
         found = [record[moment] for record in ranks]
         apart = _once_each(_all_apart(expected, found, layout, tolerance, steps))
+        apart = [each for each in apart if each.kind != "log" or not any_matches(each.name, ignore_logs)]
         if apart:
             return Parting(moment, apart)
     return None
+
+
+def any_matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _once_each(apart: Iterator[Apart]) -> list[Apart]:
