@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,10 @@ def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
     parser.add_argument("--microbatches", type=int, metavar="N", help="of a batch")
     parser.add_argument("--schedule", help="a name such as 1F1B, an order.csv, or auto")
     parser.add_argument("--placement", type=_value, help='"auto", "even", or counts such as [3,5,5,3]')
+    parser.add_argument("--pipeline-blocks", type=_value, help='names of lists of blocks: layers, or ["down", "up"]')
+    for name, style in (("tensor-parallel-plan", "colwise"), ("expert-parallel-plan", "experts")):
+        text = f"""patterns of names to styles, as '{{"layers.*.name": "{style}"}}', or a plan.yaml with these"""
+        parser.add_argument(f"--{name}", metavar="PLAN", type=_value, help=text)
     parser.add_argument("--activation-checkpointing", type=_value, metavar="X", help='true, a number, or "selective"')
     for name in ("cpu-offload", "reduce-each-microbatch", "reshard-after-forward"):
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help="as the strategy's")
@@ -100,6 +105,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
     """The text to print, and the exit code."""
     from lightning_shard.dryrun.planning import plan
+    from lightning_shard.dryrun.timing.devices import read_yaml
 
     function = next((what for what in arguments.what if ":" in what and "=" not in what), None)
     given = {name: value for name, value in vars(arguments).items() if value is not None}
@@ -113,8 +119,11 @@ def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
         settings["batch"] = _first_batch(settings.pop("data"), settings["layout"]["data_parallel_size"])
     trainers = ("precision", "accumulate_grad_batches", "device_memory", "device_type", "asynchronous_saving", "device")
     settings.update((name, given[name]) for name in (*_OF_STRATEGY, *trainers) if name in given)
+    for name in ("tensor_parallel_plan", "expert_parallel_plan"):
+        if isinstance(settings.get(name), str):
+            settings[name] = read_yaml(settings[name], name)
     if arguments.search:
-        return _search(arguments, settings)
+        return _search(arguments, settings, is_recipe=function is None)
     if arguments.calibrate:
         settings |= _calibrated(settings)
     made = plan(settings.pop("module"), settings.pop("batch"), **settings)
@@ -153,8 +162,9 @@ def _calibrated(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"measured": measured, "device": profile, "device_type": kind}
 
 
-def _search(arguments: argparse.Namespace, settings: dict[str, Any]) -> tuple[str, int]:
+def _search(arguments: argparse.Namespace, settings: dict[str, Any], *, is_recipe: bool) -> tuple[str, int]:
     from lightning_shard import tree
+    from lightning_shard.dryrun.pictures.plans import save_found
     from lightning_shard.dryrun.search.search import search_module
 
     for name in ("devices", "device"):
@@ -170,6 +180,8 @@ def _search(arguments: argparse.Namespace, settings: dict[str, Any]) -> tuple[st
         most=arguments.most,
         **{name: value for name, value in settings.items() if name in known and name not in ("module", "batch")},
     )
+    found = replace(found, is_recipe=is_recipe)
+    save_found(found, arguments.html, arguments.picture)
     return _said(found, arguments), 0 if found.choices else 1
 
 

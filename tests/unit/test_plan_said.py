@@ -67,9 +67,40 @@ _MODULES = {
 }
 
 
+_PLAN = {"blocks.*.attention.query": "colwise", "blocks.*.attention.key": "colwise"}
+_PLAN |= {"blocks.*.attention.value": "colwise", "blocks.*.attention.output": "rowwise"}
+
+
+def test_a_plan_on_the_command_line_splits_a_module_of_ones_own_and_a_search_writes_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(_MODULES["fine"])
+    (tmp_path / "plan.yaml").write_text(json.dumps(_PLAN))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def say(*options: str) -> str:
+        assert main(["plan", "own:build", *options]) == 0
+        return capsys.readouterr().out
+
+    inline = say("--tensor", "2", "--tensor-parallel-plan", json.dumps(_PLAN))
+    assert say("--tensor", "2", "--tensor-parallel-plan", "plan.yaml") == inline
+    assert inline != say("--tensor", "1")
+    search = ("--search", "--devices", "2", "--device", "h100", "--most", "30")
+    found = say(*search, "--html", "found.html", "--picture", "found.svg")
+    assert "tensor_parallel_size=2 needs a plan and LanguageModel brings none: pass tensor_parallel_plan" in found
+    assert "the fastest:\n  HybridShardStrategy(pipeline_parallel_size=" in found
+    assert "strategy." not in found
+    assert "HybridShardStrategy(" in (tmp_path / "found.html").read_text()
+    assert "<svg" in (tmp_path / "found.html").read_text()
+    assert (tmp_path / "found.svg").read_text().startswith("<svg")
+    assert "needs a plan" not in say(*search, "--tensor-parallel-plan", "plan.yaml")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ("fine:build --tensor 2 --tensor-parallel-plan absent.yaml", "tensor_parallel_plan='absent.yaml' can't be read"),
         ("wrong:build", "wrong can't be imported (RuntimeError: at import): run this in the folder"),
         ("absent:build", "absent can't be imported (ModuleNotFoundError: No module named 'absent')"),
         ("fine:", "names no function"),

@@ -229,7 +229,7 @@ def test_the_quick_search_lists_the_same_and_simulates_few(
     assert quick.simulated < everything.simulated / 2
     assert quick.considered == everything.considered
     assert len(quick.choices) + sum(quick.dropped.values()) == quick.considered
-    assert everything.dropped.keys() <= {TOO_FEW, TOO_FEW_BLOCKS, NOT_IN_PARTS, CANT_BE_CUT}
+    assert {why.partition(" (")[0] for why in everything.dropped} <= {TOO_FEW, TOO_FEW_BLOCKS, NOT_IN_PARTS, CANT_BE_CUT}
 
 
 def test_of_small_devices_those_that_fit_are_listed(model: Model, optimizer: OptimizerState, everything: Found) -> None:
@@ -277,6 +277,11 @@ def test_the_best_is_a_line_for_the_recipe() -> None:
         " strategy.data_parallel_replicas=2 strategy.schedule=1F1B strategy.microbatches=32"
         " strategy.activation_checkpointing=true data.batch_size=32"
     )
+    assert several.call(pipeline_blocks="layers", tensor_parallel_plan={"up": "colwise"}, expert_parallel_plan={}) == (
+        "HybridShardStrategy(pipeline_parallel_size=8, tensor_parallel_size=8, data_parallel_size=8,"
+        " data_parallel_replicas=2, schedule='1F1B', microbatches=32, activation_checkpointing=True,"
+        " pipeline_blocks='layers', tensor_parallel_plan={'up': 'colwise'}), and a data rank's batch_size=32"
+    )
     single = Choice(Layout(1, 4, 1, 2), None, 2, 8, "selective")
     assert single.overrides == (
         "strategy.pipeline_parallel_size=1 strategy.tensor_parallel_size=2 strategy.data_parallel_size=4"
@@ -316,7 +321,12 @@ def test_reasons_are_counted(model: Model, optimizer: OptimizerState) -> None:
     dropped: Counter[str] = Counter(search(model, optimizer, replace(space(), global_batch=2), rates()).dropped)
     assert dropped[DOESNT_DIVIDE] == sum(layout.data_parallel_size == 4 for layout in layouts(4, BLOCKS))
     assert dropped[TOO_FEW] > 0
-    assert dropped[CANT_BE_CUT] > 0  # no experts
+    [no_experts] = [why for why in dropped if why.startswith(CANT_BE_CUT)]
+    assert "(expert_parallel_size=2 needs experts, and Module has no" in no_experts
+    assert no_experts.endswith('such as {"layers.*.moe.experts": "experts"})')
+    whole = replace(model, settings=replace(model.settings, tensor_parallel_plan=None))
+    reasons = " ".join(search(whole, optimizer, space(), rates()).dropped)
+    assert f"{CANT_BE_CUT} (tensor_parallel_size=2 needs a plan and Module brings none: pass tensor_parallel_" in reasons
 
 
 class OfFixedWidth(Block):

@@ -18,6 +18,7 @@ from lightning_shard.dryrun.pictures.timelines import (
     row_name,
 )
 from lightning_shard.dryrun.planned import Plan
+from lightning_shard.dryrun.search.found import Found
 from lightning_shard.pipeline.placement import seconds_text as seconds
 from lightning_shard.pipeline.schedules.schedule import Action
 from lightning_shard.pipeline.schedules.simulate import Costs, Timeline, simulate
@@ -70,6 +71,18 @@ def save_page(plan: Plan, path: str | Path, timeline: Timeline | None = None) ->
         foot="By lightning-shard plan: reckoned, not measured.",
     )
     Path(path).write_text(made, encoding="utf-8")
+
+
+def save_found(found: Found, html: str | None, picture: str | None) -> None:
+    """Save what a search has found as an HTML page, and its fastest layout's timeline there or as a picture."""
+    steps = [choice.step for choice in found.choices[:1] if choice.step is not None]
+    pictures = [draw_timeline(step.timeline, title=f"The fastest: {_title(step.timeline, seconds)}") for step in steps]
+    if html is not None:
+        title = f"Layouts of {found.devices} × {found.device}"
+        foot = "By lightning-shard plan --search: simulated, not measured."
+        Path(html).write_text(page(title, pictures, text=str(found), foot=foot), encoding="utf-8")
+    if picture is not None and pictures:
+        save(pictures[0], picture)
 
 
 def _title(timeline: Timeline, unit: Unit) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lightning_shard.dryrun.timing.step import StepTime, share_text
@@ -79,27 +79,41 @@ class Choice:
         }
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The strategy's arguments."""
+        names = ("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size")
+        found = {name: getattr(self.layout, name) for name in names}
+        for name in ("data_parallel_replicas", "expert_parallel_size"):
+            if getattr(self.layout, name) > 1:
+                found[name] = getattr(self.layout, name)
+        if self.schedule is not None:
+            found |= {"schedule": self.schedule, "microbatches": self.microbatches}
+        if self.activation_checkpointing:
+            found["activation_checkpointing"] = self.activation_checkpointing
+        return found
+
+    @property
+    def batches(self) -> dict[str, int]:
+        """A data rank's batch size, and how many batches' gradients are accumulated if these are several."""
+        if self.schedule is not None:
+            return {"data.batch_size": self.samples * self.microbatches}
+        accumulates = {"trainer.accumulate_grad_batches": self.microbatches} if self.microbatches > 1 else {}
+        return {"data.batch_size": self.samples, **accumulates}
+
+    @property
     def overrides(self) -> str:
         """The settings as overrides of a recipe, on one line."""
-        layout, several = self.layout, self.schedule is not None
-        found: dict[str, Any] = {
-            "strategy.pipeline_parallel_size": layout.pipeline_parallel_size,
-            "strategy.tensor_parallel_size": layout.tensor_parallel_size,
-            "strategy.data_parallel_size": layout.data_parallel_size,
-        }
-        if layout.data_parallel_replicas > 1:
-            found["strategy.data_parallel_replicas"] = layout.data_parallel_replicas
-        if layout.expert_parallel_size > 1:
-            found["strategy.expert_parallel_size"] = layout.expert_parallel_size
-        if self.schedule is not None:
-            found |= {"strategy.schedule": self.schedule, "strategy.microbatches": self.microbatches}
-        if self.activation_checkpointing:
-            way = self.activation_checkpointing
-            found["strategy.activation_checkpointing"] = "true" if way is True else way
-        found["data.batch_size"] = self.samples * (self.microbatches if several else 1)
-        if not several and self.microbatches > 1:
-            found["trainer.accumulate_grad_batches"] = self.microbatches
-        return " ".join(f"{name}={value}" for name, value in found.items())
+        found = {f"strategy.{name}": "true" if value is True else value for name, value in self.arguments.items()}
+        return " ".join(f"{name}={value}" for name, value in {**found, **self.batches}.items())
+
+    def call(self, **given: Any) -> str:
+        """The strategy's constructor call, with further arguments, and what it takes of the loader and the Trainer."""
+        for axis in ("tensor", "expert"):
+            if getattr(self.layout, f"{axis}_parallel_size") == 1:
+                given.pop(f"{axis}_parallel_plan", None)
+        arguments = ", ".join(f"{name}={value!r}" for name, value in {**self.arguments, **given}.items())
+        others = [f"{name.partition('.')[2]}={value}" for name, value in self.batches.items()]
+        return f"HybridShardStrategy({arguments}), and a data rank's {' and '.join(others)}"
 
 
 @dataclass(frozen=True)
@@ -117,6 +131,8 @@ class Found:
         device_memory: Bytes of a device that are available to tensors.
         assumed: Texts of assumptions.
         unknown: Texts of what the numbers don't include.
+        given: The strategy's arguments that the search was given.
+        is_recipe: Whether the module is a recipe's, whose settings are overrides.
     """
 
     choices: tuple[Choice, ...]
@@ -129,10 +145,12 @@ class Found:
     device_memory: int
     assumed: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
+    is_recipe: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """For machines. In bytes and seconds."""
-        facts = {name: value for name, value in vars(self).items() if name != "choices"}
+        facts = {name: value for name, value in vars(self).items() if name not in ("choices", "given", "is_recipe")}
         return {**facts, "choices": [choice.to_json() for choice in self.choices]}
 
     def __str__(self) -> str:
@@ -143,9 +161,12 @@ class Found:
         if self.choices:
             rows = _merged([choice.row for choice in self.choices])
             numbers = (*Choice.HEADER[:5], "microbatches", *Choice.HEADER[-5:])
-            lines += ["", table(list(Choice.HEADER), rows, to_the_right=numbers), "", "the fastest, for a recipe:"]
-            lines += [f"  {self.choices[0].overrides}"]
-            best = self.choices[0].step
+            fastest, best = self.choices[0], self.choices[0].step
+            lines += ["", table(list(Choice.HEADER), rows, to_the_right=numbers), ""]
+            if self.is_recipe:
+                lines += ["the fastest, for a recipe:", f"  {fastest.overrides}"]
+            else:
+                lines += ["the fastest:", f"  {fastest.call(**self.given)}"]
             assert best is not None
             lines += [f"  its busiest device: {share_text(best)}"]
         else:

@@ -107,7 +107,15 @@ def search_module(
             sends_stay=device_type == "cpu",
         ),
     )
-    return search(model, optimizer, space, Rates(profile, dtype_of(precision)), most=most)
+    found = search(model, optimizer, space, Rates(profile, dtype_of(precision)), most=most)
+    given = {
+        "pipeline_blocks": pipeline_blocks,
+        "tensor_parallel_plan": tensor_parallel_plan,
+        "expert_parallel_plan": expert_parallel_plan,
+        "reduce_each_microbatch": reduce_each_microbatch or None,
+        "reshard_after_forward": reshard_after_forward,
+    }
+    return replace(found, given={name: value for name, value in given.items() if value is not None})
 
 
 def search(

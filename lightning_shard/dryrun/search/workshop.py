@@ -68,6 +68,7 @@ class Workshop:
         self._counts: dict[tuple[int, int, int], Counts | None] = {}
         self._parted: dict[tuple[int, int, int], Counts | None] = {}
         self._why_not: dict[tuple[int, int], str] = {}
+        self._refusals: dict[str, str] = {}  # of each axis the smallest size's: others' say mostly the same
         self._likenesses: dict[Any, tuple[Any, ...]] = {}
         self._likes: dict[tuple[int, int], bool] = {}
         self._kinds: dict[int, dict[int, int]] = {}
@@ -160,12 +161,14 @@ class Workshop:
 
     def _can_be_cut(self, tensor: int, expert: int) -> bool:
         module, settings = self._model.module, self._model.settings
+        experts: list[str] | None = None
         try:
             experts = resolve_experts(module, settings.expert_parallel_plan, expert)
             if tensor > 1:
                 resolve_plan(module, settings.tensor_parallel_plan, tensor, without=experts)
-        except ConfigurationError:
-            self._why_not[tensor, expert] = CANT_BE_CUT
+        except ConfigurationError as error:
+            axis = "expert" if experts is None else "tensor"
+            self._why_not[tensor, expert] = self._refusals.setdefault(axis, _refused(error))
             return False
         return True
 
@@ -189,10 +192,10 @@ class Workshop:
                 )
         try:
             found = count_each(self._model, tensor, expert, samples)
-        except ConfigurationError:
+        except ConfigurationError as error:
             if tensor == expert == 1:
                 raise
-            self._why_not[tensor, expert] = CANT_BE_CUT
+            self._why_not[tensor, expert] = _refused(error)
             return []
         if found[-1].counted or tensor == expert == 1:  # for the uncut module the caller reports the reason
             return found
@@ -380,6 +383,11 @@ class Workshop:
         likeness = tuple(kinds[place] for place in blocks), around, placed, received, blocks.stop == whole
         self._likenesses[id(counts), blocks] = likeness
         return likeness
+
+
+def _refused(error: ConfigurationError) -> str:
+    sentence = str(error).partition(". ")[0].removesuffix(".")
+    return f"{CANT_BE_CUT} ({sentence})"
 
 
 def _least_of(stages: Sequence[Stage], schedule: Schedule) -> int:

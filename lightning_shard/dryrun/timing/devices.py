@@ -336,7 +336,7 @@ def device(profile: str | Mapping[str, Any] | Device) -> Device:
             f'device={profile!r} must be the name of a profile, such as "h100", the path of a .yaml file, or a mapping.'
         )
     if profile.endswith((".yaml", ".yml")):
-        return _of_mapping(_read(profile))
+        return _of_mapping(read_yaml(profile, "device"))
     name = profile.lower().replace("_", "-")
     if _ALSO.get(name, name) not in DEVICES:
         raise ConfigurationError(
@@ -360,16 +360,21 @@ def size(value: object, setting: str) -> int:
     return round(value)
 
 
-def _read(path: str) -> Mapping[str, Any]:
+def read_yaml(path: str, setting: str) -> dict[str, Any]:
+    """The mapping that a YAML file holds.
+
+    Raises:
+        ConfigurationError: It can't be read, or holds something else.
+    """
     from omegaconf import OmegaConf
 
     try:
         text = Path(path).read_text(encoding="utf-8")
         found = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
     except Exception as error:  # from the OS, YAML or OmegaConf
-        raise ConfigurationError(f"device={path!r} can't be read ({error}): give the path of a YAML file.") from error
+        raise ConfigurationError(f"{setting}={path!r} can't be read ({error}): give the path of a YAML file.") from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f"device={path!r} must hold settings by name, and holds {type(found).__name__}.")
+        raise ConfigurationError(f"{setting}={path!r} must hold settings by name, and holds {type(found).__name__}.")
     return {str(key): value for key, value in found.items()}
 
 
