@@ -104,7 +104,7 @@ def main() -> None:
     transformers_models.bound_memory()
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     rows: dict[str, Any] = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
-    own = {name: ("", "") for name in networks.NETWORKS} if not arguments.real else {}
+    own = {} if arguments.real else dict.fromkeys(networks.NETWORKS, ("", ""))
     others = {name: (family, kind) for name, (family, kind, _) in transformers_models.architectures().items()}
     for name, (family, model_type) in {**own, **others}.items():
         if name in rows or not any(part in name for part in arguments.only.split(",")):
@@ -122,9 +122,9 @@ def main() -> None:
     print(f"{len(rows)} architectures, {sum('blocks' in row for row in rows.values())} with blocks")
     if arguments.earlier:
         before = json.loads(arguments.earlier.read_text())
-        for name in rows:
-            if name in before and rows[name] != before[name]:
-                print(f"{name}\n  before: {before[name]}\n  now:    {rows[name]}")
+        for name, row in rows.items():
+            if name in before and row != before[name]:
+                print(f"{name}\n  before: {before[name]}\n  now:    {row}")
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def test_a_plan_on_the_command_line_splits_a_module_of_ones_own_and_a_search_wri
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("fine:build --tensor 2 --tensor-parallel-plan absent.yaml", "tensor_parallel_plan='absent.yaml' can't be read"),
+        ("fine:build --tensor-parallel-plan absent.yaml", "tensor_parallel_plan='absent.yaml' can't be read"),
         ("wrong:build", "wrong can't be imported (RuntimeError: at import): run this in the folder"),
         ("absent:build", "absent can't be imported (ModuleNotFoundError: No module named 'absent')"),
         ("fine:", "names no function"),

@@ -372,7 +372,7 @@ def read_yaml(path: str, setting: str) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
         found = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
     except Exception as error:  # from the OS, YAML or OmegaConf
-        raise ConfigurationError(f"{setting}={path!r} can't be read ({error}): give the path of a YAML file.") from error
+        raise ConfigurationError(f"{setting}={path!r} can't be read ({error}): give a YAML file's path.") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"{setting}={path!r} must hold settings by name, and holds {type(found).__name__}.")
     return {str(key): value for key, value in found.items()}
