@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import accumulate
 
 from torch import Tensor, nn
@@ -21,13 +22,18 @@ from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.containers import has_forward
 from lightning_shard.parallel.module_lists import children_of, first_names, held_by, is_list, run_in_turn, trains
 from lightning_shard.parallel.running_order import lay_out
-from lightning_shard.parallel.source_order import loops, methods_run
+from lightning_shard.parallel.source_order import attributes_used, loops, methods_run
 
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
 _SMALL = 0.1
 """A list whose blocks have other classes than the largest list's is cut only if it has at least this share of its size.
 
-Sizes are numbers of parameters.
+Sizes are numbers of parameters, without those of embedding tables, which are looked up.
 """
+_USELESS = 0.8
+"""Lists aren't cut if so large a share of the size runs between two of their cuts, and other modules share it better."""
+_FINE = 0.35
+"""Modules of at most this share of the size aren't opened to cut between their parts."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ def block_lists(root: nn.Module, *, mixed: bool = False) -> dict[str, list[str]]
             continue
         names = [named[id(child)] for child in held_by(module)]
         classes = [type(child) for child in map(root.get_submodule, names) if _holds(child)]
-        if classes and all(issubclass(kind, (nn.Embedding, nn.EmbeddingBag)) for kind in classes):
+        if classes and all(issubclass(kind, _TABLES) for kind in classes):
             continue  # tables run side by side
         alike = len(set(classes)) == 1 and len(classes) == len(names)
         in_turn = mixed and len(set(classes)) < len(classes) and len(names) > 2
@@ -117,11 +123,13 @@ def find_blocks(
     Without a path, the first of these that exists:
 
     - The longest list, a trained one if there is one, without lists that are small beside others (a tenth of one, or
-      a head's layers beside blocks), and other lists of the same network that hold blocks of its
-      classes or are about as large: an encoder's and a decoder's, or a ResNet's stages. Lists that the example doesn't
+      a head's layers beside blocks), and other lists of the same network, or of one that a step calls too, that hold
+      blocks of its classes or are about as large: an encoder's and a decoder's, or a ResNet's stages. Lists that the example doesn't
       run are left out, such as those of a vision tower if the example is text.
     - A module that runs several times: instead of lists inside of it, or if there are no lists.
     - The parts of an ``nn.Sequential``.
+    - Modules that a forward calls one after the other, each once, as its source or the example shows: also instead of
+      lists that carry next to nothing, such as the layers of a U-Net's embedding of time.
 
     Modules of a list that are containers without a forward, ``ModuleList([attention, feedforward])`` say, are replaced
     by what they hold, in order.
@@ -139,14 +147,19 @@ def find_blocks(
     """
     lists = block_lists(root, mixed=True)
     if path is None:
+        calls = cache(calls)
         if len(lists) > 1:
             lists = _run_by(root, lists, set(calls()))
-        groups = _chain(root, lists)
+        groups = _chain(root, lists, calls)
         if all(_is_looped(root, path) for path in groups):
             often = _run_often(root, calls())
             if all(any(path.startswith(f"{name}.") for name in often) for path in groups):
                 groups = often or groups
             groups = groups or _sequential(root)
+        if _carries_little(root, groups) and _largest_share(root, groups) > _USELESS:
+            opened = _opened(root, partial(_called_once, root, calls=calls()))
+            if _largest_share(root, opened) < _USELESS:
+                groups = opened
         if not groups:
             raise PlacementError(_nothing_to_cut(root))
         network = _network(groups)
@@ -176,10 +189,22 @@ def tied_parameters(root: nn.Module) -> list[tuple[str, ...]]:
     return [names for names in names_of_parameters(root) if len(names) > 1]
 
 
+def largest_modules(root: nn.Module) -> list[str]:
+    """Lists and modules that together carry most of the size, in running order as far as the source shows it.
+
+    Unlike those that :func:`find_blocks` finds, they may be called in another way than once each.
+    """
+    groups = _opened(root, lambda names: names)
+    names, _ = lay_out(root, groups, _network(groups))
+    return sorted(groups, key=lambda path: names.index(groups[path][0]))
+
+
 # -- which blocks
 
 
-def _chain(root: nn.Module, lists: dict[str, list[str]]) -> dict[str, list[str]]:
+def _chain(
+    root: nn.Module, lists: dict[str, list[str]], calls: Callable[[], Sequence[str]]
+) -> dict[str, list[str]]:
     """The longest list, a trained one if there is one, and the lists that are cut with it."""
     if not lists:
         return {}
@@ -193,10 +218,16 @@ def _chain(root: nn.Module, lists: dict[str, list[str]]) -> dict[str, list[str]]
     classes = {type(root.get_submodule(name)) for name in lists[path]}
     network = path.partition(".")[0]
 
+    @cache
+    def runs_beside(other: str) -> bool:
+        """Whether a step calls both networks once: two towers that the LightningModule compares, say."""
+        both = [network, other]
+        return other == network or _called_once(root, both, calls=calls()) == both
+
     def belongs(other: str) -> bool:
         held = [root.get_submodule(name) for name in lists[other]]
         does = trains(root.get_submodule(other))
-        if other.partition(".")[0] != network or does != trains(root.get_submodule(path)):
+        if does != trains(root.get_submodule(path)) or not runs_beside(other.partition(".")[0]):
             return False
         if run_in_turn(root, path, other):
             return False
@@ -294,6 +325,72 @@ def _is_looped(root: nn.Module, path: str) -> bool:
     return any(name in loop for level, name in owners for loop in loops(type(level), run))
 
 
+def _carries_little(root: nn.Module, groups: dict[str, list[str]]) -> bool:
+    """Whether lists hold single layers only, or less than :data:`_SMALL` of the size."""
+    names = {name for names in groups.values() for name in names}
+    size = sum(_size(root, name) for name in names)
+    return size < _SMALL * _size(root, "") or all(_is_leaf(root.get_submodule(name)) for name in names)
+
+
+def _largest_share(root: nn.Module, groups: dict[str, list[str]]) -> float:
+    """The largest share of the size between two neighbouring cuts: a block with the parts before it, say."""
+    if not groups:
+        return 1.0
+    names, parts = lay_out(root, groups, _network(groups))
+    sizes = [_size(root, name) for name in names]
+    for part, place in parts:
+        sizes[min(place, len(names) - 1)] += _size(root, part)
+    return max(sizes) / max(1, sum(sizes))
+
+
+def _opened(root: nn.Module, called_once: Callable[[list[str]], list[str]]) -> dict[str, list[str]]:
+    """The lists and modules that carry most of the size; those above :data:`_FINE` are replaced by what they call.
+
+    Args:
+        called_once: Of the names of one module's children, those that it calls once.
+    """
+    whole, found = _size(root, ""), dict[str, list[str]]()
+
+    def visit(path: str) -> None:
+        module = root.get_submodule(path)
+        if path and is_list(module):
+            found[path] = children_of(root, path)
+            return
+        prefix = f"{path}." if path else ""
+        children = [prefix + name for name, child in module.named_children() if trains(child)]
+        large = [name for name in children if _size(root, name) > _SMALL / 2 * whole]
+        if not path or _size(root, path) > _FINE * whole:
+            once = called_once(large)
+            if once and once == large:
+                for name in once:
+                    visit(name)
+                return
+        if path:
+            found[path] = [path]
+
+    visit("")
+    return found
+
+
+def _called_once(root: nn.Module, names: list[str], *, calls: Sequence[str]) -> list[str]:
+    """Of one module's children, those that it calls once: in an example's run, or else by its source."""
+    path = names[0].rpartition(".")[0] if names else ""
+    if path in calls:
+        return [name for name in names if all(calls.count(each) == 1 for each in _called(root, name))]
+    level, own = type(root.get_submodule(path)), [name.rpartition(".")[2] for name in names]
+    for method in ("training_step", "forward"):
+        uses = Counter(attributes_used(level, method, depth=4))
+        if any(name in uses for name in own):
+            break
+    looped = set[str]().union(*loops(level, methods_run(root)))
+    return [
+        name
+        for name, key in zip(names, own)
+        if key in uses
+        and (isinstance(root.get_submodule(name), nn.ModuleList) or (uses[key] == 1 and key not in looped))
+    ]
+
+
 def _nothing_to_cut(root: nn.Module) -> str:
     """The error for a model without blocks; it names modules that ``pipeline_blocks`` could name."""
     path, level = "", root
@@ -349,4 +446,10 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def _size(root: nn.Module, path: str) -> int:
-    return sum(parameter.numel() for parameter in root.get_submodule(path).parameters())
+    """The number of parameters of a module, or of one parameter; without embedding tables."""
+    owner, _, key = path.rpartition(".")
+    if key in root.get_submodule(owner)._parameters:
+        return root.get_parameter(path).numel()
+    module = root.get_submodule(path)
+    tables = {id(p) for part in module.modules() if isinstance(part, _TABLES) for p in part.parameters()}
+    return sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in tables)

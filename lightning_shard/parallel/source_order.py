@@ -24,7 +24,7 @@ _QUESTIONS = {"callable", "hasattr", "id", "isinstance", "len", "type"}
 
 
 def attributes_used(cls: type, method: str, depth: int, after: type | None = None) -> Iterator[str]:
-    """Names of attributes in the order in which a method's code uses them, with the class's own methods inlined.
+    """Names of attributes in the order in which a method's code uses them, with a user's methods inlined.
 
     A call comes after its arguments: ``self.head(self.blocks(x))`` uses the blocks first.
 
@@ -40,10 +40,14 @@ def attributes_used(cls: type, method: str, depth: int, after: type | None = Non
         inherited = name.removeprefix(_SUPER)
         if depth and inherited != name:
             yield from attributes_used(cls, inherited, depth - 1, owner)
-        elif depth and name != method and inspect.isfunction(inspect.getattr_static(cls, name, None)):
+        elif depth and name != method and _is_own_method(inspect.getattr_static(cls, name, None)):
             yield from attributes_used(cls, name, depth - 1)
         else:
             yield name
+
+
+def _is_own_method(value: Any) -> bool:
+    return inspect.isfunction(value) and not value.__module__.startswith(_LIBRARIES)
 
 
 def _dotted(node: ast.Attribute) -> Iterator[str]:

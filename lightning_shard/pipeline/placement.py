@@ -14,6 +14,7 @@ Among the placements that reach this bottleneck, it takes the one with the least
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -25,6 +26,9 @@ from lightning_shard.pipeline.cost import ModelCost, PartCost
 __all__ = ["Placement", "StagePlacement", "place"]
 
 Policy = Literal["auto", "even"] | Sequence[int]
+
+_WIDTH, _ROOM = 80, 16
+"""Columns of the table, and the fewest that names of parts get."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class StagePlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """The stage of every block; ``str()`` gives a table."""
+    """The stage of every block; ``str()`` gives a table for a terminal, in which long lists of parts are cut off."""
 
     stages: tuple[StagePlacement, ...]
 
@@ -108,11 +112,13 @@ class Placement:
 
     def __str__(self) -> str:
         total = sum(stage.cost for stage in self.stages)
+        parts = [name.split(".") for stage in self.stages for name in stage.parts]
+        common = len(os.path.commonprefix([names[:-1] for names in parts])) if parts else 0
         rows = [
             [
                 str(index),
                 range_text(stage.blocks),
-                ", ".join(stage.parts),
+                ", ".join(".".join(name.split(".")[common:]) for name in stage.parts),
                 count_text(stage.parameters),
                 size_text(stage.bytes),
                 f"{100 * stage.cost / total:.1f} %" if total else "",
@@ -131,7 +137,10 @@ class Placement:
                 "",
             ]
         )
-        return table(["stage", "blocks", "also", "parameters", "bytes", "cost", "device"], rows)
+        header = ["stage", "blocks", "also", "parameters", "bytes", "cost", "device"]
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        room = max(_ROOM, _WIDTH - sum(widths) - 2 * len(widths) + 2 + widths[2])
+        return table(header, [[*row[:2], short(row[2], room), *row[3:]] for row in rows])
 
 
 def place(

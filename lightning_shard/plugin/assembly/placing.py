@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.activation_checkpointing import Recomputing, chosen
-from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks
+from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, largest_modules
 from lightning_shard.pipeline.cost import ModelCost, measure, watch
 from lightning_shard.pipeline.placement import Placement, place
 from lightning_shard.pipeline.schedules.schedule import Schedule
@@ -19,6 +21,9 @@ from lightning_shard.plugin.assembly.example import calls_on_example, example_of
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps.schedule_choice import agree, choose, fitting_schedules
+
+_LITTLE = 0.2
+"""A stage that has less than this of an even share of the cost isn't worth its ranks."""
 
 
 def blocks_of(module: pl.LightningModule, settings: Settings, stages: int) -> Blocks | None:
@@ -47,8 +52,6 @@ def place_blocks(
     cost = as_run(cost, settings.activation_checkpointing, compiled=bool(settings.compile_blocks))
     if layout.pipeline_parallel_size == 1:
         return blocks, place(cost, 1, "even", devices=devices, ranks=ranks), schedules[0]
-    module.example_input_array = None  # Lightning's summary would call the module on it, outside of any step
-
     def placed(schedule: Schedule) -> Placement:
         holders = [schedule.rank_of[stage] for stage in range(schedule.stages)]
         return place(
@@ -62,7 +65,48 @@ def place_blocks(
     fitting = fitting_schedules(schedules, len(blocks), settings.placement)
     choice = choose(fitting, placed, settings.of_blocks, has_data_ranks=layout.data_parallel_size > 1)
     schedule = agree(fitting, choice, groups)
-    return blocks, placed(schedule), schedule
+    placement = placed(schedule)
+    if layout.rank == 0 and settings.placement == "auto":
+        warn_of_idle_stages(module, cost, placement)
+    module.example_input_array = None  # Lightning's summary would call the module on it, outside of any step
+    return blocks, placement, schedule
+
+
+def warn_of_idle_stages(module: pl.LightningModule, cost: ModelCost, placement: Placement) -> None:
+    """Warn of a stage that has next to nothing to do, with the blocks that would share the cost better if there are."""
+    stages, (least, share) = len(placement.stages), _least(placement)
+    if share * stages >= _LITTLE:
+        return
+    held = placement.stages[least]
+    remedy, lists = "", largest_modules(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a run for the costs warned already
+        blocks = find_blocks(module, lists) if lists else None
+        if blocks is not None and len(blocks) >= stages:
+            _, better = _least(place(costs_of(module, blocks, runs=True)[1], stages))
+            if better > 2 * share:
+                remedy = (
+                    f"pipeline_blocks={lists} would leave no stage below {100 * better:.1f} %, if these run one after"
+                    " the other, each once."
+                )
+    if not remedy:
+        parts = {part.name: part for part in (*cost.blocks, *cost.before, *(p for _, p in cost.between), *cost.after)}
+        largest = max(parts.values(), key=lambda part: part.flops or part.parameters)
+        remedy = (
+            f"No other cut between modules is much better; the largest is {largest.name}: use fewer stages, or data"
+            " ranks alone (pipeline_parallel_size=1)."
+        )
+    names = held.names[0] + (f" to {held.names[-1]}" if len(held.names) > 1 else "")
+    rank_zero_warn(
+        f"Of {stages} pipeline stages, stage {least} ({names}) has {100 * share:.1f} % of the network's cost, less than"
+        f" a fifth of an even share, so its ranks wait most of the time. {remedy}"
+    )
+
+
+def _least(placement: Placement) -> tuple[int, float]:
+    """The stage of the least cost, and its share."""
+    costs = [stage.cost for stage in placement.stages]
+    return costs.index(min(costs)), min(costs) / max(1, sum(costs))
 
 
 def costs_of(module: pl.LightningModule, blocks: Blocks, *, runs: bool) -> tuple[Blocks, ModelCost]:

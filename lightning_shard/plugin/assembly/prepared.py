@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -39,7 +38,7 @@ from lightning_shard.plugin.optimizers.finetuning import (
     take_over_unfreezing,
 )
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
-from lightning_shard.plugin.reporting.summary import report_whole, summarize_before
+from lightning_shard.plugin.reporting.summary import report_placement, report_whole, summarize_before
 from lightning_shard.plugin.reporting.throughput import share_throughput
 from lightning_shard.plugin.saving.averaging import average_shards
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
@@ -112,12 +111,15 @@ class PreparedStrategy(CheckpointedStrategy):
         if self.layout.pipeline_parallel_size > 1:
             trainer_private.record_no_module_names(trainer)
         share_throughput(callbacks, self.layout)
+        is_new = known is None
         if known is None:
             known = self._lay_out(trainer, module)
         else:
             known.lay_out_again(self.layout, self._settings, self._schedules, self.groups)
             known.check_parameters(module, self.groups)
             put_on_units(module, known.attributes)
+        if self.layout.pipeline_parallel_size > 1 and (is_new or trainer.state.fn == TrainerFn.FITTING):
+            report_placement(callbacks, self.layout, known.placement)
         self._assembly = known
         if self.layout.world_size > 1:
             report_whole(callbacks, module, self.groups.gather_over_stages)
@@ -177,8 +179,6 @@ class PreparedStrategy(CheckpointedStrategy):
         replace_kept(module, names, callbacks)
         module.__dict__[_ASSEMBLY] = assembly
         module._device = self.root_device  # Lightning's own: the device to compute on; shards may be on the host
-        if assembly.placement is not None and self.layout.pipeline_parallel_size > 1:
-            rank_zero_info(f"{self.layout}\n{assembly.placement}")
         return assembly
 
     def _share_metrics(self) -> None:

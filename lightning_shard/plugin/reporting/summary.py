@@ -2,7 +2,7 @@
 
 The callbacks see the module only after it is laid out. Of one that is cut into stages, or whose layers are split, sizes
 and operations are those of a run on fake tensors before that, also in the fits of later Trainers. Where the example
-can't run on these, they are left out.
+can't run on these, they are left out. With several stages, a table of these is printed too.
 
 Private in Lightning 2.6, used here: the callbacks' ``_summary`` and ``_max_depth``, and a summary's
 ``_get_summary_data`` and ``_layer_summary``. The column's title is one that the rich summary knows.
@@ -20,11 +20,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
 from lightning.pytorch.utilities.model_summary import get_human_readable_count, summarize
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_shard.layout import Layout
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.fsdp.units import class_name
 from lightning_shard.pipeline.cost import on_fake_tensors
+from lightning_shard.pipeline.placement import Placement
 from lightning_shard.plugin.assembly.example import restoring_state
 from lightning_shard.sharding import local_tensor
 
@@ -154,6 +157,12 @@ def report_whole(
         return
     for callback in _summaries(callbacks):
         vars(callback)["_summary"] = partial(_summarized, callback._max_depth)
+
+
+def report_placement(callbacks: Iterable[pl.Callback], layout: Layout, placement: Placement | None) -> None:
+    """Print which stage has what, on rank 0, unless the Trainer's summary is off (``enable_model_summary=False``)."""
+    if placement is not None and _summaries(callbacks):
+        rank_zero_info(f"{layout}\n{placement}")
 
 
 def _summarized(depth: int, _trainer: pl.Trainer, module: pl.LightningModule) -> WholeSummary:
