@@ -5,7 +5,7 @@ The data ranks are simulated one after the other in this process: nothing here t
 
 import contextlib
 import math
-from itertools import chain
+from itertools import chain, islice
 
 import lightning.pytorch as pl
 import pytest
@@ -413,3 +413,33 @@ def test_gradients_are_accumulated_as_scheduled_after_a_resume_in_mid_epoch(tmp_
 
     assert run(stop=26) == [1] * 24 + [4] * 8
     assert run(stop=99, resume=tmp_path / "a.ckpt") == [4] * 16
+
+
+class Stateful(DataLoader):
+    """As torchdata's StatefulDataLoader: the state that is loaded is that of the next iterator."""
+
+    taken, _next = 0, 0
+
+    def __iter__(self):
+        self.taken, self._next = self._next, 0
+        return self._rest(super().__iter__(), self.taken)
+
+    def _rest(self, batches, start):
+        for batch in islice(batches, start, None):
+            self.taken += 1
+            yield batch
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self._next = state["taken"]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_loader_with_a_state_of_its_own_resumes_at_it_though_the_loaders_were_asked_for_before(tmp_path, asks):
+    options = {"make": lambda: Stateful(range(SAMPLES), batch_size=2), "asks": asks}
+    first, _, path = fit(1, tmp_path, stop=("on_train_batch_end", 5), **options)
+    second, _, _ = fit(1, tmp_path, resume=path, **options)
+    for epoch in range(2):
+        assert samples_of(chain(first, second), epoch) == list(range(SAMPLES))

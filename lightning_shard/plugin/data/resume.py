@@ -73,10 +73,13 @@ def resume_data(trainer: pl.Trainer) -> None:
     if not fit_loop.is_resuming or combined is None:
         return
     _accumulate_as_scheduled(trainer)
+    is_late = fit_loop.restarting and bool(fit_loop._combined_loader_states_to_load)
+    _load_states(trainer, combined)
     samplers = [sampler for loader in combined.flattened if (sampler := sharded_sampler(loader)) is not None]
     if not samplers:
+        if is_late:  # for loaders with a state of their own: their iterators are of before it was loaded
+            iter(fit_loop._data_fetcher)  # type: ignore[arg-type]
         return
-    _load_states(trainer, combined)
     if fit_loop.restarting:
         _count_by_this_layout(trainer, combined)
     epochs: Any = fit_loop.epoch_progress
