@@ -202,9 +202,7 @@ def largest_modules(root: nn.Module) -> list[str]:
 # -- which blocks
 
 
-def _chain(
-    root: nn.Module, lists: dict[str, list[str]], calls: Callable[[], Sequence[str]]
-) -> dict[str, list[str]]:
+def _chain(root: nn.Module, lists: dict[str, list[str]], calls: Callable[[], Sequence[str]]) -> dict[str, list[str]]:
     """The longest list, a trained one if there is one, and the lists that are cut with it."""
     if not lists:
         return {}

@@ -138,9 +138,10 @@ class Placement:
             ]
         )
         header = ["stage", "blocks", "also", "parameters", "bytes", "cost", "device"]
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        room = max(_ROOM, _WIDTH - sum(widths) - 2 * len(widths) + 2 + widths[2])
-        return table(header, [[*row[:2], short(row[2], room), *row[3:]] for row in rows])
+        if not any(row[2] for row in rows):
+            return table(header, rows)
+        room = max(_ROOM, _WIDTH - max(map(len, table(header, [[*r[:2], "also", *r[3:]] for r in rows]).splitlines())))
+        return table(header, [[*row[:2], short(row[2], room + len("also")), *row[3:]] for row in rows])
 
 
 def place(

@@ -32,6 +32,7 @@ from tests.models.overrides import override
 from tests.models.sizes import MORE_SIZES, SIZES, STAGES, VARIANTS
 
 LIMIT_S = 60
+"""Of an architecture, in seconds of the processor."""
 
 
 def built(name: str, family: str, model_type: str, *, real: bool = False) -> Any:
@@ -83,13 +84,13 @@ def at_most(seconds: int) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise TimeoutError(f"not done after {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def main() -> None:

@@ -110,7 +110,9 @@ def test_a_useless_cut_is_said_with_the_blocks_to_paste_that_share_the_cost() ->
     module = Stepping(Looped())
     placement, [said] = cut(module)
     assert placement.stages[0].names == ("network.small.0",)
-    assert re.search(r"stage 1 \(network\.small\.1 to network\.small\.2\) has 0\.\d % of the network's cost, less than", said)
+    assert re.search(
+        r"stage 1 \(network\.small\.1 to network\.small\.2\) has 0\.\d % of the network's cost, less than", said
+    )
     listed = ["network.first", "network.second", "network.third"]
     assert f"pipeline_blocks={listed} would leave no stage below 3" in said
     assert cut(module, path=listed)[1] == []
@@ -118,4 +120,6 @@ def test_a_useless_cut_is_said_with_the_blocks_to_paste_that_share_the_cost() ->
 
 def test_of_a_network_that_cant_be_cut_well_its_largest_module_is_named() -> None:
     _, [said] = cut(Stepping(Large()))
-    assert "No other cut between modules is much better; the largest is network.large: use fewer stages, or data" in said
+    assert (
+        "No other cut between modules is much better; the largest is network.large: use fewer stages, or data" in said
+    )

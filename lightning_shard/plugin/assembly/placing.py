@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_shard.errors import PlacementError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.activation_checkpointing import Recomputing, chosen
 from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, largest_modules
@@ -52,6 +54,7 @@ def place_blocks(
     cost = as_run(cost, settings.activation_checkpointing, compiled=bool(settings.compile_blocks))
     if layout.pipeline_parallel_size == 1:
         return blocks, place(cost, 1, "even", devices=devices, ranks=ranks), schedules[0]
+
     def placed(schedule: Schedule) -> Placement:
         holders = [schedule.rank_of[stage] for stage in range(schedule.stages)]
         return place(
@@ -79,7 +82,7 @@ def warn_of_idle_stages(module: pl.LightningModule, cost: ModelCost, placement: 
         return
     held = placement.stages[least]
     remedy, lists = "", largest_modules(module)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), suppress(PlacementError):
         warnings.simplefilter("ignore")  # a run for the costs warned already
         blocks = find_blocks(module, lists) if lists else None
         if blocks is not None and len(blocks) >= stages:
