@@ -31,7 +31,7 @@ _SMALL = 0.1
 Sizes are numbers of parameters, without those of embedding tables, which are looked up.
 """
 _USELESS = 0.8
-"""Lists aren't cut if so large a share of the size runs between two of their cuts, and other modules share it better."""
+"""Lists aren't cut if so large a share of the size runs between two of their cuts, and other modules share it."""
 _FINE = 0.35
 """Modules of at most this share of the size aren't opened to cut between their parts."""
 
@@ -124,8 +124,8 @@ def find_blocks(
 
     - The longest list, a trained one if there is one, without lists that are small beside others (a tenth of one, or
       a head's layers beside blocks), and other lists of the same network, or of one that a step calls too, that hold
-      blocks of its classes or are about as large: an encoder's and a decoder's, or a ResNet's stages. Lists that the example doesn't
-      run are left out, such as those of a vision tower if the example is text.
+      blocks of its classes or are about as large: an encoder's and a decoder's, or a ResNet's stages. Lists that the
+      example doesn't run are left out, such as those of a vision tower if the example is text.
     - A module that runs several times: instead of lists inside of it, or if there are no lists.
     - The parts of an ``nn.Sequential``.
     - Modules that a forward calls one after the other, each once, as its source or the example shows: also instead of

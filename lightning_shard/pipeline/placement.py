@@ -14,10 +14,9 @@ Among the placements that reach this bottleneck, it takes the one with the least
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, Literal
 
 from lightning_shard.errors import PlacementError
@@ -113,7 +112,7 @@ class Placement:
     def __str__(self) -> str:
         total = sum(stage.cost for stage in self.stages)
         parts = [name.split(".") for stage in self.stages for name in stage.parts]
-        common = len(os.path.commonprefix([names[:-1] for names in parts])) if parts else 0
+        common = len([*takewhile(lambda same: len(set(same)) == 1, zip(*(names[:-1] for names in parts)))])
         rows = [
             [
                 str(index),

@@ -18,7 +18,7 @@ from tests.models.unets import Diffusion, OfLists, Towers
 
 def cut(module: L.LightningModule, stages: int = 2, **options: object) -> tuple[Placement, list[str]]:
     """The placement that a run would have, and what it warns of."""
-    blocks, cost = costs_of(module, find_blocks(module, **options), runs=True)  # type: ignore[arg-type]
+    _, cost = costs_of(module, find_blocks(module, **options), runs=True)  # type: ignore[arg-type]
     placement = place(cost, stages)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

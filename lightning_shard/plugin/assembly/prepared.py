@@ -111,14 +111,13 @@ class PreparedStrategy(CheckpointedStrategy):
         if self.layout.pipeline_parallel_size > 1:
             trainer_private.record_no_module_names(trainer)
         share_throughput(callbacks, self.layout)
-        is_new = known is None
         if known is None:
             known = self._lay_out(trainer, module)
         else:
             known.lay_out_again(self.layout, self._settings, self._schedules, self.groups)
             known.check_parameters(module, self.groups)
             put_on_units(module, known.attributes)
-        if self.layout.pipeline_parallel_size > 1 and (is_new or trainer.state.fn == TrainerFn.FITTING):
+        if self.layout.pipeline_parallel_size > 1 and known is not self._assembly:  # else this Trainer has printed it
             report_placement(callbacks, self.layout, known.placement)
         self._assembly = known
         if self.layout.world_size > 1:
