@@ -2,7 +2,7 @@
 
 The callbacks see the module only after it is laid out. Of one that is cut into stages, or whose layers are split, sizes
 and operations are those of a run on fake tensors before that, also in the fits of later Trainers. Where the example
-can't run on these, they are left out. With several stages, a table of these is printed too.
+can't run on these, they are left out. Where summaries are on, the table of what each stage has is printed too.
 
 Private in Lightning 2.6, used here: the callbacks' ``_summary`` and ``_max_depth``, and a summary's
 ``_get_summary_data`` and ``_layer_summary``. The column's title is one that the rich summary knows.
