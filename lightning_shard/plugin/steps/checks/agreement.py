@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +18,6 @@ from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.errors import BatchError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin import trainer_private
-from lightning_shard.plugin.broadcast import values_of
 from lightning_shard.sharding import local_tensor
 from lightning_shard.tree import as_bytes
 
@@ -36,7 +35,7 @@ def check_same_batch(batch: Any, layout: Layout) -> None:
     if layout.world_size == 1:
         return
     digests: list[str] = [""] * layout.world_size
-    dist.all_gather_object(digests, _digest(batch))
+    dist.all_gather_object(digests, digest_of(batch))
     first: dict[int, int] = {}
     for rank, digest in enumerate(digests):
         data_rank = layout.at(rank).data_rank
@@ -188,38 +187,35 @@ def _numbers(group: Mapping[str, Any]) -> list[Any]:
     return [(name, value) for name, value in simple if not tree.tensors(value)]
 
 
-def check_replicas(states: Iterable[dict[str, Any]]) -> None:
+def check_replicas(optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str]) -> None:
     """Compare plain tensors in the optimizer state of sharded parameters over the ranks; a collective call over all.
 
     Such a tensor is saved as replicated on every rank that holds its parameter.
 
     Args:
-        states: From :func:`named_optimizer_state`.
+        names: ``id(parameter)`` to name.
 
     Raises:
         UnsupportedStateError: On every rank, if one differs: then it is a rank's own part, but doesn't say of what.
     """
-    own = {}
-    for index, state in enumerate(states):
-        for name, entries in state["state"].items():
-            if isinstance(state["parameters"][name], DTensor):
-                for path, value in tree.walk(entries):
-                    if _is_plain(value) and value.ndim:
-                        own["/".join((str(index), name, *path))] = _digest(value)
+    own = {
+        "/".join((str(index), names[id(parameter)], *path)): digest_of(value)
+        for index, optimizer in enumerate(optimizers)
+        for parameter, entries in optimizer.state.items()
+        if isinstance(parameter, DTensor)
+        for path, value in tree.walk(entries)
+        if _is_plain(value) and value.ndim
+    }
     everyone: list[dict[str, str]] = [own]
     if dist.is_initialized():
         everyone = [{}] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
-    first: dict[str, tuple[int, str]] = {}
-    for rank, found in enumerate(everyone):
-        for key, value in found.items():
-            other, expected = first.setdefault(key, (rank, value))
-            if value != expected:
-                raise UnsupportedStateError(
-                    f"Optimizer state {key!r} is a plain tensor that differs between ranks {other} and {rank}, while"
-                    " its parameter is sharded: how the parts make up a whole isn't known, so they can't be saved. Have"
-                    " the optimizer keep it as a DTensor, made from the parameter by torch.zeros_like."
-                )
+    if (differs := first_parted(everyone)) is not None:
+        raise UnsupportedStateError(
+            f"Optimizer state {differs!r} is a plain tensor that differs between ranks, while its parameter is sharded:"
+            " how the parts make up a whole isn't known, so they can't be saved. Have the optimizer keep it as a"
+            " DTensor, made from the parameter by torch.zeros_like; or use enable_checkpointing=False."
+        )
 
 
 def check_copies(
@@ -238,12 +234,12 @@ def check_copies(
     Raises:
         UnsupportedStateError: On every stage, if copies have diverged.
     """
-    own = {name: _digest(local_tensor(parameter)) for name, parameter in tied.items()}
+    own = {name: digest_of(local_tensor(parameter)) for name, parameter in tied.items()}
     for optimizer in optimizers:
         for name, parameter in tied.items():
             for path, value in tree.walk(optimizer.state.get(parameter, {})):
                 known = local_tensor(value) if isinstance(value, Tensor) else value
-                own["/".join((name, *path))] = _digest(known)
+                own["/".join((name, *path))] = digest_of(known)
     parted = first_parted(gather_over_stages(own))
     if parted is not None:
         raise UnsupportedStateError(
@@ -254,39 +250,11 @@ def check_copies(
         )
 
 
-def first_parted(of_stages: Iterable[Mapping[str, Any]]) -> str | None:
-    """The first name for which two stages have different values; ``None`` if there is none."""
+def first_parted(of_ranks: Iterable[Mapping[str, Any]]) -> str | None:
+    """The first name for which two ranks have different values; ``None`` if there is none."""
     first: dict[str, Any] = {}
-    named = (entry for stage in of_stages for entry in stage.items())
+    named = (entry for own in of_ranks for entry in own.items())
     return next((name for name, value in named if first.setdefault(name, value) != value), None)
-
-
-def same_on_data_ranks(
-    state: dict[str, Any], parameters: Collection[str], group: Any, device: torch.device
-) -> dict[str, Any]:
-    """A state dict in which entries that aren't parameters, such as BatchNorm's statistics, are the first data rank's.
-
-    A collective call over the group. The module's own tensors aren't changed.
-
-    Args:
-        device: Where this rank computes, which the group's backend serves; tensors may be on the CPU all the same.
-    """
-    plain = {name: value for name, value in state.items() if name not in parameters and _is_plain(value)}
-    if _equal_everywhere(_digest(plain), group):
-        return state
-    digests: list[dict[str, str]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(digests, {name: _digest(value) for name, value in plain.items()}, group=group)
-    agreed = dict(state)
-    for name in sorted(set.intersection(*map(set, digests))):
-        if any(other[name] != digests[0][name] for other in digests):
-            agreed[name] = values_of(0, plain[name], group, device).to(plain[name].device)
-    return agreed
-
-
-def _equal_everywhere(value: str, group: Any) -> bool:
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return len(set(values)) == 1
 
 
 def _is_plain(value: Any) -> bool:
@@ -309,7 +277,8 @@ def _strided(tensor: Tensor) -> Sequence[Tensor]:
     return [tensor if tensor.layout == torch.strided else tensor.to_dense()]
 
 
-def _digest(batch: Any) -> str:
+def digest_of(batch: Any) -> str:
+    """A digest of a tree's tensors, texts and numbers."""
     digest = xxhash.xxh3_128()
     for path, leaf in tree.walk(batch):
         digest.update("/".join(path).encode())
