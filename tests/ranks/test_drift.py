@@ -253,7 +253,7 @@ def test_what_cannot_be_subtracted_is_no_rounding() -> None:
     three = torch.arange(3)
     assert measured("w", 0, 1, three, three.clone()) is None
     assert measured("w", 0, 1, torch.tensor([0.0, math.nan]), torch.tensor([-0.0, math.nan])) is None
-    for own in (three + 1, three.int(), three[:2], 7):
+    for own in (three + 1, three.int(), three[:2]):
         found = measured("w", 0, 1, three, own)
         assert found is not None
         assert not found.is_rounding

@@ -299,18 +299,20 @@ class CheckpointedStrategy(ConnectedStrategy):
     def _tied(self) -> dict[str, nn.Parameter]:
         """This stage's parameters that other stages hold too."""
         assert self.lightning_module is not None
-        assert self._assembly is not None
-        reshard(self.lightning_module)
-        return {tie.names[0]: self.lightning_module.get_parameter(tie.names[0]) for tie in self._assembly.ties}
+        ties = self._assembly.ties if self._assembly is not None else ()
+        if ties:
+            reshard(self.lightning_module)
+        return {tie.names[0]: self.lightning_module.get_parameter(tie.names[0]) for tie in ties}
 
-    def _copies(self) -> dict[str, Any]:
-        """What a save of this stage compares with other stages: by section and name."""
+    def _copies(self) -> dict[str, Tensor]:
+        """The tensors of this stage that other stages hold too, but for copies that were joined."""
         tied = self._tied()
-        found: dict[str, Any] = {f"model/{name}": tensor for name, tensor in {**tied, **self._apart}.items()}
+        found: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in {**tied, **self._apart}.items()}
         for index, optimizer in enumerate(self.optimizers):
             for name, parameter in tied.items():
                 for path, value in tree.walk(optimizer.state.get(parameter, {})):
-                    found["/".join((f"optimizer/{index}", name, *path))] = value
+                    if isinstance(value, Tensor):
+                        found["/".join((f"optimizer/{index}", name, *path))] = value
         return found
 
     def _saved_by_other_stages(self) -> Collection[str]:

@@ -1,7 +1,7 @@
 """Replicas that differ when a run saves: one rank's is saved, and how far apart they are is measured and reported.
 
 Ranks that hold the same part of a tensor (tensor ranks' unsplit weights, replicas of shards, buffers, tied weights on
-several stages) compute it alike, but kernels that add in no fixed order round otherwise on each, and users' code may
+several stages) compute it alike. But kernels that add in no fixed order round otherwise on each, and users' code may
 change it on one rank. Training has gone on all the same, so a save doesn't refuse it.
 
 Every save exchanges digests. Only where these differ, values are sent and subtracted.
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -27,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
 from lightning_shard.checkpoint.memory import settle
-from lightning_shard.checkpoint.saving.replicated import fingerprints
+from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES, fingerprints
 from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.tensors import Frame, locate, place_of
 from lightning_shard.errors import ShardError
@@ -45,32 +44,33 @@ _STEPS_OF_DTYPE = 4
 _NAMED = 5
 
 
-class _Replica(NamedTuple):
-    """What this rank holds, and the ranks that it is compared with.
+class _Key(NamedTuple):
+    """What is compared, and between whom.
 
     Attributes:
-        group: An id of the ranks: of those that hold the same part of a stage's tensor; or, of what several stages
-            hold, of this pipeline, with the name.
+        is_of_stages: Whether several stages hold it. They are compared within each pipeline.
+        ranks: The first of these ranks, and a hash of all; or of the pipeline, the first only.
         name: Section and name, joined by ``/``.
-        value: The local part; or a value of Python in an optimizer's state.
     """
 
-    group: tuple[int, int | str]
+    is_of_stages: bool
+    ranks: tuple[int, int]
     name: str
-    value: Any
-    digest: bytes
 
     @property
-    def is_of_stages(self) -> bool:
-        return isinstance(self.group[1], str)
+    def told_as(self) -> object:
+        """Under which a digest is sent: one for all that the same ranks of a stage hold."""
+        return self if self.is_of_stages else self.ranks
+
+    def is_in(self, groups: Collection[object], on_stages: Collection[str]) -> bool:
+        return self.told_as in groups or (self.is_of_stages and self.name in on_stages)
 
 
 class _Told(NamedTuple):
-    """What the other ranks learn of a replica. Without a dtype it isn't a tensor."""
+    """What the other ranks learn of a replica."""
 
     digest: bytes
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
+    kind: tuple[torch.dtype, tuple[int, ...]]
     is_finite: bool
 
 
@@ -78,22 +78,23 @@ class Difference(NamedTuple):
     """Between the replicas of two ranks.
 
     Attributes:
+        saved: The rank whose values are saved.
         absolute: The largest difference of two elements.
         relative: The same, divided by the largest element.
         is_rounding: Whether it can be of rounding alone.
-        why: What differs besides elements that can be subtracted.
+        why: What differs other than numbers.
     """
 
     name: str
     saved: int
     rank: int
-    absolute: float
-    relative: float
-    is_rounding: bool
+    absolute: float = math.inf
+    relative: float = math.inf
+    is_rounding: bool = False
     why: str = ""
 
     def __str__(self) -> str:
-        size = f"by up to {self.absolute:.2g}, {self.relative:.2g} of its largest element" if not self.why else self.why
+        size = self.why or f"by up to {self.absolute:.2g}, {self.relative:.2g} of its largest element"
         return f"{self.name.removeprefix('model/')!r} (rank {self.rank} from rank {self.saved}: {size})"
 
 
@@ -103,7 +104,7 @@ class Drift:
     Args:
         mesh: The mesh of the ranks that hold this rank's stage.
         host: All ranks, host to host.
-        of_stages: What several stages hold, by section and name: tensors, or values in optimizers' states.
+        of_stages: The tensors that other stages hold too, by section and name.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Drift:
         layout: Layout,
         mesh: DeviceMesh,
         host: dist.ProcessGroup,
-        of_stages: Callable[[], Mapping[str, Any]],
+        of_stages: Callable[[], Mapping[str, Tensor]],
     ) -> None:
         self._module = module
         self._layout = layout
@@ -123,7 +124,7 @@ class Drift:
         self._larger: dict[str, Difference] = {}
 
     def settle(self, sections: Sections, on_several_stages: Collection[str], path: str) -> Sections:
-        """The sections of a save, on each rank with the same values wherever ranks hold the same. A collective call.
+        """The sections of a save, with the same values wherever ranks hold the same. A collective call over all ranks.
 
         Values are the lowest rank's, or those of the lowest that has no NaN or infinity. Of a tensor that stages hold
         with different values, only the last stage, whose ranks are the lowest, still has it.
@@ -135,109 +136,100 @@ class Drift:
         """
         if self._layout.world_size == 1:
             return sections
-        own = [*self._replicas(sections), *self._copies(sections, on_several_stages)]
-        digests: dict[Any, xxhash.xxh3_64] = {}
-        for each in sorted(own, key=lambda each: each.name):
-            digests.setdefault(each.group, xxhash.xxh3_64()).update(each.name.encode() + each.digest)
-        seen: dict[Any, set[bytes]] = {}
+        tensors = {f"{section}/{name}": tensor for section in sections for name, tensor in sections[section].items()}
+        copies = {**{name: tensors[name] for name in on_several_stages}, **self._of_stages()}
+        own = self._digests(tensors, copies)
+        digests: dict[object, Any] = {}
+        for key in sorted(own):
+            digests.setdefault(key.told_as, xxhash.xxh3_64()).update(key.name.encode() + own[key][1])
+        seen: dict[object, set[bytes]] = {}
         for told in self._everyones({group: digest.digest() for group, digest in digests.items()}):
             for group, digest in told.items():
                 seen.setdefault(group, set()).add(digest)
         apart = {group for group, found in seen.items() if len(found) > 1}
         if not apart:
             return sections
-        settled, differences = self._exchange([each for each in own if each.group in apart])
+        # in any pipeline, so that all ranks of a stage save the same
+        on_stages = {group.name for group in apart if isinstance(group, _Key)}
+        settled, differences = self._exchange({key: each for key, each in own.items() if key.is_in(apart, on_stages)})
         self._report(differences, path)
         return {
             section: {
-                name: _like(tensor, settled[key]) if (key := f"{section}/{name}") in settled else tensor
-                for name, tensor in tensors.items()
+                name: _like(tensor, settled.get(f"{section}/{name}"))
+                for name, tensor in sections[section].items()
                 if settled.get(f"{section}/{name}", tensor) is not None
             }
-            for section, tensors in sections.items()
+            for section in sections
         }
 
-    def _replicas(self, sections: Sections) -> list[_Replica]:
-        """Of tensors that other ranks of the stage hold too. What can't be saved is left to the save to refuse."""
+    def _digests(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> dict[_Key, tuple[Tensor, bytes]]:
+        """This rank's part of what other ranks hold too. What can't be saved is left to the save to refuse."""
         rank, stage = self._layout.rank, tuple(self._layout.neighbours(self._layout.stage_size))
         frame = Frame.of(place_of(self._mesh), stage, rank)
-        sampled: list[_Replica] = []
-        whole: list[_Replica] = []
-        for section, tensors in sections.items():
-            for name, tensor in tensors.items():
-                with contextlib.suppress(ShardError):
-                    check_storable(name, tensor)
-                    located = locate(name, tensor)
-                    holders = frame.holders_of(name, located.spread)
-                    if len(holders) > 1:
-                        each = _Replica((holders[0], hash(holders)), f"{section}/{name}", located.local, b"")
-                        (sampled if isinstance(tensor, DTensor) else whole).append(each)
-        settle(each.value for each in (*sampled, *whole))
-        values = fingerprints([each.value for each in sampled])
-        digests = [values[at : at + 8] for at in range(0, len(values), 8)]
-        digests += [digest_of(each.value).encode() for each in whole]  # a rank may have changed any part of a buffer
-        return [each._replace(digest=digest) for each, digest in zip((*sampled, *whole), digests, strict=True)]
+        found: dict[_Key, tuple[Tensor, bool]] = {}
+        for name, tensor in tensors.items():
+            with contextlib.suppress(ShardError):
+                check_storable(name, tensor)
+                _, local, spread = locate(name, tensor)
+                holders = frame.holders_of(name, spread)
+                if len(holders) > 1:
+                    found[_Key(False, (holders[0], hash(holders)), name)] = local, isinstance(tensor, DTensor)
+        first = rank % self._layout.stage_size
+        for name, tensor in copies.items():
+            found[_Key(True, (first, first), name)] = local_tensor(tensor), isinstance(tensor, DTensor)
+        settle(local for local, _ in found.values())
+        sampled = [key for key, (_, is_parameter) in found.items() if is_parameter]
+        joined = fingerprints([found[key][0] for key in sampled])
+        samples = {key: joined[at * FINGERPRINT_BYTES :][:FINGERPRINT_BYTES] for at, key in enumerate(sampled)}
+        # others whole: a rank may have changed any part of a buffer
+        return {key: (local, samples.get(key) or digest_of(local).encode()) for key, (local, _) in found.items()}
 
-    def _copies(self, sections: Sections, names: Collection[str]) -> Iterator[_Replica]:
-        everything = {f"{section}/{name}": tensor for section in sections for name, tensor in sections[section].items()}
-        first = min(next(ranks for ranks in self._layout.pipelines() if self._layout.rank in ranks))
-        for name, value in {**{name: everything[name] for name in names}, **self._of_stages()}.items():
-            local = local_tensor(value) if isinstance(value, Tensor) else value
-            digest = fingerprints([local]) if isinstance(value, DTensor) else digest_of(local).encode()
-            yield _Replica((first, name), name, local, digest)
+    def _exchange(self, own: Mapping[_Key, tuple[Tensor, bytes]]) -> tuple[dict[str, Tensor | None], list[Difference]]:
+        """Send the values that are to be saved to the ranks that hold others.
 
-    def _exchange(self, own: list[_Replica]) -> tuple[dict[str, Tensor | None], list[Difference]]:
-        """Send the values that are to be saved to the ranks that hold others; returns these, and the differences.
-
-        None stands for what this stage doesn't save.
+        Returns:
+            Local parts to save by name, None for what this stage leaves to a later one; and how far they are from this
+            rank's.
         """
-        rank, held = self._layout.rank, {(each.is_of_stages, each.group, each.name): each for each in own}
-        everyone: dict[Any, dict[int, _Told]] = {}
-        for other, told in enumerate(self._everyones({key: _told(each) for key, each in held.items()})):
+        everyone: dict[_Key, dict[int, _Told]] = {}
+        own_told = {key: _Told(digest, _kind(local), _is_finite(local)) for key, (local, digest) in own.items()}
+        for other, told in enumerate(self._everyones(own_told)):
             for key, one in told.items():
                 everyone.setdefault(key, {})[other] = one
-        apart_on_stages = {key[2] for key, told in everyone.items() if key[0] and len(set(told.values())) > 1}
+        rank = self._layout.rank
         settled: dict[str, Tensor | None] = {}
         differences: list[Difference] = []
-        # all ranks in one order, so that no two wait for each other
-        for key in sorted(held, key=repr):
-            each, told = held[key], everyone[key]
-            source = min(told, key=lambda other: (not each.is_of_stages and not told[other].is_finite, other))
-            is_alike = told[source][1:3] == told[rank][1:3]
-            if rank != source and is_alike and each.is_of_stages and each.name in apart_on_stages:
-                settled[each.name] = None
-            others = [other for other in told if told[other].digest != told[source].digest]
-            if rank == source and told[rank].dtype is not None:
-                sent = as_bytes(each.value.resolve_conj().resolve_neg().cpu().contiguous())
-                for other in others if sent.numel() else ():
-                    dist.send(sent, other, group=self._host)
-            elif rank in others:
-                saved = self._received(source, told[source])
-                difference = measured(each.name, source, rank, saved, each.value)
+        for key in sorted(own):  # all ranks in one order, so that no two wait for each other
+            (local, digest), told = own[key], everyone[key]
+            source = min(told, key=lambda other: (not key.is_of_stages and not told[other].is_finite, other))
+            if rank == source:
+                sent = as_bytes(local.resolve_conj().resolve_neg().cpu().contiguous())
+                for other in told:
+                    if told[other].digest != digest and sent.numel():
+                        dist.send(sent, other, group=self._host)
+                continue
+            if digest != told[source].digest:
+                dtype, shape = told[source].kind
+                values = torch.empty(shape, dtype=dtype)
+                if values.numel():
+                    dist.recv(as_bytes(values), source, group=self._host)
+                difference = measured(key.name, source, rank, values, local)
                 if difference is not None and not self._is_each_data_ranks_own(difference):
                     differences.append(difference)
-                if not each.is_of_stages:
-                    settled[each.name] = saved
+                if not key.is_of_stages:
+                    settled[key.name] = values
+            if key.is_of_stages and told[source].kind == told[rank].kind:
+                settled[key.name] = None
         return settled, differences
-
-    def _received(self, source: int, told: _Told) -> Tensor | None:
-        if told.dtype is None:
-            return None
-        values = torch.empty(told.shape, dtype=told.dtype)
-        if values.nbytes:
-            dist.recv(as_bytes(values), source, group=self._host)
-        return values
 
     def _is_each_data_ranks_own(self, difference: Difference) -> bool:
         """Whether it is of statistics that each data rank takes of its own samples, in plain Lightning too."""
-        ranks = (difference.saved, difference.rank)
-        if len({self._layout.at(rank).data_rank for rank in ranks}) == 1:
-            return False
+        of_ranks = {self._layout.at(rank).data_rank for rank in (difference.saved, difference.rank)}
         path, _, _ = difference.name.rpartition("/")[2].rpartition(".")
         owner: nn.Module | None = self._module
         for part in path.split(".") if path else ():
             owner = None if owner is None else owner._modules.get(part)
-        return isinstance(owner, (_BatchNorm, Metric))
+        return len(of_ranks) > 1 and isinstance(owner, (_BatchNorm, Metric))
 
     def _everyones(self, value: dict[Any, Any]) -> list[dict[Any, Any]]:
         values: list[dict[Any, Any]] = [{}] * self._layout.world_size
@@ -249,8 +241,8 @@ class Drift:
         dist.gather_object(own, parts if self._layout.rank == 0 else None, dst=0, group=self._host)
         worst: dict[str, Difference] = {}
         for each in (each for part in parts for each in part):
-            known = worst.setdefault(each.name, each)
-            worst[each.name] = max(known, each, key=lambda one: (not one.is_rounding, bool(one.why), one.relative))
+            known = worst.get(each.name, each)
+            worst[each.name] = max(known, each, key=lambda one: (not one.is_rounding, one.relative))
         larger = {name: each for name, each in worst.items() if not each.is_rounding}
         rounding = [each for each in worst.values() if each.is_rounding]
         self._larger |= larger
@@ -281,57 +273,47 @@ def _said(found: Mapping[str, Difference]) -> str:
     return f"{listed}{more} differed between ranks by more than rounding, and rank {saved}'s values were taken"
 
 
-def _told(replica: _Replica) -> _Told:
-    value = replica.value
-    if not isinstance(value, Tensor):
-        return _Told(replica.digest, None, (), is_finite=True)
-    return _Told(replica.digest, value.dtype, tuple(value.shape), is_finite=bool(_wide(value).isfinite().all()))
+def _kind(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(_wide(tensor).isfinite().all())
 
 
 def _wide(tensor: Tensor) -> Tensor:
     """A tensor of real numbers of 32 bits or more."""
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     if not tensor.is_floating_point():
         return tensor.double()
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
-def measured(name: str, saved_rank: int, rank: int, saved: Tensor | None, own: Any) -> Difference | None:
+def measured(name: str, saved_rank: int, rank: int, saved: Tensor, own: Tensor) -> Difference | None:
     """How far this rank's replica is from the one that is saved; None if no value differs, though bits may."""
-
-    difference = partial(Difference, name, saved_rank, rank, math.inf, math.inf, is_rounding=False)
-    if saved is None or not isinstance(own, Tensor):
-        return difference(why=f"{own!r:.40} here")
-    if (saved.dtype, saved.shape) != (own.dtype, own.shape):
-        return difference(why=f"{own.dtype} {tuple(own.shape)}, not {saved.dtype} {tuple(saved.shape)}")
+    if _kind(saved) != _kind(own):
+        why = f"{own.dtype} {tuple(own.shape)}, not {saved.dtype} {tuple(saved.shape)}"
+        return Difference(name, saved_rank, rank, why=why)
     mine, other = _wide(own.cpu()), _wide(saved)
     finite = other.isfinite()
     if not torch.equal(mine.isfinite(), finite):
-        return difference(why="NaN or infinite on one of them only")
+        return Difference(name, saved_rank, rank, why="NaN or infinite on one of them only")
     mine, other = mine[finite], other[finite]
     if torch.equal(mine, other):
         return None
     absolute, largest = float((mine - other).abs().max()), float(other.abs().max())
     relative = absolute / largest if largest else math.inf
-    has_rounding = own.dtype.is_floating_point or own.dtype.is_complex
+    has_rounding = own.is_floating_point() or own.is_complex()
     allowed = max(_ROUNDING, _STEPS_OF_DTYPE * torch.finfo(own.dtype).eps) if has_rounding else 0.0
     return Difference(name, saved_rank, rank, absolute, relative, is_rounding=relative <= allowed)
 
 
 def _like(tensor: Tensor, local: Tensor | None) -> Tensor:
-    """A tensor laid out as another one, with this local part."""
-    assert local is not None
-    if not isinstance(tensor, DTensor):
-        return local
+    """A tensor laid out as another one, with this local part; that one itself if there is none."""
+    if local is None or not isinstance(tensor, DTensor):
+        return tensor if local is None else local
     local = local.to(tensor.to_local().device)
     with torch.no_grad():
         return DTensor.from_local(
-            local,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
