@@ -45,7 +45,7 @@ from lightning_shard.plugin.saving.own_loading import (
 )
 from lightning_shard.plugin.saving.pretrained import describe
 from lightning_shard.plugin.saving.state import load_module
-from lightning_shard.plugin.steps.checks.agreement import check_copies, check_replicas
+from lightning_shard.plugin.steps.checks.agreement import check_copies
 
 _LOADED_BY_NAME = {"state_dict", "optimizer_states", "optimizer_tensors"}
 
@@ -286,15 +286,11 @@ class CheckpointedStrategy(ConnectedStrategy):
         return {}
 
     def _check_saved(self) -> None:
-        """Refuse optimizers whose state, or copies of tied parameters, couldn't be saved; a collective call over all.
-
-        After the first step, so that no later save has to.
-        """
+        """After the first step: refuse optimizers whose state no save could hold. A collective call over all ranks."""
         assert self.lightning_module is not None
-        if self._assembly is not None and self._assembly.is_tied_over_stages:
-            check_copies(self._tied(), self.optimizers, self.groups.gather_over_stages)
-        if self.lightning_module.trainer.checkpoint_callbacks:
-            check_replicas(self.optimizers, self._names)
+        if self.layout.world_size > 1:
+            names = self._names if self.lightning_module.trainer.checkpoint_callbacks else {}
+            check_copies(self._tied(), self.optimizers, names, self.layout, self.groups.host)
 
     def _tied(self) -> dict[str, nn.Parameter]:
         """This stage's parameters that other stages hold too."""

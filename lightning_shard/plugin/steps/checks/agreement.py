@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -187,74 +187,58 @@ def _numbers(group: Mapping[str, Any]) -> list[Any]:
     return [(name, value) for name, value in simple if not tree.tensors(value)]
 
 
-def check_replicas(optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str]) -> None:
-    """Compare plain tensors in the optimizer state of sharded parameters over the ranks; a collective call over all.
-
-    Such a tensor is saved as replicated on every rank that holds its parameter.
-
-    Args:
-        names: ``id(parameter)`` to name.
-
-    Raises:
-        UnsupportedStateError: On every rank, if one differs: then it is a rank's own part, but doesn't say of what.
-    """
-    own = {
-        "/".join((str(index), names[id(parameter)], *path)): digest_of(value)
-        for index, optimizer in enumerate(optimizers)
-        for parameter, entries in optimizer.state.items()
-        if isinstance(parameter, DTensor)
-        for path, value in tree.walk(entries)
-        if _is_plain(value) and value.ndim
-    }
-    everyone: list[dict[str, str]] = [own]
-    if dist.is_initialized():
-        everyone = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-    if (differs := first_parted(everyone)) is not None:
-        raise UnsupportedStateError(
-            f"Optimizer state {differs!r} is a plain tensor that differs between ranks, while its parameter is sharded:"
-            " how the parts make up a whole isn't known, so they can't be saved. Have the optimizer keep it as a"
-            " DTensor, made from the parameter by torch.zeros_like; or use enable_checkpointing=False."
-        )
-
-
 def check_copies(
     tied: Mapping[str, Tensor],
     optimizers: Iterable[torch.optim.Optimizer],
-    gather_over_stages: Callable[[Any], list[Any]],
+    names: Mapping[int, str],
+    layout: Layout,
+    group: dist.ProcessGroup,
 ) -> None:
-    """Compare the copies of tied parameters on several stages, and their optimizer state; collective over the pipeline.
+    """Compare what saves take to be equal and optimizers may change in several ways; a collective call over all ranks.
 
-    Copies start equal and take the same updates. With an optimizer that uses statistics over all its parameters, or
-    draws random numbers for them, they diverge, and it would be unclear which copy is the model's.
+    Tied parameters' copies on several stages, and their optimizer state, start equal and take the same updates. With
+    an optimizer that uses statistics over all its parameters, or draws random numbers for them, they diverge. A plain
+    tensor in the state of a sharded parameter is saved as replicated on every rank that holds the parameter.
 
     Args:
         tied: This stage's tied parameters, by name.
+        names: ``id(parameter)`` to name, of the parameters whose plain state is compared.
+        group: All ranks, host to host.
 
     Raises:
-        UnsupportedStateError: On every stage, if copies have diverged.
+        UnsupportedStateError: On every rank, if copies have diverged, or a plain tensor is a rank's own part.
     """
-    own = {name: digest_of(local_tensor(parameter)) for name, parameter in tied.items()}
-    for optimizer in optimizers:
-        for name, parameter in tied.items():
-            for path, value in tree.walk(optimizer.state.get(parameter, {})):
-                known = local_tensor(value) if isinstance(value, Tensor) else value
-                own["/".join((name, *path))] = digest_of(known)
-    parted = first_parted(gather_over_stages(own))
-    if parted is not None:
+    pipeline = layout.rank % layout.stage_size
+    own: dict[tuple[Any, ...], str] = {
+        (pipeline, name): digest_of(local_tensor(parameter)) for name, parameter in tied.items()
+    }
+    of_stages = {id(parameter): name for name, parameter in tied.items()}
+    for index, optimizer in enumerate(optimizers):
+        for parameter, entries in optimizer.state.items():
+            name = of_stages.get(id(parameter)) or names.get(id(parameter), "")
+            for path, value in tree.walk(entries) if name else ():
+                if name in tied:
+                    own[pipeline, name, *path] = digest_of(local_tensor(value) if isinstance(value, Tensor) else value)
+                elif isinstance(parameter, DTensor) and _is_plain(value) and value.ndim:
+                    own["/".join((str(index), name, *path)),] = digest_of(value)
+    everyone: list[dict[tuple[Any, ...], str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    first: dict[tuple[Any, ...], str] = {}
+    for key, value in (entry for each in everyone for entry in each.items()):
+        if first.setdefault(key, value) == value:
+            continue
+        if len(key) == 1:
+            raise UnsupportedStateError(
+                f"Optimizer state {key[0]!r} is a plain tensor that differs between ranks, while its parameter is"
+                " sharded: how the parts make up a whole isn't known, so they can't be saved. Have the optimizer keep"
+                " it as a DTensor, made from the parameter by torch.zeros_like."
+            )
         raise UnsupportedStateError(
-            f"{parted} is tied over two pipeline stages, and their copies have parted: an optimizer that takes norms or"
-            " other statistics over its parameters, or draws random numbers, or a callback, has changed them in two"
-            " ways. Use an optimizer that steps each element by itself (AdamW, SGD), untie the weights, or use"
-            " pipeline_parallel_size=1."
+            f"{'/'.join(key[1:])} is tied over two pipeline stages, and their copies have parted: an optimizer that"
+            " takes norms or other statistics over its parameters, or draws random numbers, or a callback, has changed"
+            " them in two ways. Use an optimizer that steps each element by itself (AdamW, SGD), untie the weights, or"
+            " use pipeline_parallel_size=1."
         )
-
-
-def first_parted(of_ranks: Iterable[Mapping[str, Any]]) -> str | None:
-    """The first name for which two ranks have different values; ``None`` if there is none."""
-    first: dict[str, Any] = {}
-    named = (entry for own in of_ranks for entry in own.items())
-    return next((name for name, value in named if first.setdefault(name, value) != value), None)
 
 
 def _is_plain(value: Any) -> bool:
