@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
 from lightning_shard.checkpoint.memory import settle
+from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES, fingerprints
 from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.tensors import Frame, locate, place_of
@@ -118,7 +119,7 @@ class Drift:
         self._module = module
         self._layout = layout
         self._mesh = mesh
-        self._host = host
+        self._ranks = Ranks.of(host)
         self._of_stages = of_stages
         self._has_told = False
         self._larger: dict[str, Difference] = {}
@@ -199,27 +200,28 @@ class Drift:
         rank = self._layout.rank
         settled: dict[str, Tensor | None] = {}
         differences: list[Difference] = []
-        for key in sorted(own):  # all ranks in one order, so that no two wait for each other
-            (local, digest), told = own[key], everyone[key]
-            source = min(told, key=lambda other: (not key.is_of_stages and not told[other].is_finite, other))
-            if rank == source:
-                sent = as_bytes(local.resolve_conj().resolve_neg().cpu().contiguous())
-                for other in told:
-                    if told[other].digest != digest and sent.numel():
-                        dist.send(sent, other, group=self._host)
-                continue
-            if digest != told[source].digest:
-                dtype, shape = told[source].kind
-                values = torch.empty(shape, dtype=dtype)
-                if values.numel():
-                    dist.recv(as_bytes(values), source, group=self._host)
-                difference = measured(key.name, source, rank, values, local)
-                if difference is not None and not self._is_each_data_ranks_own(difference):
-                    differences.append(difference)
-                if not key.is_of_stages:
-                    settled[key.name] = values
-            if key.is_of_stages and told[source].kind == told[rank].kind:
-                settled[key.name] = None
+        with self._ranks.talking():
+            for key in sorted(own):  # all ranks in one order, so that no two wait for each other
+                (local, digest), told = own[key], everyone[key]
+                source = min(told, key=lambda other: (not key.is_of_stages and not told[other].is_finite, other))
+                if rank == source:
+                    sent = as_bytes(local.resolve_conj().resolve_neg().cpu().contiguous())
+                    for other in told:
+                        if told[other].digest != digest and sent.numel():
+                            dist.send(sent, other, group=self._ranks.group)
+                    continue
+                if digest != told[source].digest:
+                    dtype, shape = told[source].kind
+                    values = torch.empty(shape, dtype=dtype)
+                    if values.numel():
+                        dist.recv(as_bytes(values), source, group=self._ranks.group)
+                    difference = measured(key.name, source, rank, values, local)
+                    if difference is not None and not self._is_each_data_ranks_own(difference):
+                        differences.append(difference)
+                    if not key.is_of_stages:
+                        settled[key.name] = values
+                if key.is_of_stages and told[source].kind == told[rank].kind:
+                    settled[key.name] = None
         return settled, differences
 
     def _is_each_data_ranks_own(self, difference: Difference) -> bool:
@@ -233,14 +235,13 @@ class Drift:
 
     def _everyones(self, value: dict[Any, Any]) -> list[dict[Any, Any]]:
         values: list[dict[Any, Any]] = [{}] * self._layout.world_size
-        dist.all_gather_object(values, value, group=self._host)
+        with self._ranks.talking():
+            dist.all_gather_object(values, value, group=self._ranks.group)
         return values
 
     def _report(self, own: list[Difference], path: str) -> None:
-        parts: list[list[Difference]] = [[]] * self._layout.world_size
-        dist.gather_object(own, parts if self._layout.rank == 0 else None, dst=0, group=self._host)
         worst: dict[str, Difference] = {}
-        for each in (each for part in parts for each in part):
+        for each in (each for part in self._ranks.gather(own) for each in part):
             known = worst.get(each.name, each)
             worst[each.name] = max(known, each, key=lambda one: (not one.is_rounding, one.relative))
         larger = {name: each for name, each in worst.items() if not each.is_rounding}
