@@ -235,6 +235,35 @@ def test_copies_of_stages_are_saved_as_the_last_stages(tmp_path: Any) -> None:
     run_ranks(stages, 2, str(tmp_path), elastic=True, timeout_s=180)
 
 
+class Keeps(L.Callback):
+    """Keeps a tensor of its own on each rank, beside a parameter that two stages hold."""
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        own = torch.full((3,), trainer.global_rank + 1.0)
+        checkpoint["kept"] = {TIE: module.get_parameter(TIE).detach(), "own": own}
+
+
+def replicas_of_stages(folder: str) -> None:
+    sizes = layout(pipeline=2, data=2)  # the last stage is on ranks 0 and 1
+    callbacks = [Drifts(parameter(TIE), 3, percent, since=2), Drifts(parameter(NORM), 0, nan, since=2), Keeps()]
+    options = {"module": Tied, "pipeline_blocks": "layers", "data_parallel_replicas": 2, "steps": 2}
+    said, module = fit(sizes, folder, *callbacks, **options)
+    if torch.distributed.get_rank():
+        return
+    stored = checkpoint.read(f"{folder}/step=2.ckpt")
+    assert torch.equal(stored.full()[TIE], local_tensor(module.get_parameter(TIE)))
+    assert stored.full()[NORM].isfinite().all()
+    assert stored.optimizer["state/kept/own"].full().tolist() == [1.0] * 3
+    assert f"{TIE!r} (rank 3 from rank" in said[1]
+    assert f"{NORM!r} (rank 0 from rank 1: NaN or infinite on one of them only)" in said[1]
+    assert "'optimizer/state/kept/own' (rank" in said[0]
+    assert len(said) == 3
+
+
+def test_replicas_of_stages_are_settled_within_a_stage_and_between_stages(tmp_path: Any) -> None:
+    run_ranks(replicas_of_stages, 4, str(tmp_path), elastic=True, timeout_s=180)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
 def test_rounding_is_told_from_other_differences_by_the_dtype(dtype: torch.dtype) -> None:
     saved = torch.linspace(-3, 5, 100, dtype=torch.float64)

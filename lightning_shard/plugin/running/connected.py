@@ -204,8 +204,8 @@ class ConnectedStrategy(ModelParallelStrategy):
             raise failure from error
 
     def teardown(self) -> None:
-        super().teardown()
         self._computing.restore()
+        super().teardown()
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
