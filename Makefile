@@ -4,9 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-# A process per rank, each with one thread: more threads than cores only get in each other's way.
-export OMP_NUM_THREADS := 1
-
 .PHONY: demo test check bench reliability
 
 # Train on 4 processes, stop, resume on another layout, gather to one file, compare with a plain model.

@@ -12,13 +12,14 @@ in the same processes; a ratio is the median of the rounds' ratios.
 from __future__ import annotations
 
 # ruff: noqa: E402
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -41,7 +42,7 @@ QUESTIONS: dict[str, Callable[[Options], Iterator[report.Row]]] = {
 def main() -> None:
     options = parse(list(QUESTIONS), __doc__)
     # a thread per rank, here as in the ranks
-    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     # once, instead of in every rank
     preload("torch.distributed.checkpoint", "torch.distributed.checkpoint._fsspec_filesystem", "safetensors.torch")
     start = time.monotonic()

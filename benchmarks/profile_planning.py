@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import io
-import os
 import pstats
 import statistics
 import sys
@@ -41,7 +40,6 @@ WIDTH = 8
 
 def main() -> None:
     options = _options()
-    os.environ["OMP_NUM_THREADS"] = "1"
     preload()
     with tempfile.TemporaryDirectory(prefix="planning-", dir=options.folder) as folder:
         found, profile = run_ranks(

@@ -15,6 +15,7 @@ from unittest import mock
 
 import hypothesis
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_shard.testing import preload
@@ -31,6 +32,8 @@ preload(
 
 if os.environ.get(on_gpu.EVERYWHERE):
     preload("tests.parity")  # which places the ranks of all tests, also of those that don't import it
+
+torch.set_num_threads(1)  # tests run beside each other, and ranks have one thread, too
 
 # a loaded machine is no failure
 hypothesis.settings.register_profile("untimed", deadline=None)

@@ -50,8 +50,10 @@ def lift(tree: Any, name: str, *, with_siblings: bool = False) -> tuple[Any, dic
     return walk(tree, name, False), tensors
 
 
-def merge_over_stages(tree: Any, gather: Callable[[Any], list[Any]]) -> Any:
+def merge_over_stages(tree: Any, gather: Callable[[Any], list[Any]]) -> tuple[Any, list[set[str]]]:
     """Add to a tree of :func:`lift` the entries that other stages have in mappings of references. A collective call.
+
+    Returns the new tree, and the names of each stage's references.
 
     Args:
         gather: All-gathers a value over the stages.
@@ -63,9 +65,10 @@ def merge_over_stages(tree: Any, gather: Callable[[Any], list[Any]]) -> Any:
     _collect(tree, (), found)
     stages = gather(found)
     if len(stages) == 1:
-        return tree
+        return tree, [set()]
     tree = _copied(tree)
-    for path, value in (item for stage in stages for item in stage):
+    names: list[set[str]] = [set() for _ in stages]
+    for number, path, value in ((number, *item) for number, stage in enumerate(stages) for item in stage):
         if isinstance(value, Reference):
             raise UnsupportedStateError(
                 f"{value.name!r} is a DTensor in a list: with several pipeline stages, each of which has its own, hold"
@@ -76,7 +79,9 @@ def merge_over_stages(tree: Any, gather: Callable[[Any], list[Any]]) -> Any:
             node = node.setdefault(key, {}) if isinstance(node, dict) else node[key]
         for key, item in value.items():
             node.setdefault(key, item)
-    return tree
+            if isinstance(item, Reference):
+                names[number].add(item.name)
+    return tree, names
 
 
 def lay_out(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_shard.checkpoint.ranks import Ranks
@@ -364,9 +365,13 @@ class HybridShardStrategy(PreparedStrategy):
         self._first_checks.after_update()
         return result
 
-    def _join_copies(self) -> None:
-        if self._first_checks is not None:
-            self._first_checks.join_copies()
+    def _join_copies(self, *, tolerates: bool = False) -> Mapping[str, Tensor]:
+        assert self.lightning_module is not None
+        apart = {} if self._first_checks is None else self._first_checks.join_copies(tolerates=tolerates)
+        for text in apart.values():
+            rank_zero_warn(f"{text} Until then, the last stage's copy is saved.")
+        state = self.lightning_module.state_dict() if apart else {}
+        return {name: state[name] for name in apart}
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():

@@ -394,7 +394,6 @@ def _environment(rank: int, port: int, options: Options) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
     }
     if options.elastic:
         environment |= {

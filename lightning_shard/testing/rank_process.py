@@ -87,7 +87,7 @@ def _process_group(options: Options) -> Iterator[None]:
 
     from lightning_shard.gloo import one_worker
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # so that ranks and one process round alike, whatever the machine
     _seed()
     if options.init:
         with one_worker():

@@ -148,7 +148,7 @@ def two_agents(folder: Path, server: Server, survivor: int) -> Iterator[list[sub
             command += ["--rdzv-id=run", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
             command += [f"--rdzv-conf=is_host={int(index == survivor)},{waits}", "--local-addr=127.0.0.1"]
             command += [str(folder / "script.py"), json.dumps(arguments)]
-            environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, "PYTHONPATH": root}
             with (folder / f"agent-{index}.log").open("wb") as log:
                 process = subprocess.Popen(command, cwd=root, env=environment, stdout=log, stderr=log)
             agents.append(process)

@@ -17,7 +17,6 @@ def result_of(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a script's main here, where the processes to come have been prepared for, and reads what it has written."""
 
     def run(script: str, results: Path, *arguments: str) -> dict[str, Any]:
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.setattr(sys, "argv", [f"{script}.py", "--quick", "--results", str(results), *arguments])
         importlib.import_module(f"benchmarks.{script}").main()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.layout import Layout
-from lightning_shard.plugin.steps.checks.agreement import SameGradients, SameSettings, same_on_data_ranks
+from lightning_shard.plugin.steps.checks.agreement import SameGradients, SameSettings
 
 
 def optimizer(lr: float) -> torch.optim.Optimizer:
@@ -45,22 +42,3 @@ def test_gradients_of_other_parameters_on_a_data_rank_are_refused_and_on_a_stage
     both = SameGradients(module, Layout.resolve(4, 1, **sizes))
     with pytest.raises(StepError, match=r"gradients of different .*on another rank some have none"):
         both.check(combined(both.flags, none.flags))
-
-
-def test_a_tensor_on_the_host_that_differs_is_sent_over_the_groups_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL serves no CPU tensors; a state dict may hold some on devices too."""
-    sent = []
-
-    def gather(into: list[Any], own: Any, group: Any) -> None:
-        into[:] = [own, dict.fromkeys(own, "another digest") if isinstance(own, dict) else "another digest"]
-
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    monkeypatch.setattr(dist, "broadcast", lambda tensor, group, group_src: sent.append(tensor.device.type))
-    with pytest.raises(NotImplementedError, match="meta"):  # which has no data to copy back
-        same_on_data_ranks({"seen": torch.ones(2)}, (), None, torch.device("meta"))
-    assert sent == ["meta"]
-    state = {"seen": torch.ones(2)}
-    agreed = same_on_data_ranks(state, (), None, torch.device("cpu"))
-    assert torch.equal(agreed["seen"], state["seen"])
-    assert agreed["seen"] is not state["seen"]

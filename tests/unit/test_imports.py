@@ -13,8 +13,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A room is a folder or a single module of the package; it may import itself and these.
 TRADES = {"parallel", "pipeline", "checkpoint"}
 GROUND = {
-    *("arguments", "dense", "errors", "gloo", "layout", "namespaces", "scripted", "sharding", "subclasses", "tree"),
-    *("user_hooks", "versions"),
+    *("arguments", "dense", "errors", "gloo", "layout", "namespaces", "processors", "scripted", "sharding"),
+    *("subclasses", "tree", "user_hooks", "versions"),
 }
 ROOMS: dict[str, set[str]] = {
     "arguments": {"errors"},
@@ -23,6 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "gloo": set(),
     "layout": {"errors"},
     "namespaces": set(),
+    "processors": set(),
     "scripted": {"errors"},
     "sharding": {"errors"},
     "subclasses": set(),

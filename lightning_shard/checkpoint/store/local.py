@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+from lightning_shard import processors
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.store.protocol import (
     ANYTHING,
@@ -43,10 +44,8 @@ _MADV_POPULATE_READ = 22  # of Linux 5.14; Python 3.11's mmap has no name for it
 
 
 def thread_count() -> int:
-    """The number of threads for this process: its share of the processors among the machine's ranks."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    neighbours = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, min(MAX_THREADS, processors // max(1, int(neighbours) if neighbours.isdecimal() else 1)))
+    """The number of threads for this process."""
+    return min(MAX_THREADS, processors.share())
 
 
 class LocalStore:

@@ -23,6 +23,7 @@ from lightning_shard.parallel.experts.exchange import gather
 from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.groups import Groups, set_timeout
 from lightning_shard.plugin.reporting.number_of_ranks import warn_users_code
+from lightning_shard.plugin.running.environment import ComputingSettings
 from lightning_shard.plugin.running.failure import FailureWatch, lost_the_others
 from lightning_shard.plugin.running.preemption import AgreedSIGTERM, Preemption
 from lightning_shard.plugin.running.rendezvous import Rendezvous
@@ -59,6 +60,7 @@ class ConnectedStrategy(ModelParallelStrategy):
         self._sends_both_ways = False  # whether values and gradients each go both to later and to earlier ranks
         self._expert_mesh: DeviceMesh | None = None
         self._seed = 0
+        self._computing = ComputingSettings()
         self._watch: FailureWatch | None = None
         self._preemption = Preemption()
 
@@ -116,6 +118,8 @@ class ConnectedStrategy(ModelParallelStrategy):
             for mesh in filter(None, (self._device_mesh, self._expert_mesh)):
                 set_timeout(mesh, self._rendezvous().timeout)
             self._groups = Groups.make(self.layout, self._device_mesh, self._timeout, both_ways=self._sends_both_ways)
+        if self.world_size > 1:
+            self._computing.agree(self.groups.host, self.root_device)
         self._seed = randomness.agree(self.broadcast)
         if self.world_size > 1 and self._watch is None:
             self._watch = FailureWatch(self._rendezvous())
@@ -222,6 +226,7 @@ class ConnectedStrategy(ModelParallelStrategy):
             raise failure from error
 
     def teardown(self) -> None:
+        self._computing.restore()
         super().teardown()
         if self._watch is not None:
             self._watch.stop()

@@ -34,6 +34,7 @@ from lightning_shard.checkpoint.store import LocalStore, absolute, as_path, forg
 from lightning_shard.checkpoint.tiers import LocalTier
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
+from lightning_shard.plugin.saving.drift import Drift
 from lightning_shard.plugin.saving.hyperparameters import leave_out_of, name_types
 from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE, weights_alone
 from lightning_shard.plugin.steps import randomness
@@ -54,6 +55,7 @@ class Site:
         order_of: Each parameter's position in the optimizer of a number, as one process would make it.
         timeout: The timeout of collective operations.
         host: All ranks, over gloo. With NCCL alone, rank 0 would have to join what all ranks wrote.
+        drift: Settles replicas that differ.
     """
 
     mesh: DeviceMesh
@@ -63,6 +65,7 @@ class Site:
     order_of: Callable[[int], Mapping[str, int]]
     timeout: timedelta | None = None
     host: Any = None
+    drift: Drift | None = None
 
 
 class ShardedCheckpointIO(CheckpointIO):
@@ -167,14 +170,21 @@ class ShardedCheckpointIO(CheckpointIO):
         name_types(rest)
         leave_out_of(rest)
         rest, sharded = lift(rest, "state", with_siblings=True)
+        elsewhere: set[str] = set()
         if site is not None:
-            rest = merge_over_stages(rest, site.gather_over_stages)
+            rest, of_stages = merge_over_stages(rest, site.gather_over_stages)
+            own = of_stages.pop(site.layout.pipeline_rank)
+            elsewhere = own & set().union(*of_stages)
         if described is not None:
             rest["optimizer_states"] = described
         if extra:
             rest[EXTRA_STATE] = extra
+        path = absolute(path)
+        sections: Any = {"model": tensors, "optimizer": {**optimizer, **sharded}}
+        if site is not None and site.drift is not None:
+            sections = site.drift.settle(sections, [f"optimizer/{name}" for name in elsewhere], path)
         arguments: dict[str, Any] = {
-            "optimizer": {**optimizer, **sharded},
+            "optimizer": sections["optimizer"],
             "trainer_state": rest,
             "rank_state": randomness.capture(site.device) if site else None,
             "mesh": site.mesh if site else None,
@@ -184,17 +194,16 @@ class ShardedCheckpointIO(CheckpointIO):
             "digests": self._digests,
             "own_disks": self.local is not None,
         }
-        path = absolute(path)
         first, carry = path, None
         if self.local is not None:
             tier = LocalTier(self.local.root, arguments.pop("storage_options"))
             first, carry = tier.copy_of(path), partial(tier.carry, path, fsync=self.fsync)
         if self._saver is not None:
             with self._taken(path):
-                self._saver.save(tensors, first, afterwards=carry, **arguments)
+                self._saver.save(sections["model"], first, afterwards=carry, **arguments)
             self._last_path = path
         else:
-            ckpt.save(tensors, first, group=site.host if site else None, **arguments)
+            ckpt.save(sections["model"], first, group=site.host if site else None, **arguments)
             if carry is not None:
                 carry(Ranks.of())
             if site is None:

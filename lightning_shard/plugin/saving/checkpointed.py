@@ -12,9 +12,10 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
+from lightning_shard import tree
 from lightning_shard.checkpoint import Pair, StoredTensor, load_together
 from lightning_shard.checkpoint.excluded import excluded_of
 from lightning_shard.checkpoint.foreign.keys_of_hooks import OWN, RANK_STATE, TRANSFORMERS_KEY, put_back, set_aside
@@ -31,6 +32,7 @@ from lightning_shard.plugin.data.resume import reopen_epoch
 from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Site
+from lightning_shard.plugin.saving.drift import Drift
 from lightning_shard.plugin.saving.frozen import Frozen
 from lightning_shard.plugin.saving.kept_by_name import of_holders
 from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE
@@ -43,7 +45,7 @@ from lightning_shard.plugin.saving.own_loading import (
 )
 from lightning_shard.plugin.saving.pretrained import describe
 from lightning_shard.plugin.saving.state import load_module
-from lightning_shard.plugin.steps.checks.agreement import check_copies, check_replicas, same_on_data_ranks
+from lightning_shard.plugin.steps.checks.agreement import check_copies
 
 _LOADED_BY_NAME = {"state_dict", "optimizer_states", "optimizer_tensors"}
 
@@ -68,6 +70,9 @@ class CheckpointedStrategy(ConnectedStrategy):
         self._gave_lazy = False
         """Whether hooks were given lazy tensors of a checkpoint."""
         self._left_out: Frozen | None = None
+        self._drift: Drift | None = None
+        self._apart: Mapping[str, Tensor] = {}
+        """What all stages hold and code has changed to different values, as found by the last save."""
         self._restore: trainer_private.PostponedRestoring | None = None
 
     @property
@@ -113,6 +118,8 @@ class CheckpointedStrategy(ConnectedStrategy):
             self.checkpoint_io.teardown()
         finally:
             super().teardown()
+            if self._drift is not None:
+                self._drift.report_at_end()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state dict: DTensors for what is sharded, under the module's own names."""
@@ -122,7 +129,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             # A callback saves on an exception, before Lightning has told the strategy of it. The other ranks won't
             # join this save, so the failure must be reported first.
             self.on_exception(failing)
-        self._join_copies()
+        self._apart = self._join_copies(tolerates=True)
         state = self.lightning_module.state_dict()
         others = self._saved_by_other_stages()
         return {name: value for name, value in state.items() if name not in others}
@@ -141,14 +148,8 @@ class CheckpointedStrategy(ConnectedStrategy):
     @record_function("save")
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
-        check_replicas(checkpoint.get("optimizer_states", ()))
-        self._check_ties()
         shapes = {name: tuple(p.shape) for name, p in self.lightning_module.named_parameters(remove_duplicate=False)}
-        states: dict[str, Any] = {
-            key: same_on_data_ranks(checkpoint[key], shapes, self.groups.gradient, self.root_device)
-            for key in ("state_dict", "current_model_state")  # the latter: the module's, where the former is an average
-            if isinstance(checkpoint.get(key), Mapping)
-        }
+        states: dict[str, Any] = {}
         if finetuning_callbacks(self.lightning_module.trainer) and "optimizer_states" in checkpoint:
             whole_groups(checkpoint, self.lightning_module.trainer, self._parameter_groups())
         if self.layout.pipeline_parallel_size > 1:
@@ -156,7 +157,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         checkpoint = set_aside(checkpoint)
         own: dict[str, Any] = {**checkpoint.get(OWN, {}), "seed": self._seed}
         if self.checkpoint_io.exclude_frozen:
-            states["state_dict"], own["excluded"] = self._frozen().leave_out(states["state_dict"])
+            states["state_dict"], own["excluded"] = self._frozen().leave_out(checkpoint["state_dict"])
         if self.is_global_zero:  # whose state is saved
             states[TRANSFORMERS_KEY] = describe(
                 self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
@@ -276,17 +277,39 @@ class CheckpointedStrategy(ConnectedStrategy):
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(filepath)
 
-    def _join_copies(self) -> None:
-        """Join what several stages hold and code between steps has changed; a collective call over the pipeline."""
+    def _join_copies(self, *, tolerates: bool = False) -> Mapping[str, Tensor]:
+        """Join what several stages hold and code between steps has changed; a collective call over the pipeline.
 
-    def _check_ties(self) -> None:
-        """Check that the copies of tied parameters are still equal; a collective call over the pipeline."""
-        if self._assembly is not None and self._assembly.is_tied_over_stages:
-            assert self.lightning_module is not None
+        Args:
+            tolerates: Return what can't be joined, in place of an error.
+        """
+        return {}
+
+    def _check_saved(self) -> None:
+        """After the first step: refuse optimizers whose state no save could hold. A collective call over all ranks."""
+        assert self.lightning_module is not None
+        if self.layout.world_size > 1:
+            names = self._names if self.lightning_module.trainer.checkpoint_callbacks else {}
+            check_copies(self._tied(), self.optimizers, names, self.layout, self.groups.host)
+
+    def _tied(self) -> dict[str, nn.Parameter]:
+        """This stage's parameters that other stages hold too."""
+        assert self.lightning_module is not None
+        ties = self._assembly.ties if self._assembly is not None else ()
+        if ties:
             reshard(self.lightning_module)
-            names = [tie.names[0] for tie in self._assembly.ties]
-            tied = {name: self.lightning_module.get_parameter(name) for name in names}
-            check_copies(tied, self.optimizers, self.groups.gather_over_stages)
+        return {tie.names[0]: self.lightning_module.get_parameter(tie.names[0]) for tie in ties}
+
+    def _copies(self) -> dict[str, Tensor]:
+        """The tensors of this stage that other stages hold too, but for copies that were joined."""
+        tied = self._tied()
+        found: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in {**tied, **self._apart}.items()}
+        for index, optimizer in enumerate(self.optimizers):
+            for name, parameter in tied.items():
+                for path, value in tree.walk(optimizer.state.get(parameter, {})):
+                    if isinstance(value, Tensor):
+                        found["/".join((f"optimizer/{index}", name, *path))] = value
+        return found
 
     def _saved_by_other_stages(self) -> Collection[str]:
         """State-dict names that this rank holds too, but another one saves."""
@@ -325,15 +348,19 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     def _connect_checkpoint_io(self, trainer: pl.Trainer) -> None:
         assert self._assembly is not None
+        assert self.lightning_module is not None
+        mesh = self.device_mesh[self.layout.stage_axes]
+        self._drift = Drift(self.lightning_module, self.layout, mesh, self.groups.host, self._copies)
         self.checkpoint_io.connect(
             Site(
-                mesh=self.device_mesh[self.layout.stage_axes],
+                mesh=mesh,
                 layout=self.layout,
                 device=self.root_device,
                 gather_over_stages=self.groups.gather_over_stages,
                 order_of=self._order_in_optimizer,
                 timeout=self._timeout,
                 host=self.groups.host,
+                drift=self._drift,
             ),
             fitting=trainer.state.fn == TrainerFn.FITTING,
         )

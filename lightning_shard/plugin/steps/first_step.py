@@ -40,7 +40,7 @@ class FirstStepChecks:
     Args:
         data: The data ranks.
         microbatches: How many microbatches a batch is split into.
-        check_ties: Refuses tied parameters that differ; a collective call over the pipeline.
+        check_saved: Refuses what could not be saved; a collective call over all ranks.
         copies: Joins frozen parameters and buffers that every stage holds; ``None`` with one stage.
         shared: Buffers of modules that several stages hold.
         own_calls: The collective calls that steps on stages make.
@@ -54,7 +54,7 @@ class FirstStepChecks:
         mesh: DeviceMesh,
         data: dist.ProcessGroup,
         microbatches: int,
-        check_ties: Callable[[], None],
+        check_saved: Callable[[], None],
         copies: CopiesOfStages | None,
         shared: SharedBuffers,
         own_calls: OwnCalls,
@@ -65,7 +65,7 @@ class FirstStepChecks:
         self._mesh = mesh
         self._data = data
         self._microbatches = microbatches
-        self._check_ties = check_ties
+        self._check_saved = check_saved
         self._copies = copies
         self._shared = shared
         self._context = context
@@ -137,15 +137,26 @@ class FirstStepChecks:
             return
         tensor_ranks.check_losses(output, self._mesh[TENSOR_AXIS], in_32_bits=in_32_bits)
 
-    def join_copies(self) -> None:
-        """Join what several stages hold and code between steps has changed; a collective call over the pipeline."""
-        if self._copies is not None:
-            self._copies.join(is_early=self._steps <= _STEPS)
+    def join_copies(self, *, tolerates: bool = False) -> dict[str, str]:
+        """Join what several stages hold and code between steps has changed; a collective call over the pipeline.
+
+        After the first steps a run isn't ended by what can't be joined.
+
+        Args:
+            tolerates: Nor is it in these.
+
+        Returns:
+            What to say of copies that have parted, by name.
+        """
+        if self._copies is None:
+            return {}
+        is_early = self._steps <= _STEPS
+        return self._copies.join(is_early=is_early, tolerates=tolerates or not is_early)
 
     def after_update(self) -> None:
-        """Run checks after an optimizer step: so ties that diverge fail at once, not only at the first save."""
+        """Run checks after an optimizer step: what no save can hold fails at once, not at the first save."""
         if not self._updates:
-            self._check_ties()
+            self._check_saved()
         layout, buffers = self._layout, self._buffers
         if self._updates < _UPDATES and buffers is not None and layout.data_parallel_size > 1:
             warns = layout.data_rank == layout.tensor_rank == 0

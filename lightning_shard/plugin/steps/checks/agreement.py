@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +18,6 @@ from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.errors import BatchError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin import trainer_private
-from lightning_shard.plugin.broadcast import values_of
 from lightning_shard.sharding import local_tensor
 from lightning_shard.tree import as_bytes
 
@@ -36,7 +35,7 @@ def check_same_batch(batch: Any, layout: Layout) -> None:
     if layout.world_size == 1:
         return
     digests: list[str] = [""] * layout.world_size
-    dist.all_gather_object(digests, _digest(batch))
+    dist.all_gather_object(digests, digest_of(batch))
     first: dict[int, int] = {}
     for rank, digest in enumerate(digests):
         data_rank = layout.at(rank).data_rank
@@ -188,105 +187,58 @@ def _numbers(group: Mapping[str, Any]) -> list[Any]:
     return [(name, value) for name, value in simple if not tree.tensors(value)]
 
 
-def check_replicas(states: Iterable[dict[str, Any]]) -> None:
-    """Compare plain tensors in the optimizer state of sharded parameters over the ranks; a collective call over all.
-
-    Such a tensor is saved as replicated on every rank that holds its parameter.
-
-    Args:
-        states: From :func:`named_optimizer_state`.
-
-    Raises:
-        UnsupportedStateError: On every rank, if one differs: then it is a rank's own part, but doesn't say of what.
-    """
-    own = {}
-    for index, state in enumerate(states):
-        for name, entries in state["state"].items():
-            if isinstance(state["parameters"][name], DTensor):
-                for path, value in tree.walk(entries):
-                    if _is_plain(value) and value.ndim:
-                        own["/".join((str(index), name, *path))] = _digest(value)
-    everyone: list[dict[str, str]] = [own]
-    if dist.is_initialized():
-        everyone = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-    first: dict[str, tuple[int, str]] = {}
-    for rank, found in enumerate(everyone):
-        for key, value in found.items():
-            other, expected = first.setdefault(key, (rank, value))
-            if value != expected:
-                raise UnsupportedStateError(
-                    f"Optimizer state {key!r} is a plain tensor that differs between ranks {other} and {rank}, while"
-                    " its parameter is sharded: how the parts make up a whole isn't known, so they can't be saved. Have"
-                    " the optimizer keep it as a DTensor, made from the parameter by torch.zeros_like."
-                )
-
-
 def check_copies(
     tied: Mapping[str, Tensor],
     optimizers: Iterable[torch.optim.Optimizer],
-    gather_over_stages: Callable[[Any], list[Any]],
+    names: Mapping[int, str],
+    layout: Layout,
+    group: dist.ProcessGroup,
 ) -> None:
-    """Compare the copies of tied parameters on several stages, and their optimizer state; collective over the pipeline.
+    """Compare what saves take to be equal and optimizers may change in several ways; a collective call over all ranks.
 
-    Copies start equal and take the same updates. With an optimizer that uses statistics over all its parameters, or
-    draws random numbers for them, they diverge, and it would be unclear which copy is the model's.
+    Tied parameters' copies on several stages, and their optimizer state, start equal and take the same updates. With
+    an optimizer that uses statistics over all its parameters, or draws random numbers for them, they diverge. A plain
+    tensor in the state of a sharded parameter is saved as replicated on every rank that holds the parameter.
 
     Args:
         tied: This stage's tied parameters, by name.
+        names: ``id(parameter)`` to name, of the parameters whose plain state is compared.
+        group: All ranks, host to host.
 
     Raises:
-        UnsupportedStateError: On every stage, if copies have diverged.
+        UnsupportedStateError: On every rank, if copies have diverged, or a plain tensor is a rank's own part.
     """
-    own = {name: _digest(local_tensor(parameter)) for name, parameter in tied.items()}
-    for optimizer in optimizers:
-        for name, parameter in tied.items():
-            for path, value in tree.walk(optimizer.state.get(parameter, {})):
-                known = local_tensor(value) if isinstance(value, Tensor) else value
-                own["/".join((name, *path))] = _digest(known)
-    parted = first_parted(gather_over_stages(own))
-    if parted is not None:
+    pipeline = layout.rank % layout.stage_size
+    own: dict[tuple[Any, ...], str] = {
+        (pipeline, name): digest_of(local_tensor(parameter)) for name, parameter in tied.items()
+    }
+    of_stages = {id(parameter): name for name, parameter in tied.items()}
+    for index, optimizer in enumerate(optimizers):
+        for parameter, entries in optimizer.state.items():
+            name = of_stages.get(id(parameter)) or names.get(id(parameter), "")
+            for path, value in tree.walk(entries) if name else ():
+                if name in tied:
+                    own[pipeline, name, *path] = digest_of(local_tensor(value) if isinstance(value, Tensor) else value)
+                elif isinstance(parameter, DTensor) and _is_plain(value) and value.ndim:
+                    own["/".join((str(index), name, *path)),] = digest_of(value)
+    everyone: list[dict[tuple[Any, ...], str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    first: dict[tuple[Any, ...], str] = {}
+    for key, value in (entry for each in everyone for entry in each.items()):
+        if first.setdefault(key, value) == value:
+            continue
+        if len(key) == 1:
+            raise UnsupportedStateError(
+                f"Optimizer state {key[0]!r} is a plain tensor that differs between ranks, while its parameter is"
+                " sharded: how the parts make up a whole isn't known, so they can't be saved. Have the optimizer keep"
+                " it as a DTensor, made from the parameter by torch.zeros_like."
+            )
         raise UnsupportedStateError(
-            f"{parted} is tied over two pipeline stages, and their copies have parted: an optimizer that takes norms or"
-            " other statistics over its parameters, or draws random numbers, or a callback, has changed them in two"
-            " ways. Use an optimizer that steps each element by itself (AdamW, SGD), untie the weights, or use"
-            " pipeline_parallel_size=1."
+            f"{'/'.join(key[1:])} is tied over two pipeline stages, and their copies have parted: an optimizer that"
+            " takes norms or other statistics over its parameters, or draws random numbers, or a callback, has changed"
+            " them in two ways. Use an optimizer that steps each element by itself (AdamW, SGD), untie the weights, or"
+            " use pipeline_parallel_size=1."
         )
-
-
-def first_parted(of_stages: Iterable[Mapping[str, Any]]) -> str | None:
-    """The first name for which two stages have different values; ``None`` if there is none."""
-    first: dict[str, Any] = {}
-    named = (entry for stage in of_stages for entry in stage.items())
-    return next((name for name, value in named if first.setdefault(name, value) != value), None)
-
-
-def same_on_data_ranks(
-    state: dict[str, Any], parameters: Collection[str], group: Any, device: torch.device
-) -> dict[str, Any]:
-    """A state dict in which entries that aren't parameters, such as BatchNorm's statistics, are the first data rank's.
-
-    A collective call over the group. The module's own tensors aren't changed.
-
-    Args:
-        device: Where this rank computes, which the group's backend serves; tensors may be on the CPU all the same.
-    """
-    plain = {name: value for name, value in state.items() if name not in parameters and _is_plain(value)}
-    if _equal_everywhere(_digest(plain), group):
-        return state
-    digests: list[dict[str, str]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(digests, {name: _digest(value) for name, value in plain.items()}, group=group)
-    agreed = dict(state)
-    for name in sorted(set.intersection(*map(set, digests))):
-        if any(other[name] != digests[0][name] for other in digests):
-            agreed[name] = values_of(0, plain[name], group, device).to(plain[name].device)
-    return agreed
-
-
-def _equal_everywhere(value: str, group: Any) -> bool:
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return len(set(values)) == 1
 
 
 def _is_plain(value: Any) -> bool:
@@ -309,7 +261,8 @@ def _strided(tensor: Tensor) -> Sequence[Tensor]:
     return [tensor if tensor.layout == torch.strided else tensor.to_dense()]
 
 
-def _digest(batch: Any) -> str:
+def digest_of(batch: Any) -> str:
+    """A digest of a tree's tensors, texts and numbers."""
     digest = xxhash.xxh3_128()
     for path, leaf in tree.walk(batch):
         digest.update("/".join(path).encode())

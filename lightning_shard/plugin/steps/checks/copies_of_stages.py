@@ -8,6 +8,8 @@ date for these only. A copy that one stage has changed is the others' too.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -52,18 +54,23 @@ class Copies:
         self._is_any = max(holders.values(), default=0) > 1
         self._joined: set[str] = set()
 
-    def join(self, *, begins: bool = True, only_joined: bool = False) -> None:
+    def join(self, *, begins: bool = True, only_joined: bool = False, tolerates: bool = False) -> dict[str, str]:
         """Have all copies be as the stage has made them that has changed its own; a collective call over the pipeline.
 
         Args:
             begins: Copies may part that haven't before; otherwise steps may have used them meanwhile.
             only_joined: Look at copies that have parted before.
+            tolerates: Leave copies as they are that can't be joined, in place of an error, and if it would spread NaN.
+
+        Returns:
+            What an error would say of copies that have parted, by name.
 
         Raises:
             StepError: On every stage, if stages have changed their copies in different ways.
         """
+        apart: dict[str, str] = {}
         if not (self._joined if only_joined else self._is_any):
-            return
+            return apart
         held = {name: t for name, t in self._held().items() if name in (self._joined if only_joined else self._known)}
         own = sums_of(held)
         stages = self._gather({name: (sums, sums != self._known.get(name)) for name, sums in own.items()})
@@ -73,12 +80,19 @@ class Copies:
                 continue
             changed = [(index, sums) for index, sums, is_other in found if is_other]
             is_one = len(found) == len(stages) and bool(changed) and all(s == changed[0][1] for _, s in changed)
-            if not is_one or not (begins or name in self._joined):
+            may_join = is_one and (begins or name in self._joined)
+            if not may_join and not tolerates:
                 raise StepError(f"{name} {self._refusal}")
+            spoils = is_one and tolerates and math.isnan(_number(changed[0][1][1]))
+            if not may_join or spoils:
+                apart[name] = f"{name} {self._refusal}"
+            if not is_one or spoils:
+                continue
             self._joined.add(name)
             local, source = local_tensor(held[name]).detach(), len(stages) - 1 - changed[0][0]
             local.copy_(values_of(source, local, self._pipeline, self._device))
         self._known.update(sums_of(held))
+        return apart
 
 
 _OF_FROZEN = (
@@ -110,18 +124,18 @@ class CopiesOfStages:
             lambda: {name: buffer for name, buffer in _saved(module).items() if name not in others}, _OF_BUFFERS, *rest
         )
 
-    def join(self, *, is_early: bool) -> None:
+    def join(self, *, is_early: bool, tolerates: bool = False) -> dict[str, str]:
         """Join them; a collective call over the pipeline.
 
         Args:
             is_early: In a run's first steps. Buffers may part later, too: steps on stages seldom read those that hooks
                 compute of parameters.
+            tolerates: See :meth:`Copies.join`.
 
         Raises:
             StepError: On every stage, if stages have changed their copies in different ways.
         """
-        self._frozen.join(begins=is_early)
-        self._buffers.join()
+        return {**self._frozen.join(begins=is_early, tolerates=tolerates), **self._buffers.join(tolerates=tolerates)}
 
     def join_for_step(self) -> None:
         """Join those that were seen to part."""
@@ -147,6 +161,10 @@ def sums_of(tensors: Mapping[Any, Tensor]) -> dict[Any, list[int]]:
     sums = [_sums(local_tensor(tensor).detach()) for tensor in tensors.values()]
     together = [each.to(sums[0].device) for each in sums]
     return dict(zip(tensors, torch.stack(together).view(torch.int64).tolist())) if sums else {}
+
+
+def _number(bits: int) -> float:
+    return struct.unpack("d", struct.pack("q", bits))[0]
 
 
 def _sums(tensor: Tensor) -> Tensor:

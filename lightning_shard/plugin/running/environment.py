@@ -1,0 +1,124 @@
+"""Lets all ranks of a run compute alike: with as many threads, and with the same settings of torch.
+
+Results of the same operation differ by rounding between 1 and 2 threads, or with and without TF32. So replicas of a
+weight would drift apart. Lightning's launcher sets the number of threads on rank 0 only, and torchrun sets it to 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_shard import processors
+from lightning_shard.processors import Available
+
+_OMP = "OMP_NUM_THREADS"
+_VARIABLES = (_OMP, "MKL_NUM_THREADS")
+_THREADS = "torch.get_num_threads()"
+_SETTINGS: dict[str, Callable[[], Any]] = {
+    "torch.__version__": lambda: torch.__version__,
+    "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+    "torch.get_default_dtype()": torch.get_default_dtype,
+    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
+    "torch.backends.cpu.get_cpu_capability()": torch.backends.cpu.get_cpu_capability,
+    "torch.backends.mkldnn.enabled": lambda: torch.backends.mkldnn.enabled,
+    "torch.backends.cuda.matmul.allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "torch.backends.cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
+    "torch.backends.cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
+    "torch.backends.cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
+    "NVIDIA_TF32_OVERRIDE": lambda: os.environ.get("NVIDIA_TF32_OVERRIDE"),
+}
+"""What changes the numbers that an operation computes."""
+
+
+class ComputingSettings:
+    """This process's settings. Made before processes are launched: Lightning's launcher changes them on rank 0."""
+
+    def __init__(self) -> None:
+        self._before = torch.get_num_threads()
+        self._is_in_environment = any(name in os.environ for name in _VARIABLES)
+        self._restored: int | None = None
+        """The number of threads to set when the run ends."""
+
+    def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Set the number of threads alike on all ranks, and compare all other settings. A collective call.
+
+        Each rank gets its share of the machine's processors, rounded down; the smallest share counts. A number that
+        users have set stays, and is also set on ranks on which none is set. Warns of settings that differ.
+
+        Args:
+            group: All ranks, host to host.
+            device: Where this rank computes.
+        """
+        own = self._chosen()
+        everyone: list[tuple[Available, int | None, dict[str, str]]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
+        dist.all_gather_object(everyone, (Available.here(), own, _settings(device)), group=group)
+        available, chosen, settings = zip(*everyone)
+        number = processors.shares(available)
+        processors.agree_on(number)
+        threads = number_of_threads(chosen, number)
+        torch.set_num_threads(threads[dist.get_rank(group)])
+        self._restored = self._before if own is None else own
+        if not self._is_in_environment:
+            os.environ.pop(_OMP, None)  # Lightning's launcher has set it, on one rank
+        found = [{**own, _THREADS: str(number)} for own, number in zip(settings, threads)]
+        if differing := differences(found):
+            rank_zero_warn(
+                "Ranks compute with different settings, so what they should compute alike differs, by rounding or more:"
+                f" {differing}. Set these alike on all ranks, before the Trainer runs."
+            )
+
+    def _chosen(self) -> int | None:
+        """The number of threads that the user has set; None if there is none."""
+        number = torch.get_num_threads()
+        if not self._is_in_environment and os.environ.get(_OMP) == str(number):
+            number = self._before  # Lightning's launcher has set this one
+        is_chosen = self._is_in_environment or number not in processors.threads_by_default()
+        return number if is_chosen else None
+
+    def restore(self) -> None:
+        """Set what was set before the run."""
+        if self._restored is not None:
+            torch.set_num_threads(self._restored)
+            processors.agree_on(None)
+            self._restored = None
+
+
+def _settings(device: torch.device) -> dict[str, str]:
+    found = {"the device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type}
+    for name, get in _SETTINGS.items():
+        with contextlib.suppress(RuntimeError, AttributeError):  # torch refuses to mix older with newer settings
+            found[name] = str(get())
+    return found
+
+
+def number_of_threads(chosen: Sequence[int | None], share: int) -> list[int]:
+    """Each rank's number of threads: what is chosen there, or the one number that is chosen anywhere, or the share."""
+    choices = {number for number in chosen if number is not None}
+    default = choices.pop() if len(choices) == 1 else share
+    return [default if number is None else number for number in chosen]
+
+
+def differences(ranks: Sequence[Mapping[str, str]]) -> str:
+    """A text of the settings that differ, with the ranks of each value; empty if none does."""
+    texts = []
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        values: dict[str, list[int]] = {}
+        for rank, found in enumerate(ranks):
+            values.setdefault(found.get(name, "unknown"), []).append(rank)
+        if len(values) > 1:
+            texts.append(f"{name} is {', '.join(f'{value} on {_named(held)}' for value, held in values.items())}")
+    return "; ".join(texts)
+
+
+def _named(ranks: Iterable[int]) -> str:
+    first, *rest = ranks
+    shown = [str(rank) for rank in (first, *rest[:7])]
+    more = f" and {len(rest) - 7} more" if len(rest) > 7 else ""
+    return f"rank{'s' if rest else ''} {', '.join(shown)}{more}"

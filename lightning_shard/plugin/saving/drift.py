@@ -1,0 +1,320 @@
+"""Replicas that differ when a run saves: one rank's is saved, and how far apart they are is measured and reported.
+
+Ranks that hold the same part of a tensor (tensor ranks' unsplit weights, replicas of shards, buffers, tied weights on
+several stages) compute it alike. But kernels that add in no fixed order round otherwise on each, and users' code may
+change it on one rank. Training has gone on all the same, so a save doesn't refuse it.
+
+Every save exchanges digests. Only where these differ, values are sent and subtracted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import xxhash
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
+
+from lightning_shard.checkpoint.memory import settle
+from lightning_shard.checkpoint.ranks import Ranks
+from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES, fingerprints
+from lightning_shard.checkpoint.storable import check_storable
+from lightning_shard.checkpoint.tensors import Frame, locate, place_of
+from lightning_shard.errors import ShardError
+from lightning_shard.layout import Layout
+from lightning_shard.plugin.steps.checks.agreement import digest_of
+from lightning_shard.sharding import local_tensor
+from lightning_shard.tree import as_bytes
+
+Sections = Mapping[str, Mapping[str, Tensor]]
+_ROUNDING = 1e-3
+"""The largest difference that counts as rounding, relative to a tensor's largest element. In 32 bits a sum is rounded
+by about 1e-7, and optimizers that divide by a gradient's size, such as Adam, enlarge that where gradients are small."""
+_STEPS_OF_DTYPE = 4
+"""In fewer bits, so many times the distance of 1 to the next number."""
+_NAMED = 5
+
+
+class _Key(NamedTuple):
+    """What is compared, and between whom.
+
+    Attributes:
+        is_of_stages: Whether several stages hold it. They are compared within each pipeline.
+        ranks: The first of these ranks, and a hash of all; or of the pipeline, the first only.
+        name: Section and name, joined by ``/``.
+    """
+
+    is_of_stages: bool
+    ranks: tuple[int, int]
+    name: str
+
+    @property
+    def told_as(self) -> object:
+        """Under which a digest is sent: one for all that the same ranks of a stage hold."""
+        return self if self.is_of_stages else self.ranks
+
+    def is_in(self, groups: Collection[object], on_stages: Collection[str]) -> bool:
+        return self.told_as in groups or (self.is_of_stages and self.name in on_stages)
+
+
+class _Told(NamedTuple):
+    """What the other ranks learn of a replica."""
+
+    digest: bytes
+    kind: tuple[torch.dtype, tuple[int, ...]]
+    is_finite: bool
+
+
+class Difference(NamedTuple):
+    """Between the replicas of two ranks.
+
+    Attributes:
+        saved: The rank whose values are saved.
+        absolute: The largest difference of two elements.
+        relative: The same, divided by the largest element.
+        is_rounding: Whether it can be of rounding alone.
+        why: What differs other than numbers.
+    """
+
+    name: str
+    saved: int
+    rank: int
+    absolute: float = math.inf
+    relative: float = math.inf
+    is_rounding: bool = False
+    why: str = ""
+
+    def __str__(self) -> str:
+        size = self.why or f"by up to {self.absolute:.2g}, {self.relative:.2g} of its largest element"
+        return f"{self.name.removeprefix('model/')!r} (rank {self.rank} from rank {self.saved}: {size})"
+
+
+class Drift:
+    """What the saves of one run have found.
+
+    Args:
+        mesh: The mesh of the ranks that hold this rank's stage.
+        host: All ranks, host to host.
+        of_stages: The tensors that other stages hold too, by section and name.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        layout: Layout,
+        mesh: DeviceMesh,
+        host: dist.ProcessGroup,
+        of_stages: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
+        self._module = module
+        self._layout = layout
+        self._mesh = mesh
+        self._ranks = Ranks.of(host)
+        self._of_stages = of_stages
+        self._has_told = False
+        self._larger: dict[str, Difference] = {}
+
+    def settle(self, sections: Sections, on_several_stages: Collection[str], path: str) -> Sections:
+        """The sections of a save, with the same values wherever ranks hold the same. A collective call over all ranks.
+
+        Values are the lowest rank's, or those of the lowest that has no NaN or infinity. Of a tensor that stages hold
+        with different values, only the last stage, whose ranks are the lowest, still has it.
+
+        Args:
+            sections: By name; the tensors aren't changed.
+            on_several_stages: Names, with their sections, that other stages have too.
+            path: Where it is saved, for warnings.
+        """
+        if self._layout.world_size == 1:
+            return sections
+        tensors = {f"{section}/{name}": tensor for section in sections for name, tensor in sections[section].items()}
+        copies = {**{name: tensors[name] for name in on_several_stages}, **self._of_stages()}
+        own = self._digests(tensors, copies)
+        digests: dict[object, Any] = {}
+        for key in sorted(own):
+            digests.setdefault(key.told_as, xxhash.xxh3_64()).update(key.name.encode() + own[key][1])
+        seen: dict[object, set[bytes]] = {}
+        for told in self._everyones({group: digest.digest() for group, digest in digests.items()}):
+            for group, digest in told.items():
+                seen.setdefault(group, set()).add(digest)
+        apart = {group for group, found in seen.items() if len(found) > 1}
+        if not apart:
+            return sections
+        # in any pipeline, so that all ranks of a stage save the same
+        on_stages = {group.name for group in apart if isinstance(group, _Key)}
+        settled, differences = self._exchange({key: each for key, each in own.items() if key.is_in(apart, on_stages)})
+        self._report(differences, path)
+        return {
+            section: {
+                name: _like(tensor, settled.get(f"{section}/{name}"))
+                for name, tensor in sections[section].items()
+                if settled.get(f"{section}/{name}", tensor) is not None
+            }
+            for section in sections
+        }
+
+    def _digests(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> dict[_Key, tuple[Tensor, bytes]]:
+        """This rank's part of what other ranks hold too. What can't be saved is left to the save to refuse."""
+        rank, stage = self._layout.rank, tuple(self._layout.neighbours(self._layout.stage_size))
+        frame = Frame.of(place_of(self._mesh), stage, rank)
+        found: dict[_Key, tuple[Tensor, bool]] = {}
+        for name, tensor in tensors.items():
+            with contextlib.suppress(ShardError):
+                check_storable(name, tensor)
+                _, local, spread = locate(name, tensor)
+                holders = frame.holders_of(name, spread)
+                if len(holders) > 1:
+                    found[_Key(False, (holders[0], hash(holders)), name)] = local, isinstance(tensor, DTensor)
+        first = rank % self._layout.stage_size
+        for name, tensor in copies.items():
+            found[_Key(True, (first, first), name)] = local_tensor(tensor), isinstance(tensor, DTensor)
+        settle(local for local, _ in found.values())
+        sampled = [key for key, (_, is_parameter) in found.items() if is_parameter]
+        joined = fingerprints([found[key][0] for key in sampled])
+        samples = {key: joined[at * FINGERPRINT_BYTES :][:FINGERPRINT_BYTES] for at, key in enumerate(sampled)}
+        # others whole: a rank may have changed any part of a buffer
+        return {key: (local, samples.get(key) or digest_of(local).encode()) for key, (local, _) in found.items()}
+
+    def _exchange(self, own: Mapping[_Key, tuple[Tensor, bytes]]) -> tuple[dict[str, Tensor | None], list[Difference]]:
+        """Send the values that are to be saved to the ranks that hold others.
+
+        Returns:
+            Local parts to save by name, None for what this stage leaves to a later one; and how far they are from this
+            rank's.
+        """
+        everyone: dict[_Key, dict[int, _Told]] = {}
+        own_told = {key: _Told(digest, _kind(local), _is_finite(local)) for key, (local, digest) in own.items()}
+        for other, told in enumerate(self._everyones(own_told)):
+            for key, one in told.items():
+                everyone.setdefault(key, {})[other] = one
+        rank = self._layout.rank
+        settled: dict[str, Tensor | None] = {}
+        differences: list[Difference] = []
+        with self._ranks.talking():
+            for key in sorted(own):  # all ranks in one order, so that no two wait for each other
+                (local, digest), told = own[key], everyone[key]
+                source = min(told, key=lambda other: (not key.is_of_stages and not told[other].is_finite, other))
+                if rank == source:
+                    sent = as_bytes(local.resolve_conj().resolve_neg().cpu().contiguous())
+                    for other in told:
+                        if told[other].digest != digest and sent.numel():
+                            dist.send(sent, other, group=self._ranks.group)
+                    continue
+                if digest != told[source].digest:
+                    dtype, shape = told[source].kind
+                    values = torch.empty(shape, dtype=dtype)
+                    if values.numel():
+                        dist.recv(as_bytes(values), source, group=self._ranks.group)
+                    difference = measured(key.name, source, rank, values, local)
+                    if difference is not None and not self._is_each_data_ranks_own(difference):
+                        differences.append(difference)
+                    if not key.is_of_stages:
+                        settled[key.name] = values
+                if key.is_of_stages and told[source].kind == told[rank].kind:
+                    settled[key.name] = None
+        return settled, differences
+
+    def _is_each_data_ranks_own(self, difference: Difference) -> bool:
+        """Whether it is of statistics that each data rank takes of its own samples, in plain Lightning too."""
+        of_ranks = {self._layout.at(rank).data_rank for rank in (difference.saved, difference.rank)}
+        path, _, _ = difference.name.rpartition("/")[2].rpartition(".")
+        owner: nn.Module | None = self._module
+        for part in path.split(".") if path else ():
+            owner = None if owner is None else owner._modules.get(part)
+        return len(of_ranks) > 1 and isinstance(owner, (_BatchNorm, Metric))
+
+    def _everyones(self, value: dict[Any, Any]) -> list[dict[Any, Any]]:
+        values: list[dict[Any, Any]] = [{}] * self._layout.world_size
+        with self._ranks.talking():
+            dist.all_gather_object(values, value, group=self._ranks.group)
+        return values
+
+    def _report(self, own: list[Difference], path: str) -> None:
+        worst: dict[str, Difference] = {}
+        for each in (each for part in self._ranks.gather(own) for each in part):
+            known = worst.get(each.name, each)
+            worst[each.name] = max(known, each, key=lambda one: (not one.is_rounding, one.relative))
+        larger = {name: each for name, each in worst.items() if not each.is_rounding}
+        rounding = [each for each in worst.values() if each.is_rounding]
+        self._larger |= larger
+        if larger:
+            rank_zero_warn(
+                f"{path}, step {self._module.trainer.global_step}: {_said(larger)} when they were saved. Look for code"
+                " that changes these on some ranks only."
+            )
+        if rounding and not self._has_told:
+            self._has_told = True
+            most, count = max(rounding, key=lambda each: each.relative), len(rounding)
+            rank_zero_warn(
+                f"{count} {'replicas differ' if count > 1 else 'replica differs'} between ranks by rounding, as where"
+                f" sums have no fixed order: most {most}. One rank's are saved. A run reports this once."
+            )
+
+    def report_at_end(self) -> None:
+        """Where a run ends: warn of what its saves have found, but for rounding."""
+        if self._larger:
+            rank_zero_warn(f"In this run {_said(self._larger)} when they were saved.")
+        self._larger = {}
+
+
+def _said(found: Mapping[str, Difference]) -> str:
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    listed = ", ".join(map(str, [*found.values()][:_NAMED]))
+    saved = ", ".join(map(str, sorted({each.saved for each in found.values()})))
+    return f"{listed}{more} differed between ranks by more than rounding, and rank {saved}'s values were taken"
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(_wide(tensor).isfinite().all())
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A tensor of real numbers of 32 bits or more."""
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    if not tensor.is_floating_point():
+        return tensor.double()
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def measured(name: str, saved_rank: int, rank: int, saved: Tensor, own: Tensor) -> Difference | None:
+    """How far this rank's replica is from the one that is saved; None if no value differs, though bits may."""
+    if _kind(saved) != _kind(own):
+        why = f"{own.dtype} {tuple(own.shape)}, not {saved.dtype} {tuple(saved.shape)}"
+        return Difference(name, saved_rank, rank, why=why)
+    mine, other = _wide(own.cpu()), _wide(saved)
+    finite = other.isfinite()
+    if not torch.equal(mine.isfinite(), finite):
+        return Difference(name, saved_rank, rank, why="NaN or infinite on one of them only")
+    mine, other = mine[finite], other[finite]
+    if torch.equal(mine, other):
+        return None
+    absolute, largest = float((mine - other).abs().max()), float(other.abs().max())
+    relative = absolute / largest if largest else math.inf
+    has_rounding = own.is_floating_point() or own.is_complex()
+    allowed = max(_ROUNDING, _STEPS_OF_DTYPE * torch.finfo(own.dtype).eps) if has_rounding else 0.0
+    return Difference(name, saved_rank, rank, absolute, relative, is_rounding=relative <= allowed)
+
+
+def _like(tensor: Tensor, local: Tensor | None) -> Tensor:
+    """A tensor laid out as another one, with this local part; that one itself if there is none."""
+    if local is None or not isinstance(tensor, DTensor):
+        return tensor if local is None else local
+    local = local.to(tensor.to_local().device)
+    with torch.no_grad():
+        return DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )

@@ -1,0 +1,79 @@
+"""Which processors belong to a rank, and how many threads it computes with."""
+
+import math
+
+import pytest
+
+from lightning_shard.plugin.running.environment import differences, number_of_threads
+from lightning_shard.processors import Available, agree_on, share, shares
+
+ALL = tuple(range(8))
+
+
+def rank(processors=ALL, machine="a", container="a", quota=math.inf):
+    return Available(machine, container, processors, quota)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [
+        ([rank()], 8),
+        ([rank()] * 3, 2),
+        ([rank()] * 20, 1),
+        ([rank((0, 1, 2, 3)), rank((4, 5, 6, 7))], 4),
+        ([rank((0, 1, 2, 3)), rank((0, 1, 2, 3)), rank(ALL)], 1),
+        ([rank()] * 2 + [rank(machine="b")], 4),
+        ([rank(container="a"), rank(container="b")], 4),
+        ([rank(quota=2.0)] * 2, 1),
+        ([rank(container="a", quota=3.5), rank(container="b", quota=3.5)], 3),
+        ([rank(quota=0.5)], 1),
+    ],
+    ids=[
+        "one",
+        "shared",
+        "more ranks than processors",
+        "bound by the launcher",
+        "partly bound",
+        "the fullest machine counts",
+        "containers of one machine",
+        "a quota",
+        "a quota for each container",
+        "a quota below one",
+    ],
+)
+def test_a_machines_processors_are_divided_among_its_ranks(ranks, number):
+    assert shares(ranks) == number
+
+
+def test_a_share_follows_torchruns_variable_until_ranks_agree(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
+    assert share() == 1
+    agree_on(5)
+    try:
+        assert share() == 5
+    finally:
+        agree_on(None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "none")
+    assert share() == shares([Available.here()])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "threads"),
+    [
+        ([None, None], [2, 2]),
+        ([3, 3], [3, 3]),
+        ([None, 3], [3, 3]),
+        ([1, 3, None], [1, 3, 2]),
+    ],
+)
+def test_a_chosen_number_of_threads_stays_and_counts_where_none_is(chosen, threads):
+    assert number_of_threads(chosen, share=2) == threads
+
+
+def test_settings_that_differ_are_named_with_their_ranks():
+    same = {"dtype": "float32", "precision": "highest"}
+    other = {"dtype": "float32", "precision": "medium"}
+    assert differences([same, same]) == ""
+    assert differences([same, other, same]) == "precision is highest on ranks 0, 2, medium on rank 1"
+    said = differences([other, *[same] * 20])
+    assert said == "precision is medium on rank 0, highest on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 12 more"
