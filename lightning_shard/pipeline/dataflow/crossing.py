@@ -46,6 +46,7 @@ LARGEST_PARAMETER = 2**24
 
 _NOTHING_YET = Counted()
 _UNTRACED = "untraced"
+_SHARDING = ("torch.distributed.", "lightning_shard.parallel.fsdp.")
 _FROM_THE_FIRST = "Use from an epoch's first step on what only later ones need; in a loss, with a weight of 0."
 
 
@@ -400,9 +401,9 @@ class Passage:
 
 
 def _hooks_of_code(tensor: Tensor) -> list[int]:
-    """The ids of a tensor's hooks, without those that sharding (``torch.distributed``) registers."""
+    """The ids of a tensor's hooks, without those that sharding registers."""
     hooks = tensor._backward_hooks or {}
-    return [n for n, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")]
+    return [n for n, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith(_SHARDING)]
 
 
 def _not_yet(values: Iterable[Value], seen: set[int]) -> list[Value]:

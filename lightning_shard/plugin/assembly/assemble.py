@@ -25,12 +25,12 @@ from lightning_shard.parallel.containers import with_forward
 from lightning_shard.parallel.context.blocks import ShardedSequences
 from lightning_shard.parallel.context.chunks import Part
 from lightning_shard.parallel.experts.stacked import apply_expert_parallel, resolve_experts
+from lightning_shard.parallel.fsdp.arguments import pass_arguments_on
 from lightning_shard.parallel.fsdp.calls_between_steps import gather_for_calls, refuse_calls
 from lightning_shard.parallel.fsdp.dtensor_writes import behave_as_tensors
 from lightning_shard.parallel.fsdp.lockstep import Lockstep
-from lightning_shard.parallel.fsdp.mutable_arguments import write_back_arguments
 from lightning_shard.parallel.fsdp.shard import Sharding, apply_fully_sharded, parallelizes_itself, to_device
-from lightning_shard.parallel.fsdp.units import gather_for_views, sharded_units
+from lightning_shard.parallel.fsdp.units import sharded_units
 from lightning_shard.parallel.fsdp.unsharded import unsharded_of
 from lightning_shard.parallel.fsdp.watched_parameters import watch_parameters
 from lightning_shard.parallel.init import agree_on_weights, materialize
@@ -293,8 +293,7 @@ def _differing(before: Iterable[Any], now: Iterable[Any]) -> tuple[str, str]:
 def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str], *, whole_steps: bool) -> None:
     """Install what preserves or refuses users' accesses to a sharded module, in steps and between them."""
     watch_parameters(module)
-    write_back_arguments(sharded_units(module))
-    gather_for_views(unit for unit in sharded_units(module) if unit is not module)
+    pass_arguments_on(sharded_units(module))
     whole = unsharded_of(module)
     if whole is not None:
         whole.in_microbatches = part.stages is not None
