@@ -35,7 +35,7 @@ from lightning_shard.parallel.fsdp.unsharded import unsharded_of
 from lightning_shard.parallel.fsdp.watched_parameters import watch_parameters
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.tensor.check_around_blocks import AroundBlocksCheck
-from lightning_shard.parallel.tensor.check_blocks import SplitBlocksCheck, beside_blocks, holds_others
+from lightning_shard.parallel.tensor.check_blocks import SplitBlocksCheck, beside_blocks
 from lightning_shard.parallel.tensor.check_handed_on import mark_outputs
 from lightning_shard.parallel.tensor.plan import apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.dataflow.taint import Hollow
@@ -412,7 +412,7 @@ def _to_compare(
     layout: Layout,
     connect: Connect,
 ) -> tuple[SplitBlocksCheck, AroundBlocksCheck]:
-    """Prepare the comparison of blocks, and modules outside of them, that a user's own plan splits, with unsplit ones.
+    """Prepare the comparison of blocks, and modules outside of them that a user's own plan splits, with unsplit ones.
 
     Args:
         names: This stage's blocks, which nothing has wrapped yet.
@@ -421,15 +421,14 @@ def _to_compare(
     if settings.compile_blocks:
         styles = {}
     blocks = {name: module.get_submodule(name) for name in sorted(names)}
-    if settings.tensor_parallel_plan is None:
-        blocks = {name: block for name, block in blocks.items() if holds_others(block)}
     runs, runs_of_step = partial(trial_runs, device), partial(trial_runs_of_step, device)
     of_stage = Attempts(connect, layout.rank, layout.neighbours(layout.stage_size)).at
     of_tensors = Attempts(connect, layout.rank, layout.neighbours(layout.tensor_parallel_size)).at
     alike = of_tensors if layout.expert_parallel_size == 1 else of_stage
     if settings.tensor_parallel_plan is None or layout.pipeline_parallel_size > 1:
         around = AroundBlocksCheck(module, (), (), {}, (), runs, runs_of_step, of_stage)
-        return SplitBlocksCheck(blocks, {}, styles, runs, alike), around
+        numbered = settings.tensor_parallel_plan is not None
+        return SplitBlocksCheck(blocks, {}, styles, runs, alike, numbered=numbered), around
     whole = {*listed, *(name for name in names if any(style.startswith(f"{name}.") for style in styles))}
     parts = {name: module.get_submodule(name) for name in beside_blocks(module, whole, styles)}
     steps = [name for name in ("validation_step", "test_step") if is_overridden(name, module)]
