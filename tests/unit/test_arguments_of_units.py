@@ -163,7 +163,7 @@ class Frame:
     sums: list[Tensor] = field(init=False, default_factory=list)
 
 
-def _hidden(given: Any) -> Tensor:
+def hidden_of(given: Any) -> Tensor:
     hidden = given["hidden"] if isinstance(given, (Mapping, UserDict)) else getattr(given, "hidden", None)
     return given[0] if hidden is None else hidden
 
@@ -175,7 +175,7 @@ class Notes(Block):
 
     def forward(self, given: Any, x: Tensor) -> Tensor:  # type: ignore[override]
         self.seen = given, x
-        new = super().forward(x + _hidden(given))
+        new = super().forward(x + hidden_of(given))
         if isinstance(given, (MutableMapping, UserDict)):
             given["hidden"] = new * 2
         elif isinstance(given, list):
@@ -203,8 +203,9 @@ KINDS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_unit_is_given_the_object_itself_of_whatever_class(kind: str) -> None:
+def noting(kind: str) -> type[Net]:
+    """A class of networks whose blocks write into one object of this kind."""
+
     class Noting(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -219,9 +220,14 @@ def test_a_unit_is_given_the_object_itself_of_whatever_class(kind: str) -> None:
                 assert block.seen[1] is hidden
                 hidden = returned
             rest = sum(given.sums) if isinstance(given, Named) else 0
-            return self.head(self.norm(hidden + _hidden(given))) + rest
+            return self.head(self.norm(hidden + hidden_of(given))) + rest
 
-    root, plain = sharded(Noting)
+    return Noting
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_unit_is_given_the_object_itself_of_whatever_class(kind: str) -> None:
+    root, plain = sharded(noting(kind))
     for x in batches()[:2]:
         assert_step_alike(root, plain, x)
 
