@@ -9,6 +9,7 @@ from torch import nn
 
 _OF_PLANS = "lightning_shard.parallel.tensor.", "torch.distributed.tensor."
 _OF_SHARDING = "lightning_shard.", "torch.distributed."
+_OF_FSDP = "lightning_shard.parallel.fsdp.arguments.", "torch.distributed."
 
 
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
@@ -24,6 +25,11 @@ def has_hooks_beside_plans(module: nn.Module) -> bool:
     hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
     backward_hooks = module._backward_pre_hooks or module._backward_hooks
     return bool(backward_hooks) or not all(_is_of(hook, _OF_PLANS) for hook in hooks)
+
+
+def is_of_fsdp(hook: Any) -> bool:
+    """Whether a hook of a module or tensor is FSDP2's, or one in its place."""
+    return _is_of(hook, _OF_FSDP)
 
 
 def _is_of(hook: Any, packages: tuple[str, ...]) -> bool:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 from lightning_shard import tree
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.parallel.fsdp.units import class_name
+from lightning_shard.parallel.given_state import GivenState
 from lightning_shard.parallel.kept_results import KeptResults
 
 Recomputing = bool | int | Literal["selective"] | None
@@ -94,9 +95,9 @@ def recompute(
 ) -> None:
     """Make a block run its forward again in each backward, in place.
 
-    The second run draws the same random numbers as the first, under the same autocast. Afterwards, attributes and
-    buffers (counters, running statistics) are restored. Not undone: what the block appends to lists, and what hooks
-    inside of the block do.
+    The second run draws the same random numbers as the first, under the same autocast, and finds lists, dicts and
+    objects that it is given as the first one did. Afterwards these, and attributes and buffers (counters, running
+    statistics), are restored. Not undone: what hooks inside of the block do.
 
     Raises, when the block is called:
         StepError: It changed an argument in place.
@@ -109,18 +110,22 @@ def recompute(
     """
     forward = block.forward
 
-    def contexts(kept: KeptResults | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def contexts(
+        state: GivenState, kept: KeptResults | None
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, second = (nullcontext(), nullcontext()) if kept is None else (kept.first_run(), kept.second_run())
-        return first, _SecondRun(block, snapshot(), snapshot, second)
+        return first, _SecondRun(block, snapshot(), snapshot, state, second)
 
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         call, kept = functools.partial(forward, **kwargs), KeptResults(_keeps) if selective else None
-        context_fn = functools.partial(contexts, kept)
+        state = GivenState((args, kwargs))
+        context_fn = functools.partial(contexts, state, kept)
         given = [(tensor, tensor._version) for tensor in tree.tensors((args, kwargs)) if not tensor.is_inference()]
         output = checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
+        state.forget_unchanged()
         if any(tensor._version != before for tensor, before in given) and _needs_gradients(output):
             raise StepError(
                 f"{class_name(block)} changes an argument in place, and activation_checkpointing runs it a second time"
@@ -185,11 +190,13 @@ class _SecondRun(AbstractContextManager[None]):
         block: nn.Module,
         restore: Callable[[], None],
         snapshot: Callable[[], Callable[[], None]],
+        given: GivenState,
         context: AbstractContextManager[Any],
     ) -> None:
         self._block = block
         self._restore = restore
         self._snapshot = snapshot
+        self._given = given
         self._context = context
 
     def __enter__(self) -> None:
@@ -197,6 +204,7 @@ class _SecondRun(AbstractContextManager[None]):
         self._stack.callback(self._snapshot())
         self._restore()
         self._stack.enter_context(_leaving_no_trace(self._block))
+        self._stack.enter_context(self._given.as_before())
         self._stack.enter_context(self._context)
 
     def __exit__(self, *exception: Any) -> None:

@@ -67,6 +67,14 @@ def _with_patches(values: int = 2 * 3 * 4 * 4) -> dict[str, Input | None]:
     )
 
 
+_ALTERNATING: Settings = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 4}
+_CONVOLUTIONS: Settings = {"layer_types": ["conv", "full_attention"] * 2}
+_BLOCK_TYPES: Settings = {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2}
+_GEMMA4_EXPERTS: Settings = {
+    **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+}
+"""As in gemma-4-26B-A4B."""
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _MROPE_112 = {**_MROPE, "mrope_section": [1, 1, 2]}
 _GLM4V: Settings = {
@@ -110,21 +118,34 @@ _OVERRIDES: dict[str, Override] = {
     ),
     "cohere_compass_text": Override(_COHERE_TEXT),
     "dbrx": Override({"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}}),
-    "dots1": Override({"n_routed_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v2": Override({"first_k_dense_replace": 1}),
+    "dots1": Override(
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2, "first_k_dense_replace": 1}
+    ),
     "Dots3NoteForCausalLM": Override(_DOTS3_TEXT),
     "falcon_h1": Override({"mamba_d_ssm": 64}),
-    "gemma3n_text": Override({"num_kv_shared_layers": 0, "intermediate_size": 64}),
+    "gemma3n_text": Override({"intermediate_size": 64}),
+    "gemma4_text": Override(  # as in gemma-4-E2B
+        {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 3}
+        | {"num_hidden_layers": 6, "use_double_wide_mlp": True, "head_dim": 8, "global_head_dim": 16}
+    ),
     "GitForCausalLM": Override({}, {"pixel_values": _IMAGE}),
     "gpt_neo": Override({"attention_types": [[["global", "local"], 2]], "window_size": 4}),
     "granitemoehybrid": Override({"layer_types": ["mamba", "attention"] * 2}),
+    "jamba": Override({"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": 2}),
     "kimi_linear": Override(
         {"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 4}
         | {"num_local_experts": 4, "num_experts_per_tok": 2}
     ),
-    "lfm2_moe": Override({"layer_types": ["conv", "full_attention"] * 2}),
+    "laguna": Override(_ALTERNATING),
+    "lfm2": Override(_CONVOLUTIONS),
+    "lfm2_moe": Override({**_CONVOLUTIONS, "num_dense_layers": 1}),
+    "Llama4ForCausalLM": Override({"interleave_moe_layer_step": 2}),
     "luke": Override({"entity_vocab_size": 16, "entity_emb_size": 16}),
+    "mellum": Override(_ALTERNATING),
     "musicgen": Override({}, _CODEBOOKS),
     "musicgen_melody": Override({}, _CODEBOOKS),
+    "nemotron_h": Override(_BLOCK_TYPES),
     "PerceiverForMaskedLM": Override(
         {}, {"input_ids": Input((VOCABULARY,), VOCABULARY - 4), "labels": Input((VOCABULARY,), VOCABULARY - 4)}
     ),
@@ -210,6 +231,7 @@ _OVERRIDES: dict[str, Override] = {
         {"vision_config": {"embed_dim": (16, 32, 32, 32), "num_heads": (2,) * 4, "num_groups": (2,) * 4}},
         _with_image(2),
     ),
+    "gemma4": Override({"text_config": _GEMMA4_EXPERTS}),
     "glm4v": Override(_GLM4V, _with_patches()),
     "glm46v": Override(_GLM4V, _with_patches()),
     "glm4v_moe": Override(_GLM4V, _with_patches()),
@@ -240,13 +262,14 @@ _OVERRIDES: dict[str, Override] = {
         {"latent_query_num": 4, "text_config": {"layers": 4, "attention_heads": 4}},
         _with_image(4, image_embeds_position_mask=Input((LENGTH,), same=[1] * 4 + [0] * (LENGTH - 4))),
     ),
+    "lfm2_vl": Override({"text_config": _CONVOLUTIONS}),
     "llama4": Override({"vision_config": {"intermediate_size": 128}}, _with_image(4)),
     "molmo2": Override(
         {"adapter_config": {"vision_feature_layer": [3, 1]}, "text_config": {"additional_vocab_size": 8}},
         {"mm_token_type_ids": Input((LENGTH,), same=[0] * LENGTH)},
     ),
     "muse_spark": Override({"audio_config": {"hidden_sizes": (8, 16, 16, 32), "depths": (1,) * 4}}),
-    "nemotron_h_omni": Override({"vision_config": {"video_temporal_patch_size": 2}}),
+    "nemotron_h_omni": Override({"vision_config": {"video_temporal_patch_size": 2}, "text_config": _BLOCK_TYPES}),
     "pi0": Override(
         {"chunk_size": 4, "max_state_dim": 8, "max_action_dim": 8, "vlm_config": {"hidden_size": 32}},
         {"input_ids": Input((20,), VOCABULARY - 4, first=(IMAGE,) * 16), "pixel_values": Input((1, 3, 32, 32))}
@@ -267,7 +290,7 @@ _OVERRIDES: dict[str, Override] = {
         _with_patches(),
     ),
     "qwen3_omni_moe_thinker": Override({"text_config": {"rope_parameters": _MROPE}}),
-    "step3p7": Override({"text_config": {"sliding_window": 4}}),
+    "step3p7": Override({"text_config": _ALTERNATING}),
     "udop": Override(
         {"max_2d_position_embeddings": 32}, {"bbox": Input((LENGTH, 4), same=[[0.1, 0.1, 0.5, 0.5]] * LENGTH)}
     ),

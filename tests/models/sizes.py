@@ -73,7 +73,7 @@ MORE_SIZES: dict[str, Any] = {
     **dict.fromkeys(("index_topk", "indexer_budget", "num_query_tokens", "mm_tokens_per_image", "num_filters"), 4),
     **dict.fromkeys(("index_n_heads", "indexer_n_heads", "indexer_compress_ratio", "index_kpool", "window_size"), 2),
     **dict.fromkeys(("conv_kernel_size", "conv_depthwise_kernel_size"), 3),
-    **dict.fromkeys(("indexer_kv_heads", "n_shared_experts"), 1),
+    "indexer_kv_heads": 1,
     **dict.fromkeys(("image_token_id", "image_token_index", "video_token_index"), IMAGE),
     **dict.fromkeys(("global_attn_indexes", "fullatt_block_indexes"), (1, 3)),
     "deepstack_visual_indexes": [1],
@@ -83,6 +83,13 @@ MORE_SIZES: dict[str, Any] = {
     "layer_scale_init_value": 0.1,
 }
 """Used besides where those don't do, and for architectures that have settings of their own."""
+
+AT_MOST: dict[str, int] = {
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size"), 4),
+    **dict.fromkeys(("local_attention", "mamba_chunk_size"), 4),
+    **dict.fromkeys(("n_group", "encoder_sparse_step", "decoder_sparse_step", "n_layers_per_attn_res_block"), 2),
+}
+"""In place of larger ones: windows and chunks are shorter than a text, and experts are in groups if they are."""
 
 STAGES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("hidden_sizes", "embed_dims"), (16, 32, 48, 64, 64)),

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.models.layers import few_layers
 from tests.models.networks import EPSILON
 from tests.models.overrides import TEXT, Input, override
-from tests.models.sizes import CLASSES, MORE_SIZES, SIZES, STAGES, VARIANTS, VOCABULARY
+from tests.models.sizes import AT_MOST, CLASSES, MORE_SIZES, SIZES, STAGES, VARIANTS, VOCABULARY
 
 SAMPLES, STEPS = 8, 2
 MOST_PARAMETERS = 6_000_000
@@ -84,6 +85,8 @@ class Found:
     config: bytes
     inputs: Mapping[str, Input]
     parameters: int
+    has_all_kinds: bool
+    """Whether its configuration has layers of all kinds that the whole one has."""
 
 
 def architectures() -> dict[str, tuple[str, str, str]]:
@@ -109,19 +112,26 @@ def find_small(family: str, model_type: str, architecture: str) -> Found:
     kind = class_of(architecture).config_class or _config_class(model_type)
     own = override(architecture, model_type)
     settings, inputs = (own.config, own.inputs) if own else ({}, {})
-    for more, variant in itertools.product([MORE_SIZES] if own else [{}, MORE_SIZES], VARIANTS):
+    of_all_kinds = True, False  # rather sizes that fit worse than layers of one kind alone
+    for keeps, more, variant in itertools.product(of_all_kinds, [MORE_SIZES] if own else [{}, MORE_SIZES], VARIANTS):
         sizes = [*{**SIZES, **more, **variant}.items(), *(STAGES.items() if more else ())]
         try:
-            return _try(architecture, _small(kind, sizes, settings), lambda model: {**_inputs(family, model), **inputs})
+            config = _small(kind, sizes, settings, keeps)
+            return _try(architecture, config, lambda model: {**_inputs(family, model), **inputs}, keeps)
         except Exception as error:
             first = first or error
     raise NotBuilt(f"{type(first).__name__}: {first}") from first
 
 
+def read(found: Found) -> Any:
+    """The configuration."""
+    return pickle.loads(found.config)
+
+
 def make(architecture: str, found: Found) -> Model:
     bound_memory()
     joined = tuple(name for name, each in found.inputs.items() if each.joined)
-    return Model(architecture, pickle.loads(found.config), joined)
+    return Model(architecture, read(found), joined)
 
 
 def batches(found: Found, steps: int = STEPS) -> Iterator[dict[str, Tensor]]:
@@ -148,14 +158,14 @@ def makers(architecture: str, found: Found) -> tuple[Any, Any]:
     return partial(make, architecture, found), partial(batches, found)
 
 
-def _try(architecture: str, config: Any, inputs: Callable[[Any], Mapping[str, Input | None]]) -> Found:
+def _try(architecture: str, config: Any, inputs: Callable[[Any], Mapping[str, Input | None]], keeps: bool) -> Found:
     with torch.device("meta"):
         meta = class_of(architecture)(config)
     size = sum(parameter.numel() for parameter in meta.parameters())
     if size > MOST_PARAMETERS:
         raise NotBuilt(f"{size:,} parameters")
     kept = {name: each for name, each in inputs(meta).items() if each}
-    found = Found(pickle.dumps(config), kept, size)
+    found = Found(pickle.dumps(config), kept, size, keeps)
     torch.manual_seed(1)
     loss = make(architecture, found).loss(next(batches(found)))
     if not math.isfinite(loss) or not loss.requires_grad:
@@ -196,10 +206,11 @@ def _config_class(model_type: str) -> Any:
     return type(transformers.AutoConfig.for_model(model_type))
 
 
-def _small(kind: Any, sizes: Sequence[tuple[str, Any]], own: Mapping[str, Any]) -> Any:
+def _small(kind: Any, sizes: Sequence[tuple[str, Any]], own: Mapping[str, Any], keeps_kinds: bool) -> Any:
     """A configuration with these sizes where it has such a setting, parts of composed ones included; no dropout.
 
-    ``own`` are settings of this architecture, which come before the sizes.
+    ``own`` are settings of this architecture, which come before the sizes. With ``keeps_kinds`` it has layers of all
+    kinds that the whole one has.
     """
     base = kind()
     renamed = getattr(kind, "attribute_map", {})
@@ -210,6 +221,10 @@ def _small(kind: Any, sizes: Sequence[tuple[str, Any]], own: Mapping[str, Any]) 
         now = getattr(base, name)
         if now is None or isinstance(now, (list, tuple)) == isinstance(value, (list, tuple)):
             settings[name] = value[: len(now)] if isinstance(now, (list, tuple)) else value
+    if keeps_kinds:
+        settings |= {name: most for name, most in AT_MOST.items() if (getattr(base, name, None) or 0) > most}
+        few = few_layers(base)
+        settings |= {} if few.keys() & own.keys() else few
     for name, value in base.to_dict().items():
         if ("drop" in name or name == "mask_time_prob") and isinstance(value, float):
             settings[name] = 0.0
@@ -217,7 +232,7 @@ def _small(kind: Any, sizes: Sequence[tuple[str, Any]], own: Mapping[str, Any]) 
     for name in parts:
         part = getattr(base, name, None)
         if part is not None:
-            settings[name] = _small(type(part), sizes, own.get(name, {}))
+            settings[name] = _small(type(part), sizes, own.get(name, {}), keeps_kinds)
     if getattr(base, "is_encoder_decoder", False):
         settings["decoder_start_token_id"] = SIZES["decoder_start_token_id"]  # a T5 has none by default
     settings |= {name: value for name, value in own.items() if name not in parts}

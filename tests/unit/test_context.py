@@ -202,6 +202,26 @@ def test_arguments_that_arent_known_to_be_of_sequences_are_refused(given: tuple[
         dealt(Attention())(*given)
 
 
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, seen: Any) -> Tensor:
+        new: Tensor = self.linear(x)
+        if isinstance(seen, dict):
+            seen["hidden"] = new
+        else:
+            seen.append(new)
+        return new
+
+
+@pytest.mark.parametrize("seen", [{}, []])
+def test_a_block_that_writes_into_what_it_is_given_a_copy_of_is_refused(seen: Any) -> None:
+    with pytest.raises(StepError, match=f"Writing writes into a {type(seen).__name__} that it is given.*return what"):
+        dealt(Writing())(example(), seen)
+
+
 def test_hooks_within_a_block_are_refused() -> None:
     block = dealt(Attention())
     block.get_submodule("output").register_forward_hook(lambda *_: None)

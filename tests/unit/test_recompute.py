@@ -16,6 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.parallel.activation_checkpointing import _policy, chosen, leave_out_caches, recompute
 from lightning_shard.plugin.steps import randomness
+from tests.unit.test_arguments_of_units import KINDS, hidden_of, noting
+from tests.unit.test_crossing import batches
 
 WIDTH, SAMPLES, BLOCKS = 8, 16, 3
 
@@ -198,3 +200,19 @@ def test_a_block_that_changes_an_argument_is_refused(selective: bool) -> None:
         assert block(x * 1.0).sum() < 8
     block.requires_grad_(False)
     assert not block(x * 1.0).requires_grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_run_finds_what_the_first_was_given_as_it_was_then(kind: str) -> None:
+    nets = [noting(kind)() for _ in range(3)]
+    for net, selective in zip(nets[1:], (False, True)):
+        net.load_state_dict(nets[0].state_dict())
+        for block in net.blocks:
+            recompute(block, lambda: lambda: None, selective=selective)
+    for net in nets:
+        net(batches()[0]).square().mean().backward()
+        given, expected_of = (each.blocks[0].seen[0] for each in (net, nets[0]))
+        torch.testing.assert_close(hidden_of(given), hidden_of(expected_of))
+        assert len(getattr(given, "sums", [])) == len(getattr(expected_of, "sums", []))
+        for parameter, expected in zip(net.parameters(), nets[0].parameters()):
+            torch.testing.assert_close(parameter.grad, expected.grad)

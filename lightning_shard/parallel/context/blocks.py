@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -103,7 +104,16 @@ class ShardedSequences:
                 self._check(block, plain, (args, kwargs), cut, length)
                 checked.add(kind)
             make_masks(self._part, length // self._part.ranks)
-            returned = forward(*cut(args, take=self._cut), **cut(kwargs, take=self._cut))
+            own = cut(args, take=self._cut), cut(kwargs, take=self._cut)
+            copies = [(each, [*tree.children(each)]) for each in tree.containers(own)]
+            returned = forward(*own[0], **own[1])
+            for copy, before in copies:
+                if not tree.same_entries([*chain(*before)], [*chain(*tree.children(copy))]):
+                    raise StepError(
+                        f"{class_name(block)} writes into a {type(copy).__name__} that it is given, and with"
+                        " context_parallel_size that is a copy with this rank's part of each sequence: return what it"
+                        f" computes.{_ONE}"
+                    )
             outputs_of(returned, length // self._part.ranks)
             return self._joined(returned)
 

@@ -31,11 +31,11 @@ Node = Any
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a unit: the nodes that made its arguments and its output."""
+    """A call of a unit: the nodes that made its arguments, and its outputs that aren't among these."""
 
     unit: int
     given: list[Node]
-    returned: list[Node]
+    returned: list[Node] = field(default_factory=list)
 
 
 @dataclass
@@ -94,13 +94,18 @@ class BypassedUnits:
             return
         forward = self._forwards[stage] = _Forward(_next_number())
 
-        def note(unit: int, _: Any, args: Any, kwargs: Any, output: Any) -> None:
-            forward.calls.append(_Call(unit, _nodes((args, kwargs)), _nodes(output)))
+        def begin(unit: int, _: Any, args: Any, kwargs: Any) -> None:
+            forward.calls.append(_Call(unit, _nodes((args, kwargs))))
+
+        def end(unit: int, _: Any, args: Any, output: Any) -> None:
+            call = next(each for each in reversed(forward.calls) if each.unit == unit)
+            call.returned.extend(node for node in _nodes(output) if node not in call.given)
 
         with ExitStack() as hooks:
             for index, unit in enumerate(self._units):
-                hook: Any = partial(note, index)
-                hooks.callback(unit.register_forward_hook(hook, with_kwargs=True).remove)  # type: ignore[attr-defined]
+                before: Any = partial(begin, index)
+                hooks.callback(unit.register_forward_pre_hook(before, with_kwargs=True).remove)
+                hooks.callback(unit.register_forward_hook(partial(end, index)).remove)
             self._in_forward = True
             try:
                 yield

@@ -12,7 +12,6 @@ use the groups too. Before 2.13 a unit had at most one group.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -189,39 +188,18 @@ def leave_out_prefetching(units: Iterable[nn.Module]) -> None:
             group._post_forward_indices.clear()
 
 
-def gather_for_views(units: Iterable[nn.Module]) -> None:
-    """Make units all-gather for their backward even if code around them changes, in place, a view that they returned.
-
-    FSDP2 begins a unit's backward when the gradient of its output arrives. After a change in place, autograd recomputes
-    a view from its base, and the node that the unit returned gets no gradient. The base gets one in either case. So
-    torch's warning that the all-gather would be skipped isn't shown.
-    """
-    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
-    for unit in units:
-        unit.register_forward_hook(_wait_for_bases, with_kwargs=True)
-
-
 def gather_for_backward(unit: Any, args: Any, output: Any) -> None:
     """Make a unit all-gather for the backward through ``output``, and reduce its gradients at the end, as FSDP2 does.
 
     For a call of a part of the unit: FSDP2 itself sees calls of whole units only.
     """
-    if torch.is_grad_enabled():
-        begin = state_of(unit)._pre_backward
-        for tensor in tree.tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(begin)
-        _wait_for_bases(unit, args, {}, output)
-
-
-def _wait_for_bases(unit: Any, args: Any, kwargs: Any, output: Any) -> None:
     if not torch.is_grad_enabled():
         return
     with torch._C.DisableTorchFunction():  # stages count operations, and must not count these
-        given = {id(base) for base in _bases((args, kwargs))}  # their gradients come after the unit's backward
-        for base in {id(base): base for base in _bases(output)}.values():
-            if base.grad_fn is not None and id(base) not in given:
-                base.register_hook(state_of(unit)._pre_backward)
+        given = {id(base) for base in _bases(args)}  # their gradients come after the unit's backward
+        bases = {id(base): base for base in _bases(output) if base.grad_fn is not None and id(base) not in given}
+        for tensor in (*(each for each in tree.tensors(output) if each.requires_grad), *bases.values()):
+            tensor.register_hook(state_of(unit)._pre_backward)
 
 
 def _bases(value: Any) -> Iterator[Any]:

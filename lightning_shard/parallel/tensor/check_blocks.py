@@ -1,11 +1,12 @@
-"""Check that blocks split by a user's tensor-parallel plan compute the same as with whole parameters.
+"""Check that blocks split by a tensor-parallel plan compute the same as with whole parameters.
 
 A plan that doesn't fit the code may not fail. Take a fused layer whose output is queries, keys and values, one after
 the other: with ``colwise``, each rank gets consecutive features, which the code takes for other queries, keys and
 values. So in the first training step, one block of each kind is run once more on whole parameters, and the results are
 compared; blocks of a kind have the same modules with the same settings. So is each module outside of the blocks that
 holds split layers, such as a head of several layers. What runs without training before, in an evaluation or as a frozen
-network, is compared then. A model's own plan is trusted, except for blocks that hold modules of a user's classes.
+network, is compared then. Of a model's own plan, blocks alone are compared: it may not fit all configurations (Gemma 3n
+takes statistics over the features that its plan splits, in layers that are sparse).
 
 Split layers in modules that also hold blocks are compared by
 :mod:`lightning_shard.parallel.tensor.check_around_blocks`.
@@ -48,7 +49,6 @@ _APART = {torch.float64: 0.02, torch.float32: 0.02}
 _APART_IN_16_BITS = 0.2
 """Tolerance, relative to the largest element that a block adds to its input; a wrong plan differs by about 1."""
 
-_PACKAGES = ("torch.", "transformers.", "peft.")
 JointAttempt = Callable[[str], AbstractContextManager[None]]
 """A context, by a name, for a run that may fail: it suppresses an error if all ranks of the group have one."""
 
@@ -64,6 +64,7 @@ class SplitBlocksCheck:
         styles: Styles of split modules, by name.
         trial_runs: A context for runs of a module; its :class:`RunChanges` restore what a run has changed.
         joint_attempt: Its ranks are the tensor ranks, and those that hold experts of the blocks.
+        numbered: Whether blocks of different numbers (transformers' ``layer_idx``) are of different kinds.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class SplitBlocksCheck:
         styles: Mapping[str, ParallelStyle],
         trial_runs: TrialRuns,
         joint_attempt: JointAttempt,
+        *,
+        numbered: bool = True,
     ) -> None:
         kinds: dict[Any, str] = {}
         deals_sequences = any(isinstance(style, ScatterSequence) for style in styles.values())
@@ -80,7 +83,7 @@ class SplitBlocksCheck:
         for name, block in modules_by_name.items() if not deals_sequences else ():
             inside = tuple((n.removeprefix(name), s) for n, s in styles.items() if n.startswith(f"{name}."))
             if inside and not _is_hooked(block):
-                modules = tuple((n, type(module), _settings(module)) for n, module in block.named_modules())
+                modules = tuple((n, type(module), _settings(module, numbered)) for n, module in block.named_modules())
                 kinds.setdefault((modules, tuple((n, repr(s)) for n, s in inside)), name)
         self._copies = {name: _without_hooks(modules_by_name[name]) for name in kinds.values()}
         self._parts = parts.keys()
@@ -97,9 +100,11 @@ class SplitBlocksCheck:
             _compare_first_calls(block, name, whole, self._trial_runs, self._joint_attempt, is_part)
 
 
-def _settings(module: nn.Module) -> tuple[tuple[str, str], ...]:
+def _settings(module: nn.Module, numbered: bool) -> tuple[tuple[str, str], ...]:
     """What code may decide by: a module's plain values, such as a layer's number, its functions, and its sizes."""
-    plain = {name: value for name, value in vars(module).items() if _is_setting(value)}
+    plain = {
+        name: each for name, each in vars(module).items() if _is_setting(each) and (numbered or name != "layer_idx")
+    }
     sizes = {
         name: None if tensor is None else tuple(tensor.shape)
         for name, tensor in chain(module._parameters.items(), module._buffers.items())
@@ -128,11 +133,6 @@ def _beside(root: nn.Module, name: str, blocks: Collection[str], styles: Collect
         return
     for key, _ in module.named_children():
         yield from _beside(root, f"{name}.{key}", blocks, styles)
-
-
-def holds_others(block: nn.Module) -> bool:
-    """Whether a block holds a module that is neither torch's, nor transformers' or peft's, whose plans are trusted."""
-    return any(not type(module).__module__.startswith(_PACKAGES) for module in block.modules())
 
 
 def _is_hooked(block: nn.Module) -> bool:

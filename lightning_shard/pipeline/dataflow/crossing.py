@@ -39,6 +39,7 @@ from lightning_shard.pipeline.dataflow.messages import (
 )
 from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, leaves, mark, refuse, said_of_hook
 from lightning_shard.pipeline.dataflow.uncalled import few
+from lightning_shard.user_hooks import is_of_fsdp
 
 LARGEST_PARAMETER = 2**24
 """The most elements of a parameter that is sent with each microbatch to a stage that uses but doesn't hold it."""
@@ -400,9 +401,9 @@ class Passage:
 
 
 def _hooks_of_code(tensor: Tensor) -> list[int]:
-    """The ids of a tensor's hooks, without those that sharding (``torch.distributed``) registers."""
+    """The ids of a tensor's hooks, without those that sharding registers."""
     hooks = tensor._backward_hooks or {}
-    return [n for n, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")]
+    return [number for number, hook in hooks.items() if not is_of_fsdp(hook)]
 
 
 def _not_yet(values: Iterable[Value], seen: set[int]) -> list[Value]:

@@ -18,6 +18,7 @@ from torch import nn
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, said_of_hook
 from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.user_hooks import is_of_fsdp
 
 _ABSENT = object()
 
@@ -140,7 +141,7 @@ class Stages(Sequence[Stage]):
                     continue  # its weight is tied to one of this stage, and sharded with it
                 for hooks in (module._forward_pre_hooks, module._forward_hooks):
                     for number, hook in hooks.items():
-                        if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
+                        if is_of_fsdp(hook):
                             view.add(hooks, number, _nothing)
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:

@@ -25,17 +25,17 @@ from lightning_shard.parallel.containers import with_forward
 from lightning_shard.parallel.context.blocks import ShardedSequences
 from lightning_shard.parallel.context.chunks import Part
 from lightning_shard.parallel.experts.stacked import apply_expert_parallel, resolve_experts
+from lightning_shard.parallel.fsdp.arguments import pass_arguments_on
 from lightning_shard.parallel.fsdp.calls_between_steps import gather_for_calls, refuse_calls
 from lightning_shard.parallel.fsdp.dtensor_writes import behave_as_tensors
 from lightning_shard.parallel.fsdp.lockstep import Lockstep
-from lightning_shard.parallel.fsdp.mutable_arguments import write_back_arguments
 from lightning_shard.parallel.fsdp.shard import Sharding, apply_fully_sharded, parallelizes_itself, to_device
-from lightning_shard.parallel.fsdp.units import gather_for_views, sharded_units
+from lightning_shard.parallel.fsdp.units import sharded_units
 from lightning_shard.parallel.fsdp.unsharded import unsharded_of
 from lightning_shard.parallel.fsdp.watched_parameters import watch_parameters
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.tensor.check_around_blocks import AroundBlocksCheck
-from lightning_shard.parallel.tensor.check_blocks import SplitBlocksCheck, beside_blocks, holds_others
+from lightning_shard.parallel.tensor.check_blocks import SplitBlocksCheck, beside_blocks
 from lightning_shard.parallel.tensor.check_handed_on import mark_outputs
 from lightning_shard.parallel.tensor.plan import apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.dataflow.taint import Hollow
@@ -293,8 +293,7 @@ def _differing(before: Iterable[Any], now: Iterable[Any]) -> tuple[str, str]:
 def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str], *, whole_steps: bool) -> None:
     """Install what preserves or refuses users' accesses to a sharded module, in steps and between them."""
     watch_parameters(module)
-    write_back_arguments(sharded_units(module))
-    gather_for_views(unit for unit in sharded_units(module) if unit is not module)
+    pass_arguments_on(sharded_units(module))
     whole = unsharded_of(module)
     if whole is not None:
         whole.in_microbatches = part.stages is not None
@@ -413,7 +412,7 @@ def _to_compare(
     layout: Layout,
     connect: Connect,
 ) -> tuple[SplitBlocksCheck, AroundBlocksCheck]:
-    """Prepare the comparison of blocks, and modules outside of them, that a user's own plan splits, with unsplit ones.
+    """Prepare the comparison of blocks, and modules outside of them that a user's own plan splits, with unsplit ones.
 
     Args:
         names: This stage's blocks, which nothing has wrapped yet.
@@ -422,15 +421,14 @@ def _to_compare(
     if settings.compile_blocks:
         styles = {}
     blocks = {name: module.get_submodule(name) for name in sorted(names)}
-    if settings.tensor_parallel_plan is None:
-        blocks = {name: block for name, block in blocks.items() if holds_others(block)}
     runs, runs_of_step = partial(trial_runs, device), partial(trial_runs_of_step, device)
     of_stage = Attempts(connect, layout.rank, layout.neighbours(layout.stage_size)).at
     of_tensors = Attempts(connect, layout.rank, layout.neighbours(layout.tensor_parallel_size)).at
     alike = of_tensors if layout.expert_parallel_size == 1 else of_stage
     if settings.tensor_parallel_plan is None or layout.pipeline_parallel_size > 1:
         around = AroundBlocksCheck(module, (), (), {}, (), runs, runs_of_step, of_stage)
-        return SplitBlocksCheck(blocks, {}, styles, runs, alike), around
+        numbered = settings.tensor_parallel_plan is not None
+        return SplitBlocksCheck(blocks, {}, styles, runs, alike, numbered=numbered), around
     whole = {*listed, *(name for name in names if any(style.startswith(f"{name}.") for style in styles))}
     parts = {name: module.get_submodule(name) for name in beside_blocks(module, whole, styles)}
     steps = [name for name in ("validation_step", "test_step") if is_overridden(name, module)]
