@@ -10,6 +10,8 @@ Rename = Mapping[str, str] | Callable[[str], str | None]
 """A mapping from prefixes to their replacements (the longest matching prefix counts; ``""`` matches all); or a function
 from a name to the new one, or to None to leave the tensor out."""
 
+_COMPILED = "_orig_mod."
+
 
 def new_names(names: Iterable[str], strip_prefix: str | None = None, rename: Rename | None = None) -> dict[str, str]:
     """Map new names to old ones: first ``strip_prefix`` is removed from names that have it, then ``rename`` is applied.
@@ -77,6 +79,17 @@ def prefix_of(stored: Collection[str], names: set[str]) -> str:
         if prefix != name and prefix.endswith(".") and all(prefix + key in names for key in stored):
             return prefix
     return ""
+
+
+def as_compiled(stored: Iterable[str], names: Collection[str]) -> dict[str, str]:
+    """Stored names to those of ``names`` that they match, of parts that were compiled on one side only.
+
+    ``torch.compile(net)`` holds the network as ``_orig_mod``, which is in its tensors' names then.
+    """
+    stored = set(stored)
+    uncompiled = {name.replace(_COMPILED, ""): name for name in names if name not in stored}
+    found = {old: uncompiled.get(old.replace(_COMPILED, "")) for old in stored.difference(names)} if uncompiled else {}
+    return {old: new for old, new in found.items() if new is not None}
 
 
 def _renamed(name: str, rename: Rename | None) -> str | None:
