@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
     gather = _verb(verbs, "gather", _gather, "write a safetensors file, a transformers folder or a Lightning .ckpt")
     gather.add_argument("out", help="the file to write, such as model.safetensors or last.ckpt; or the folder")
-    gather.add_argument("--format", choices=get_args(checkpoint.Format), help="else told by out's ending, .safetensors or .ckpt")
+    gather.add_argument("--format", choices=get_args(checkpoint.Format), help="told by out's ending otherwise")
     gather.add_argument(
         "--optimizer",
         action=argparse.BooleanOptionalAction,

@@ -60,7 +60,9 @@ def test_a_part_that_was_compiled_on_one_side_only_is_matched(tmp_path, compiled
     for one, other in zip((*first.parameters(), *first.buffers()), (*second.parameters(), *second.buffers())):
         assert torch.equal(one, other)
     torch.testing.assert_close(again.state_dict(), optimizer.state_dict())
-    renamed = checkpoint.load(tmp_path / "c", {"body": second["net"].state_dict()}, rename={"net.": "body."}, strict=False)
+    renamed = checkpoint.load(
+        tmp_path / "c", {"body": second["net"].state_dict()}, rename={"net.": "body."}, strict=False
+    )
     assert renamed.missing == []
 
 

@@ -149,8 +149,14 @@ def test_what_can_not_be_gathered_is_said_and_leaves_no_file(saved, tmp_path, op
 
 @pytest.mark.parametrize(
     ("out", "format"),
-    [("m.bin", None), ("m.pt", None), ("folder", None), ("m.bin", "safetensors"), ("m.ckpt", "safetensors")]
-    + [("m.safetensors", "lightning")],
+    [
+        ("m.bin", None),
+        ("m.pt", None),
+        ("folder", None),
+        ("m.bin", "safetensors"),
+        ("m.ckpt", "safetensors"),
+        ("m.safetensors", "lightning"),
+    ],
 )
 def test_an_ending_that_readers_would_take_for_another_format_is_refused(saved, tmp_path, out, format):
     with pytest.raises(CheckpointError, match=r"must end with \.safetensors, or with \.ckpt"):

@@ -28,8 +28,14 @@ from lightning_shard.errors import CheckpointError
 INDEX_ENDS = ".index.json"
 """How the name of an index of safetensors files ends."""
 Format = Literal["safetensors", "transformers", "lightning"]
-_TORCH_FILES = (".ckpt", ".pt", ".pth", ".bin")
-_READ_AS: dict[str, Format] = {".safetensors": "safetensors"} | dict.fromkeys(_TORCH_FILES, "lightning")
+_READ_AS: dict[str, Format] = {
+    ".safetensors": "safetensors",
+    ".ckpt": "lightning",
+    ".pt": "lightning",
+    ".pth": "lightning",
+    ".bin": "lightning",
+}
+"""By the endings of files, as what readers take them."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +109,11 @@ def gather(
             that ``rename`` maps (of some it warns); or ``rename`` leaves out all tensors.
         UnsupportedStateError: safetensors can't hold one of the new names.
         ConfigurationError: ``max_shard_bytes`` is no integer from 1.
-        CheckpointError: The format has no use for an argument, or needs something that the checkpoint lacks; ``out`` has
-            no ending that tells of a format, or that of another, or is named as a checkpoint's own files are; several
-            files are to be written next to a file of a whole model, which readers would take instead; or a disk or a
-            store failed. An earlier file at ``out`` then stays, or has been replaced as a whole. Of several files with
-            an index, the earlier index stays, or there is none.
+        CheckpointError: The format has no use for an argument, or needs something that the checkpoint lacks; ``out``
+            has no ending that tells of a format, or that of another, or is named as a checkpoint's own files are;
+            several files are to be written next to a file of a whole model, which readers would take instead; or a disk
+            or a store failed. An earlier file at ``out`` then stays, or has been replaced as a whole. Of several files
+            with an index, the earlier index stays, or there is none.
     """
     ranks = Ranks.of(group)
     target = as_text(out, "out")
@@ -166,14 +172,14 @@ def _as_ours(path: str | os.PathLike[str], out: str) -> Iterator[None]:
 
 
 def _format_of(out: str, format: Format | None) -> Format:
-    """The format: the one that ``out`` ends with by default, and none that its readers wouldn't expect by the ending."""
+    """The format: by default the one that ``out`` ends with, and none that readers wouldn't expect by its ending."""
     ending = posixpath.splitext(out)[1]
     read_as = _READ_AS.get(ending)
     guessed = format is None and ending not in (".safetensors", ".ckpt")
-    if guessed or (format != "transformers" and format != read_as and None not in (format, read_as)):
+    if guessed or (format not in ("transformers", read_as) and None not in (format, read_as)):
         raise CheckpointError(
-            f"out ({out!r}) must end with .safetensors, or with .ckpt for a torch file as Lightning's; for a folder that"
-            " from_pretrained loads, pass format='transformers'."
+            f"out ({out!r}) must end with .safetensors, or with .ckpt for a torch file as Lightning's; for a folder"
+            " that from_pretrained loads, pass format='transformers'."
         )
     return format or _READ_AS[ending]
 

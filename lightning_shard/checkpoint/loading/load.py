@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, overload
 
@@ -40,6 +40,8 @@ from lightning_shard.errors import CheckpointError, ConfigurationError, StateMis
 SHOWN_NAMES = 10
 Pair = tuple[StoredTensor, Tensor]
 """A stored tensor, and the tensor or DTensor to fill with this rank's part of it."""
+Naming = tuple[str | None, Rename | None]
+"""``strip_prefix`` and ``rename``."""
 CHECKED_FIRST_BYTES = 64 * 2**20
 """Up to this many bytes on a rank are read into new memory, and copied once all ranks have verified theirs."""
 
@@ -89,11 +91,8 @@ def load(
     path: str | os.PathLike[str],
     into: None = None,
     *,
-    strip_prefix: str | None = None,
-    rename: Rename | None = None,
-    verify: bool = True,
-    storage_options: dict[str, Any] | None = None,
-    group: Any = None,
+    optimizer: None = None,
+    **options: Any,
 ) -> dict[str, Tensor]: ...
 
 
@@ -167,13 +166,10 @@ def load(
     is read in place, so its tensors have changed. The error says so, and :func:`save` refuses these tensors until a
     load into them succeeds, or :func:`declare_filled` declares that they were filled by other means.
     """
+    naming = strip_prefix, rename
     if into is None:
-        if optimizer is not None:
-            raise ConfigurationError("optimizer needs into=, the module or tensors by name that it optimizes: pass it.")
         opened = read_together(path, storage_options=storage_options, verify=verify, group=group)
-        with all_or_none(group):
-            tensors = opened.full()
-            return {new: tensors[old] for new, old in new_names(tensors, strip_prefix, rename).items()}
+        return _whole(opened, naming, optimizer, group)
     start = time.perf_counter()
     ranks = Ranks.of(group)
     attempt = ""
@@ -206,17 +202,12 @@ def load(
         checkpoint = open_found(as_path(path), storage_options, verify, found)
         checkpoint.share_reads = share
         attempt = checkpoint.manifest.attempt
-        prefix, naming = strip_prefix, rename
-        new = new_names(checkpoint, prefix, naming)
-        if compiled := as_compiled(new, asked_by_any):
-            prefix, naming = None, {old: compiled.get(name, name) for name, old in new.items()}.get
-            new = new_names(checkpoint, prefix, naming)
-        model = {name: checkpoint[old] for name, old in new.items()} if prefix or naming else checkpoint
+        model, names = _named(checkpoint, naming, asked_by_any)
         stored: dict[str, Mapping[str, StoredTensor]] = {"": model, "optimizer:": checkpoint.optimizer}
         missing.extend(prefix + name for prefix, names in wanted.items() for name in _missing(names, stored[prefix]))
         unexpected.extend(prefix + n for prefix in wanted for n in stored[prefix] if prefix + n not in asked_by_any)
         for each in restored:
-            there = each.find(checkpoint, prefix, naming, asked_by_any)
+            there = each.find(checkpoint, *names, asked_by_any)
             missing.extend(name for name in each.asked if name not in there)
             unexpected.extend(sorted(there - asked_by_any))
         if strict and (missing or unexpected):
@@ -242,6 +233,24 @@ def load(
         for each in restored:
             each.finish()
     return LoadReport(missing, unexpected, nbytes, time.perf_counter() - start, attempt)
+
+
+def _whole(checkpoint: Checkpoint, naming: Naming, optimizer: Any, group: Any) -> dict[str, Tensor]:
+    """The model's tensors, read on each rank of the group. A collective call."""
+    with all_or_none(group):
+        if optimizer is not None:
+            raise ConfigurationError("optimizer needs into=, the module or tensors by name that it optimizes: pass it.")
+        tensors = checkpoint.full()
+        return {new: tensors[old] for new, old in new_names(tensors, *naming).items()}
+
+
+def _named(checkpoint: Checkpoint, naming: Naming, asked: Collection[str]) -> tuple[Mapping[str, StoredTensor], Naming]:
+    """The model's tensors by the names that are asked for, and the ``strip_prefix`` and ``rename`` that give them."""
+    new = new_names(checkpoint, *naming)
+    if compiled := as_compiled(new, asked):
+        naming = None, {old: compiled.get(name, name) for name, old in new.items()}.get
+        new = new_names(checkpoint, *naming)
+    return {name: checkpoint[old] for name, old in new.items()} if any(naming) else checkpoint, naming
 
 
 class Asked(NamedTuple):

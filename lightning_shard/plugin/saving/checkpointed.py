@@ -18,8 +18,8 @@ from torch.profiler import record_function
 from lightning_shard.checkpoint import Pair, StoredTensor, load_together
 from lightning_shard.checkpoint.excluded import excluded_of
 from lightning_shard.checkpoint.foreign.keys_of_hooks import OWN, RANK_STATE, TRANSFORMERS_KEY, put_back, set_aside
-from lightning_shard.checkpoint.names import prefix_of
-from lightning_shard.checkpoint.optimizers.named import merge_stages, name_numbered, named_optimizer_state
+from lightning_shard.checkpoint.names import as_compiled, prefix_of, renamed_keys
+from lightning_shard.checkpoint.optimizers.named import listed_in, merge_stages, name_numbered, named_optimizer_state
 from lightning_shard.checkpoint.optimizers.restored import Plan, asked_as, described, plan_optimizers, renamed
 from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.checkpoint.store import as_path
@@ -177,6 +177,9 @@ class CheckpointedStrategy(ConnectedStrategy):
         self._generators = loaded.pop(RANK_STATE, None)
         own = module.state_dict(keep_vars=True)
         elsewhere = set(self._names_of_other_stages()) - own.keys()
+        if compiled := as_compiled(loaded["state_dict"], elsewhere | own.keys()):
+            of_optimizers = {key: loaded[key] for key in loaded.keys() & {"optimizer_states", "optimizer_tensors"}}
+            loaded = renamed_keys(loaded, compiled) | of_optimizers
         live = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         others = {name: loaded[name] for name in loaded.keys() - _LOADED_BY_NAME}
 
@@ -251,13 +254,14 @@ class CheckpointedStrategy(ConnectedStrategy):
                 f"The checkpoint has the states of {len(states)} optimizers, but configure_optimizers returned"
                 f" {len(self.optimizers)}: return the same optimizers as in the run that saved."
             )
-        if checkpoint.get(WEIGHTS_ALONE):
-            assert self._assembly is not None
-            named = [state for state in states if not state.get("numbered")]
-            listed = [name for state in named for group in state["param_groups"] for name in group["params"]]
-            if prefix := prefix_of(listed, set(self._assembly.places)):
-                tensors, states = renamed(tensors, states, None, {"": prefix})
         states = [described(index, state) for index, state in enumerate(states)]
+        assert self._assembly is not None
+        places = self._assembly.places
+        listed = [name for names in listed_in(state for state in states if not state.get("numbered")) for name in names]
+        prefix = prefix_of(listed, set(places)) if checkpoint.get(WEIGHTS_ALONE) else ""
+        if prefix or (compiled := as_compiled(listed, places)):
+            rename = {"": prefix} if prefix else {name: compiled.get(name, name) for name in listed}.get
+            tensors, states = renamed(tensors, states, None, rename)
         everywhere = self._parameter_groups()
         if any(state.get("numbered") for state in states):
             tensors, states = name_numbered(tensors, states, everywhere)

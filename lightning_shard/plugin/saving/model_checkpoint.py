@@ -458,14 +458,24 @@ def _link(path: str, link: str, *, durable: bool) -> None:
     if os.path.islink(link) or not os.path.isdir(link):
         _replace(new, link, durable=durable)
         return
-    stem, extension = os.path.splitext(link)
-    versions = (f"{stem}{ModelCheckpoint.CHECKPOINT_JOIN_CHAR}v{number}{extension}" for number in count(1))
-    aside = next(version for version in versions if not os.path.lexists(version))
+    aside = next_version(link)
     os.rename(link, aside)
     _replace(new, link, durable=durable)
-    ckpt.remove(aside)  # removes the manifest first, then the folder
-    if os.path.isdir(aside):
-        shutil.rmtree(aside)
+    remove_folder(aside)
+
+
+def next_version(path: str) -> str:
+    """The first free path that Lightning's callbacks would take after this one, and find as its later version."""
+    stem, extension = os.path.splitext(path)
+    versions = (f"{stem}{ModelCheckpoint.CHECKPOINT_JOIN_CHAR}v{number}{extension}" for number in count(1))
+    return next(version for version in versions if not os.path.lexists(version))
+
+
+def remove_folder(path: str) -> None:
+    """Remove a local checkpoint and its folder, whatever else is in it."""
+    ckpt.remove(path)  # removes the manifest first, then the folder
+    if os.path.isdir(path):
+        shutil.rmtree(path)
 
 
 def _replace(new: str, link: str, *, durable: bool) -> None:
