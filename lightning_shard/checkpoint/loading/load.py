@@ -167,12 +167,11 @@ def load(
     load into them succeeds, or :func:`declare_filled` declares that they were filled by other means.
     """
     naming = strip_prefix, rename
+    _refuse_without_names(optimizer, into)
     if into is None:
-        opened = read_together(path, storage_options=storage_options, verify=verify, group=group)
-        return _whole(opened, naming, optimizer, group)
+        return _whole(read_together(path, storage_options=storage_options, verify=verify, group=group), naming, group)
     start = time.perf_counter()
-    ranks = Ranks.of(group)
-    attempt = ""
+    ranks, attempt = Ranks.of(group), ""
     through: _Through | None = None
     wanted: dict[str, dict[str, Tensor]] = {}
     missing: list[str] = []
@@ -235,11 +234,14 @@ def load(
     return LoadReport(missing, unexpected, nbytes, time.perf_counter() - start, attempt)
 
 
-def _whole(checkpoint: Checkpoint, naming: Naming, optimizer: Any, group: Any) -> dict[str, Tensor]:
+def _refuse_without_names(optimizer: Any, into: Any) -> None:
+    if optimizer is not None and into is None:
+        raise ConfigurationError("optimizer needs into=, the module or tensors by name that it optimizes: pass it.")
+
+
+def _whole(checkpoint: Checkpoint, naming: Naming, group: Any) -> dict[str, Tensor]:
     """The model's tensors, read on each rank of the group. A collective call."""
     with all_or_none(group):
-        if optimizer is not None:
-            raise ConfigurationError("optimizer needs into=, the module or tensors by name that it optimizes: pass it.")
         tensors = checkpoint.full()
         return {new: tensors[old] for new, old in new_names(tensors, *naming).items()}
 

@@ -33,6 +33,7 @@ from lightning_shard.plugin.running.connected import ConnectedStrategy
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.saving.frozen import Frozen
 from lightning_shard.plugin.saving.kept_by_name import of_holders
+from lightning_shard.plugin.saving.model_states import own_parts, show_kept, shown_whole
 from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE
 from lightning_shard.plugin.saving.own_loading import (
     as_lazy,
@@ -45,7 +46,9 @@ from lightning_shard.plugin.saving.pretrained import describe
 from lightning_shard.plugin.saving.state import load_module
 from lightning_shard.plugin.steps.checks.agreement import check_copies, check_replicas, same_on_data_ranks
 
-_LOADED_BY_NAME = {"state_dict", "optimizer_states", "optimizer_tensors"}
+_STATES = ("state_dict", "current_model_state")
+"""The model's states; the second is the module's where the first is an average."""
+_LOADED_BY_NAME = {*_STATES, "optimizer_states", "optimizer_tensors"}
 
 
 class CheckpointedStrategy(ConnectedStrategy):
@@ -115,7 +118,24 @@ class CheckpointedStrategy(ConnectedStrategy):
             super().teardown()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state dict: DTensors for what is sharded, under the module's own names."""
+        """This rank's part of the state dict: DTensors for what is sharded, under the module's own names.
+
+        With stages, and hooks of users' that see it in a checkpoint: all of it, as lazy whole tensors.
+        """
+        return self.shown_whole(self.own_state_dict())
+
+    def shown_whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state of the module, of which this stage has a part, as a user's ``on_save_checkpoint`` sees it."""
+        return shown_whole(state, self.groups, self.root_device) if self._shows_whole else state
+
+    @property
+    def _shows_whole(self) -> bool:
+        module = self.lightning_module
+        assert module is not None
+        return self.layout.pipeline_parallel_size > 1 and edits_checkpoints(module, "on_save_checkpoint")
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state dict."""
         assert self.lightning_module is not None
         failing = sys.exc_info()[1]
         if isinstance(failing, Exception) and self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
@@ -141,12 +161,18 @@ class CheckpointedStrategy(ConnectedStrategy):
     @record_function("save")
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
+        if self._shows_whole:
+            elsewhere = {*self._names_of_other_stages()} - (self.lightning_module.state_dict().keys())
+            elsewhere |= {*self._saved_by_other_stages()}
+            states = {key: checkpoint[key] for key in _STATES if isinstance(checkpoint.get(key), Mapping)}
+            own = {key: {n: v for n, v in state.items() if n not in elsewhere} for key, state in states.items()}
+            checkpoint = own_parts({**checkpoint, **own})
         check_replicas(checkpoint.get("optimizer_states", ()))
         self._check_ties()
         shapes = {name: tuple(p.shape) for name, p in self.lightning_module.named_parameters(remove_duplicate=False)}
-        states: dict[str, Any] = {
+        states = {
             key: same_on_data_ranks(checkpoint[key], shapes, self.groups.gradient, self.root_device)
-            for key in ("state_dict", "current_model_state")  # the latter: the module's, where the former is an average
+            for key in _STATES
             if isinstance(checkpoint.get(key), Mapping)
         }
         if finetuning_callbacks(self.lightning_module.trainer) and "optimizer_states" in checkpoint:
@@ -181,6 +207,9 @@ class CheckpointedStrategy(ConnectedStrategy):
             of_optimizers = {key: loaded[key] for key in loaded.keys() & {"optimizer_states", "optimizer_tensors"}}
             loaded = renamed_keys(loaded, compiled) | of_optimizers
         live = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        self._gave_lazy = edits_checkpoints(module)
+        if self._gave_lazy and "callbacks" in loaded:
+            loaded["callbacks"] = show_kept(loaded["callbacks"], live, elsewhere)
         others = {name: loaded[name] for name in loaded.keys() - _LOADED_BY_NAME}
 
         def pairs() -> list[Pair]:
@@ -192,9 +221,9 @@ class CheckpointedStrategy(ConnectedStrategy):
         # then the other state is an average, of frozen parameters too
         if isinstance(loaded.get("current_model_state"), Mapping):
             _complete_average(loaded)
+            loaded["current_model_state"] = as_lazy(loaded["current_model_state"])
         reopen_epoch(loaded.get("loops", {}).get("fit_loop", {}))
         put_back(loaded)
-        self._gave_lazy = edits_checkpoints(module)
         if self._gave_lazy:
             loaded["state_dict"] = as_lazy(loaded["state_dict"])
         return loaded
