@@ -17,6 +17,7 @@ import lightning_shard
 from lightning_shard import HybridShardStrategy, checkpoint
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET
+from tests.servers import serve
 
 EPOCHS, STEPS, WIDTH = 3, 4, 6
 TRAINER: dict[str, Any] = {**QUIET, "enable_checkpointing": True}
@@ -180,3 +181,22 @@ def resume_on_data_ranks(path: Path, compiled: bool) -> list[float]:
     loader = DataLoader(data().dataset, batch_size=2)
     trainer.fit(module, loader, ckpt_path=path)
     return module.losses
+
+
+def test_a_plain_trainer_reads_from_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Module()
+    with serve("s3", tmp_path / "served") as server:
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": server.options["key"],
+            "AWS_SECRET_ACCESS_KEY": server.options["secret"],
+            "AWS_ENDPOINT_URL": server.endpoint,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        path = f"{server.url}/run/last.ckpt"
+        checkpoint.save(module, path, trainer_state={"pytorch-lightning_version": L.__version__, "epoch": 1})
+        trainer = L.Trainer(devices=1, **TRAINER)
+        expected: Any = trainer.predict(module, data())
+        torch.testing.assert_close(trainer.predict(Module(), data(), ckpt_path=path), expected)
+        L.Fabric(accelerator="cpu", devices=1).load_raw(path, other := Module())
+        torch.testing.assert_close(other.state_dict(), module.state_dict())

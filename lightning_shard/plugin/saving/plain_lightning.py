@@ -39,7 +39,7 @@ def _reading(read_file: Callable[..., Any]) -> Callable[..., Any]:
             path = os.path.dirname(path) or "."  # a sharded checkpoint, by the path of its manifest
         try:
             return read_file(path, map_location=map_location, weights_only=weights_only)
-        except OSError as error:  # a directory, or no file of exactly this name
+        except (OSError, EOFError) as error:  # a directory, which stores may open as an empty file; or no such file
             if not isinstance(path, (str, os.PathLike)):
                 raise
             found = _read_ours(path, map_location)
@@ -66,7 +66,7 @@ def _out_of_the_way(path: str) -> Iterator[None]:
     if not (os.path.isdir(path) and checkpoint.exists(path)):
         yield
         return
-    from lightning_shard.plugin.saving.model_checkpoint import next_version, remove_folder
+    from lightning_shard.plugin.saving.local_folders import next_version, remove_folder
 
     aside = next_version(path)
     os.rename(path, aside)
