@@ -86,7 +86,7 @@ def fit(folder: str, asynchronous: bool, log_model: Any) -> tuple[dict[str, Any]
     loggers = [made(kind, log_model) for kind in (MLFlowLogger, WandbLogger, LitLogger)]
     keep = ModelCheckpoint(folder, "{step}", monitor="val_loss", save_last=True, save_top_k=2)
     strategy = HybridShardStrategy(data_parallel_size=1, checkpoint_io=ShardedCheckpointIO(asynchronous=asynchronous))
-    settings = {**QUIET, "enable_checkpointing": True, "logger": loggers}
+    settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "logger": loggers}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer = L.Trainer(max_epochs=1, devices=1, strategy=strategy, callbacks=[keep], **settings)

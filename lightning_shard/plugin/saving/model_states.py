@@ -10,18 +10,24 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.checkpoint import StoredTensor
 from lightning_shard.checkpoint.sharded_values import rebuilt
+from lightning_shard.errors import CheckpointError
 from lightning_shard.plugin.broadcast import values_of
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.saving.own_loading import LazyTensor, as_lazy, copy_part
 from lightning_shard.sharding import full_tensor
+
+COME_S = 60
+"""How long a rank waits for the others to use the same values."""
 
 
 class _Like(NamedTuple):
@@ -42,15 +48,27 @@ class _Held:
         return self._send(empty if self.own is None else full_tensor(self.own.detach())).cpu()
 
 
+def _send(name: str, source: int, groups: Groups, device: torch.device, own: Tensor) -> Tensor:
+    try:
+        dist.monitored_barrier(groups.control, timedelta(seconds=COME_S))
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"on_save_checkpoint uses the values of {name!r} in the checkpoint on some ranks only: the stage that holds"
+            f" them sends them to all, and after {COME_S} s some haven't asked. Use them on all ranks, as outside of"
+            " rank_zero_only."
+        ) from error
+    return values_of(source, own, groups.pipeline, device)
+
+
 def shown_whole(own: Mapping[str, Any], groups: Groups, device: torch.device) -> dict[str, Any]:
     """What hooks see of a state that is to be saved, of which this stage has ``own``; a collective call."""
     described = {name: _Like(v.shape, v.dtype) if isinstance(v, Tensor) else v for name, v in own.items()}
     whole: dict[str, Any] = {}
     stages = groups.gather_over_stages(described)
     for stage, entries in enumerate(stages):
-        # the group's first rank has the last stage
-        send = partial(values_of, len(stages) - 1 - stage, group=groups.pipeline, device=device)
         for name, like in entries.items():
+            # the group's first rank has the last stage
+            send = partial(_send, name, len(stages) - 1 - stage, groups, device)
             whole[name] = LazyTensor.of(_Held(own.get(name), like, send)) if isinstance(like, _Like) else like
     return whole
 
