@@ -92,7 +92,11 @@ def load(
     into: None = None,
     *,
     optimizer: None = None,
-    **options: Any,
+    strip_prefix: str | None = None,
+    rename: Rename | None = None,
+    verify: bool = True,
+    storage_options: dict[str, Any] | None = None,
+    group: Any = None,
 ) -> dict[str, Tensor]: ...
 
 

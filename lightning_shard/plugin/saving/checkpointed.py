@@ -164,13 +164,13 @@ class CheckpointedStrategy(ConnectedStrategy):
         if self._shows_whole:
             elsewhere = {*self._names_of_other_stages()} - (self.lightning_module.state_dict().keys())
             elsewhere |= {*self._saved_by_other_stages()}
-            states = {key: checkpoint[key] for key in _STATES if isinstance(checkpoint.get(key), Mapping)}
-            own = {key: {n: v for n, v in state.items() if n not in elsewhere} for key, state in states.items()}
-            checkpoint = own_parts({**checkpoint, **own})
+            shown = {key: checkpoint[key] for key in _STATES if isinstance(checkpoint.get(key), Mapping)}
+            parts = {key: {n: v for n, v in state.items() if n not in elsewhere} for key, state in shown.items()}
+            checkpoint = own_parts({**checkpoint, **parts})
         check_replicas(checkpoint.get("optimizer_states", ()))
         self._check_ties()
         shapes = {name: tuple(p.shape) for name, p in self.lightning_module.named_parameters(remove_duplicate=False)}
-        states = {
+        states: dict[str, Any] = {
             key: same_on_data_ranks(checkpoint[key], shapes, self.groups.gradient, self.root_device)
             for key in _STATES
             if isinstance(checkpoint.get(key), Mapping)

@@ -8,6 +8,8 @@ Private in Lightning 2.6, replaced on a run's loggers: ``_scan_and_log_checkpoin
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -16,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import yaml
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -76,14 +77,13 @@ def _to_mlflow(logger: MLFlowLogger, path: str, metadata: dict[str, Any], aliase
     assert run_id is not None
     client.log_artifact(run_id, path, name)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "metadata.yaml").write_text(yaml.safe_dump(metadata))
+        Path(folder, "metadata.yaml").write_text(json.dumps(metadata))
         Path(folder, "aliases.txt").write_text(str(aliases))
         client.log_artifacts(run_id, folder, name)
 
 
 def _to_wandb(logger: WandbLogger, path: str, metadata: dict[str, Any], aliases: list[str]) -> None:
-    import wandb
-
+    wandb: Any = importlib.import_module("wandb")
     logger._checkpoint_name = logger._checkpoint_name or f"model-{logger.experiment.id}"
     artifact = wandb.Artifact(name=logger._checkpoint_name, type="model", metadata=metadata)
     artifact.add_dir(path, name="model.ckpt", policy=logger.add_file_policy)
