@@ -1,8 +1,9 @@
 """Hybrid-sharded training of unmodified LightningModules, and checkpoints that load on any layout.
 
 Importing makes ``Trainer(strategy="hybrid_shard")`` known, before or after Lightning is imported, and has
-``load_from_checkpoint`` take these checkpoints. It imports nothing else: ``lightning_shard.checkpoint`` and the command
-line need neither Lightning nor torch's compiler, and where it isn't installed they work all the same.
+``load_from_checkpoint``, other strategies and Fabric open these checkpoints. It imports nothing else:
+``lightning_shard.checkpoint`` and the command line need neither Lightning nor torch's compiler, and where it isn't
+installed they work all the same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
-from lightning_shard.plugin.saving.from_checkpoint import take_over_command_line, take_over_reading
+from lightning_shard.plugin.saving.plain_lightning import take_over_command_line, take_over_reading
 
 if TYPE_CHECKING:
     from lightning_shard.dryrun.planning import plan
@@ -57,11 +58,14 @@ def _register() -> None:
             _hybrid_shard,
             description="Fully sharded data, tensor and pipeline parallelism of unmodified LightningModules.",
         )
-    take_over_reading()
 
 
-_ONCE_IMPORTED = {_REGISTRY: _register, "lightning.pytorch.cli": take_over_command_line}
-"""What to do once a module of Lightning's has been imported."""
+_ONCE_IMPORTED = {
+    _REGISTRY: ("StrategyRegistry", _register),
+    "lightning.pytorch.core.module": ("LightningModule", take_over_reading),
+    "lightning.pytorch.cli": ("LightningCLI", take_over_command_line),
+}
+"""What to do once a module of Lightning's has been imported, and the name that it has then."""
 
 
 class _RegisterWithLightning(MetaPathFinder):
@@ -81,14 +85,13 @@ class _RegisterWithLightning(MetaPathFinder):
 
             def execute_and_register(module: Any) -> None:
                 execute(module)
-                _ONCE_IMPORTED[fullname]()
+                _ONCE_IMPORTED[fullname][1]()
 
             loader.exec_module = execute_and_register
         return spec
 
 
-if _REGISTRY in sys.modules and hasattr(sys.modules[_REGISTRY], "StrategyRegistry"):
-    _register()
-if hasattr(sys.modules.get("lightning.pytorch.cli"), "LightningCLI"):
-    take_over_command_line()
+for _module, (_name, _do) in _ONCE_IMPORTED.items():
+    if hasattr(sys.modules.get(_module), _name):
+        _do()
 sys.meta_path.insert(0, _RegisterWithLightning())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from lightning_shard.errors import ConfigurationError, StateMismatchError
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 """A mapping from prefixes to their replacements (the longest matching prefix counts; ``""`` matches all); or a function
 from a name to the new one, or to None to leave the tensor out."""
+
+COMPILED = "_orig_mod."
 
 
 def new_names(names: Iterable[str], strip_prefix: str | None = None, rename: Rename | None = None) -> dict[str, str]:
@@ -77,6 +81,24 @@ def prefix_of(stored: Collection[str], names: set[str]) -> str:
         if prefix != name and prefix.endswith(".") and all(prefix + key in names for key in stored):
             return prefix
     return ""
+
+
+def as_compiled(stored: Iterable[str], names: Collection[str]) -> dict[str, str]:
+    """Stored names to those of ``names`` that they match, of parts that were compiled on one side only.
+
+    ``torch.compile(net)`` holds the network as ``_orig_mod``, which is in its tensors' names then.
+    """
+    stored = set(stored)
+    uncompiled = {name.replace(COMPILED, ""): name for name in names if name not in stored}
+    found = {old: uncompiled.get(old.replace(COMPILED, "")) for old in stored.difference(names)} if uncompiled else {}
+    return {old: new for old, new in found.items() if new is not None}
+
+
+def renamed_keys(tree: Any, new: Mapping[str, str]) -> Any:
+    """A tree of dicts, lists and tuples with new names for some keys of dicts."""
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((new.get(key, key), renamed_keys(value, new)) for key, value in tree.items())
+    return type(tree)(renamed_keys(value, new) for value in tree) if type(tree) in (list, tuple) else tree
 
 
 def _renamed(name: str, rename: Rename | None) -> str | None:

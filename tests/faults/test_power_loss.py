@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_shard import checkpoint
-from lightning_shard.plugin.saving.model_checkpoint import _link
+from lightning_shard.plugin.saving.local_folders import put_link
 from lightning_shard.testing import run_ranks
 from tests.faults.calls import Call, met
 from tests.faults.cuts import BESIDE, FIRST, IN_NEW_FOLDERS, Save, Tried, cut_after_every_call, recorded
@@ -126,7 +126,7 @@ def test_a_link_is_on_the_disk_before_what_it_led_to_is_removed(tmp_path: Path) 
 
     with met(tmp_path, note):
         for path in steps:  # in place of a folder, then of a link
-            _link(path, last, durable=True)
+            put_link(path, last, durable=True)
     linked = [place for place, call in enumerate(calls) if call == ("replace", ".last.ckpt.new")]
     assert len(linked) == 2
     assert [calls[place + 1] for place in linked] == [("fsync", tmp_path.name)] * 2

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.errors import CheckpointError, ConfigurationError
-from lightning_shard.plugin.saving.model_checkpoint import _link, save_as_last
+from lightning_shard.plugin.saving.local_folders import put_link
+from lightning_shard.plugin.saving.model_checkpoint import save_as_last
 from tests.parity import QUIET
 from tests.servers import KEY, SECRET, Server, let_servers_forget, serve
 
@@ -454,7 +455,7 @@ def test_a_run_that_is_killed_while_a_link_replaces_a_folder_is_resumed(
     with monkeypatch.context() as patches:
         patches.setattr(os, "replace", kill)
         with pytest.raises(Killed):
-            _link(str(local.folder / "step=3.ckpt"), str(local.folder / "last.ckpt"), durable=False)
+            put_link(str(local.folder / "step=3.ckpt"), str(local.folder / "last.ckpt"), durable=False)
     keep = local.keep(save_last="link", every_n_train_steps=1)
     assert local.fit(keep, 3, resume="last").global_step == 3
     assert not (local.folder / "last.ckpt").exists()

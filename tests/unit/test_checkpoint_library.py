@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.store.protocol import adjacent
-from lightning_shard.errors import CheckpointError, UnsupportedStateError
+from lightning_shard.errors import CheckpointError, ConfigurationError, UnsupportedStateError
 
 
 def test_modules_nested_and_flat_states_are_one(tmp_path):
@@ -31,6 +31,39 @@ def test_modules_nested_and_flat_states_are_one(tmp_path):
             assert checkpoint.load(tmp_path / source, state) == ([], [])
             checkpoint.save(state, tmp_path / "again", fsync=False)
             assert checkpoint.diff(tmp_path / "again", tmp_path / source), (source, target)
+
+
+def test_without_a_state_to_fill_the_tensors_are_returned_by_name(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    checkpoint.save(model, tmp_path / "c", fsync=False)
+    torch.testing.assert_close(checkpoint.load(tmp_path / "c"), dict(model.state_dict()))
+    assert checkpoint.load(tmp_path / "c", strip_prefix="0.", rename={"1.": "norm."}).keys() >= {"weight", "norm.bias"}
+    with pytest.raises(ConfigurationError, match="optimizer needs into="):
+        checkpoint.load(tmp_path / "c", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("compiled", ["saved", "loaded"])
+def test_a_part_that_was_compiled_on_one_side_only_is_matched(tmp_path, compiled):
+    def made(side):
+        parts = {"net": nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "head": nn.Linear(3, 2)}
+        if side == compiled:
+            parts["net"] = torch.compile(parts["net"], backend="eager")
+        model = nn.ModuleDict(parts)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        model["head"](model["net"](torch.randn(4, 3))).square().sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    (first, optimizer), (second, again) = made("saved"), made("loaded")
+    checkpoint.save(first, tmp_path / "c", optimizer=optimizer, fsync=False)
+    assert checkpoint.load(tmp_path / "c", second, optimizer=again) == ([], [])
+    for one, other in zip((*first.parameters(), *first.buffers()), (*second.parameters(), *second.buffers())):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(again.state_dict(), optimizer.state_dict())
+    renamed = checkpoint.load(
+        tmp_path / "c", {"body": second["net"].state_dict()}, rename={"net.": "body."}, strict=False
+    )
+    assert renamed.missing == []
 
 
 ROW_BYTES = 2000

@@ -141,9 +141,27 @@ def test_names_and_dtypes_can_be_changed(saved, tmp_path):
     ],
 )
 def test_what_can_not_be_gathered_is_said_and_leaves_no_file(saved, tmp_path, options, error, says):
+    out = tmp_path / ("out" if "format" in options else "out.safetensors")
     with pytest.raises(error, match=says):
-        checkpoint.gather(saved, tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
+        checkpoint.gather(saved, out, **options)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "format"),
+    [
+        ("m.bin", None),
+        ("m.pt", None),
+        ("folder", None),
+        ("m.bin", "safetensors"),
+        ("m.ckpt", "safetensors"),
+        ("m.safetensors", "lightning"),
+    ],
+)
+def test_an_ending_that_readers_would_take_for_another_format_is_refused(saved, tmp_path, out, format):
+    with pytest.raises(CheckpointError, match=r"must end with \.safetensors, or with \.ckpt"):
+        checkpoint.gather(saved, tmp_path / out, format=format)
+    assert not (tmp_path / out).exists()
 
 
 @pytest.mark.parametrize("out", ["m.safetensors", "m.ckpt"])

@@ -28,6 +28,14 @@ from lightning_shard.errors import CheckpointError
 INDEX_ENDS = ".index.json"
 """How the name of an index of safetensors files ends."""
 Format = Literal["safetensors", "transformers", "lightning"]
+_READ_AS: dict[str, Format] = {
+    ".safetensors": "safetensors",
+    ".ckpt": "lightning",
+    ".pt": "lightning",
+    ".pth": "lightning",
+    ".bin": "lightning",
+}
+"""By the endings of files, as what readers take them."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +80,8 @@ def gather(
             with a warning. ``"transformers"``: a folder that ``from_pretrained`` loads, with ``config.json``, the
             tokenizer's files if the module had one, and the weights of the transformers model that the module holds,
             under that model's own names. ``"lightning"``: a file that plain Trainers resume from and
-            ``load_from_checkpoint`` reads (a pickle, which nothing here ever unpickles). Default: ``"lightning"`` if
-            ``out`` ends with ``.ckpt``, else ``"safetensors"``.
+            ``load_from_checkpoint`` reads (a pickle, which nothing here ever unpickles). Default: told by the ending of
+            ``out``, ``.safetensors`` or ``.ckpt``.
         optimizer: Write training state, too: in safetensors the optimizer's tensors, with names prefixed by
             ``optimizer.``; in a ``.ckpt``, where it is the default, all that a resuming Trainer needs.
         max_shard_bytes: Write several safetensors files, each with at most so many bytes of tensors (or one larger
@@ -101,18 +109,18 @@ def gather(
             that ``rename`` maps (of some it warns); or ``rename`` leaves out all tensors.
         UnsupportedStateError: safetensors can't hold one of the new names.
         ConfigurationError: ``max_shard_bytes`` is no integer from 1.
-        CheckpointError: The format has no use for an argument, or needs something that the checkpoint lacks; ``out`` is
-            named as a checkpoint's own files are; several files are to be written next to a file of a whole model,
-            which readers would take instead; or a disk or a store failed. An earlier file at ``out`` then stays, or has
-            been replaced as a whole. Of several files with an index, the earlier index stays, or there is none.
+        CheckpointError: The format has no use for an argument, or needs something that the checkpoint lacks; ``out``
+            has no ending that tells of a format, or that of another, or is named as a checkpoint's own files are;
+            several files are to be written next to a file of a whole model, which readers would take instead; or a disk
+            or a store failed. An earlier file at ``out`` then stays, or has been replaced as a whole. Of several files
+            with an index, the earlier index stays, or there is none.
     """
     ranks = Ranks.of(group)
     target = as_text(out, "out")
     _refuse_name(target)
-    if format is None:
-        format = "lightning" if target.endswith(".ckpt") else "safetensors"
-    if format not in get_args(Format):
+    if format is not None and format not in get_args(Format):
         raise CheckpointError(f"format ({format!r}) must be one of {', '.join(get_args(Format))}.")
+    format = _format_of(target, format)
     _refuse_without_effect(format, max_shard_bytes, config)
     with _as_ours(path, target):
         checkpoint = read_together(path, storage_options=storage_options, verify=verify, group=group)
@@ -161,6 +169,19 @@ def _as_ours(path: str | os.PathLike[str], out: str) -> Iterator[None]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{os.fspath(path)} could not be gathered to {out}: {error}.") from error
+
+
+def _format_of(out: str, format: Format | None) -> Format:
+    """The format: by default the one that ``out`` ends with, and none that readers wouldn't expect by its ending."""
+    ending = posixpath.splitext(out)[1]
+    read_as = _READ_AS.get(ending)
+    guessed = format is None and ending not in (".safetensors", ".ckpt")
+    if guessed or (format not in ("transformers", read_as) and None not in (format, read_as)):
+        raise CheckpointError(
+            f"out ({out!r}) must end with .safetensors, or with .ckpt for a torch file as Lightning's; for a folder"
+            " that from_pretrained loads, pass format='transformers'."
+        )
+    return format or _READ_AS[ending]
 
 
 def _refuse_without_effect(format: Format, max_shard_bytes: Any, config: Any) -> None:

@@ -6,9 +6,9 @@ import contextlib
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -17,21 +17,31 @@ from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.excluded import told_of
 from lightning_shard.checkpoint.leaders import together_by_groups
-from lightning_shard.checkpoint.loading.open import Found, find, in_reach, open_found, starting_over, to_tell
+from lightning_shard.checkpoint.loading.open import (
+    Found,
+    find,
+    in_reach,
+    open_found,
+    read_together,
+    starting_over,
+    to_tell,
+)
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.replicas import Assigned, Sharing, Wanted, pass_on
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.memory import fill, narrow, rooms_like
-from lightning_shard.checkpoint.names import Rename, new_names
+from lightning_shard.checkpoint.names import Rename, as_compiled, new_names
 from lightning_shard.checkpoint.optimizers.restored import Restored
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.store import Buffer, as_path, open_store
 from lightning_shard.checkpoint.tensors import Located, flatten, identity, locate
-from lightning_shard.errors import CheckpointError, StateMismatchError
+from lightning_shard.errors import CheckpointError, ConfigurationError, StateMismatchError
 
 SHOWN_NAMES = 10
 Pair = tuple[StoredTensor, Tensor]
 """A stored tensor, and the tensor or DTensor to fill with this rank's part of it."""
+Naming = tuple[str | None, Rename | None]
+"""``strip_prefix`` and ``rename``."""
 CHECKED_FIRST_BYTES = 64 * 2**20
 """Up to this many bytes on a rank are read into new memory, and copied once all ranks have verified theirs."""
 
@@ -76,7 +86,21 @@ class LoadReport(tuple[list[str], list[str]]):
         )
 
 
-@starting_over
+@overload
+def load(
+    path: str | os.PathLike[str],
+    into: None = None,
+    *,
+    optimizer: None = None,
+    strip_prefix: str | None = None,
+    rename: Rename | None = None,
+    verify: bool = True,
+    storage_options: dict[str, Any] | None = None,
+    group: Any = None,
+) -> dict[str, Tensor]: ...
+
+
+@overload
 def load(
     path: str | os.PathLike[str],
     into: Mapping[str, Any] | torch.nn.Module,
@@ -90,14 +114,32 @@ def load(
     storage_options: dict[str, Any] | None = None,
     share_reads: bool | None = None,
     group: Any = None,
-) -> LoadReport:
+) -> LoadReport: ...
+
+
+@starting_over
+def load(
+    path: str | os.PathLike[str],
+    into: Mapping[str, Any] | torch.nn.Module | None = None,
+    *,
+    optimizer: Any = None,
+    strict: bool = True,
+    cast: bool = False,
+    strip_prefix: str | None = None,
+    rename: Rename | None = None,
+    verify: bool = True,
+    storage_options: dict[str, Any] | None = None,
+    share_reads: bool | None = None,
+    group: Any = None,
+) -> LoadReport | dict[str, Tensor]:
     """Fill the tensors and DTensors of a state, of any layout, in place. With a process group, a collective call.
 
     Args:
         path: A checkpoint, or another program's file or folder: see :func:`read`.
-        into: As ``state`` of :func:`save`. Names are compared before anything is written. A module whose state dict
-            isn't its own memory (because of hooks or ``get_extra_state``) is loaded by its own ``load_state_dict``,
-            from new tensors that are read first.
+        into: As ``state`` of :func:`save`. Names are compared before anything is written; of a part that was compiled
+            (``torch.compile``) on one side only they match. A module whose state dict isn't its own memory (because of
+            hooks or ``get_extra_state``) is loaded by its own ``load_state_dict``, from new tensors that are read
+            first. None: nothing is filled, and the model's tensors are returned.
         optimizer: A torch optimizer over the state's parameters, or a list of them; restores their state and their
             groups' settings, whether they have taken a step or not. Or tensors by name, as for ``into``. None leaves
             the checkpoint's optimizer unread.
@@ -114,11 +156,13 @@ def load(
 
     Returns:
         :class:`LoadReport`: the names that were asked for and aren't in the checkpoint, and those in it that weren't
-        asked for. Optimizer names are prefixed with ``optimizer:``.
+        asked for. Optimizer names are prefixed with ``optimizer:``. Without ``into``: the model's whole tensors by
+        name, on the CPU, as each rank's own.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`.
         StateMismatchError: Names (if strict), shapes or dtypes differ; nothing has been written.
+        ConfigurationError: ``optimizer`` without ``into``, which names its parameters.
         CheckpointReplacedError: The checkpoint was replaced or removed while it was read, twice.
         RankFailure: A rank ended, was stopped or hangs, and the process group's timeout has expired.
 
@@ -126,9 +170,12 @@ def load(
     is read in place, so its tensors have changed. The error says so, and :func:`save` refuses these tensors until a
     load into them succeeds, or :func:`declare_filled` declares that they were filled by other means.
     """
+    naming = strip_prefix, rename
+    _refuse_without_names(optimizer, into)
+    if into is None:
+        return _whole(read_together(path, storage_options=storage_options, verify=verify, group=group), naming, group)
     start = time.perf_counter()
-    ranks = Ranks.of(group)
-    attempt = ""
+    ranks, attempt = Ranks.of(group), ""
     through: _Through | None = None
     wanted: dict[str, dict[str, Tensor]] = {}
     missing: list[str] = []
@@ -158,14 +205,12 @@ def load(
         checkpoint = open_found(as_path(path), storage_options, verify, found)
         checkpoint.share_reads = share
         attempt = checkpoint.manifest.attempt
-        model: Mapping[str, StoredTensor] = checkpoint
-        if strip_prefix or rename:
-            model = {new: checkpoint[old] for new, old in new_names(checkpoint, strip_prefix, rename).items()}
+        model, names = _named(checkpoint, naming, asked_by_any)
         stored: dict[str, Mapping[str, StoredTensor]] = {"": model, "optimizer:": checkpoint.optimizer}
         missing.extend(prefix + name for prefix, names in wanted.items() for name in _missing(names, stored[prefix]))
         unexpected.extend(prefix + n for prefix in wanted for n in stored[prefix] if prefix + n not in asked_by_any)
         for each in restored:
-            there = each.find(checkpoint, strip_prefix, rename, asked_by_any)
+            there = each.find(checkpoint, *names, asked_by_any)
             missing.extend(name for name in each.asked if name not in there)
             unexpected.extend(sorted(there - asked_by_any))
         if strict and (missing or unexpected):
@@ -191,6 +236,27 @@ def load(
         for each in restored:
             each.finish()
     return LoadReport(missing, unexpected, nbytes, time.perf_counter() - start, attempt)
+
+
+def _refuse_without_names(optimizer: Any, into: Any) -> None:
+    if optimizer is not None and into is None:
+        raise ConfigurationError("optimizer needs into=, the module or tensors by name that it optimizes: pass it.")
+
+
+def _whole(checkpoint: Checkpoint, naming: Naming, group: Any) -> dict[str, Tensor]:
+    """The model's tensors, read on each rank of the group. A collective call."""
+    with all_or_none(group):
+        tensors = checkpoint.full()
+        return {new: tensors[old] for new, old in new_names(tensors, *naming).items()}
+
+
+def _named(checkpoint: Checkpoint, naming: Naming, asked: Collection[str]) -> tuple[Mapping[str, StoredTensor], Naming]:
+    """The model's tensors by the names that are asked for, and the ``strip_prefix`` and ``rename`` that give them."""
+    new = new_names(checkpoint, *naming)
+    if compiled := as_compiled(new, asked):
+        naming = None, {old: compiled.get(name, name) for name, old in new.items()}.get
+        new = new_names(checkpoint, *naming)
+    return {name: checkpoint[old] for name, old in new.items()} if any(naming) else checkpoint, naming
 
 
 class Asked(NamedTuple):

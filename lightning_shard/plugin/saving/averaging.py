@@ -128,8 +128,9 @@ class ShardedCopy(nn.Module):
         (live,) = self._live
         copies = self._by_live_tensor()
         state = {} if destination is None else destination
-        for name, value in live.state_dict(keep_vars=True).items():
-            state[prefix + name] = copies.get(id(value), value)
+        own = {name: copies.get(id(value), value) for name, value in live.state_dict(keep_vars=True).items()}
+        strategy: Any = live.trainer.strategy
+        state.update((prefix + name, value) for name, value in strategy.shown_whole(own).items())
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -24,9 +24,9 @@ from lightning_shard.checkpoint.foreign.keys_of_hooks import (
     OPTIMIZER_TENSORS,
     RANK_STATE,
     TRANSFORMERS_KEY,
-    put_back,
     set_aside,
 )
+from lightning_shard.checkpoint.foreign.lightning_ckpt import put_together
 from lightning_shard.checkpoint.optimizers.named import flatten_optimizer_states, merge_stages
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.sharded_values import lay_out, lift, merge_over_stages
@@ -36,7 +36,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin.saving.drift import Drift
 from lightning_shard.plugin.saving.hyperparameters import leave_out_of, name_types
-from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE, weights_alone
+from lightning_shard.plugin.saving.other_files import weights_alone
 from lightning_shard.plugin.steps import randomness
 
 SEVERAL_RANKS = (
@@ -278,26 +278,17 @@ class ShardedCheckpointIO(CheckpointIO):
         return loaded
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load the whole checkpoint into memory, as strategies that load on one process expect it.
-
-        Optimizer states that this package's strategy wrote are left out: they are named by parameter, and such
-        strategies can't assign them.
-        """
+        """Load the whole checkpoint into memory, as strategies that load on one process expect it, and as ``gather``
+        writes it to a ``.ckpt``: optimizer states by parameters' numbers."""
         loaded = self.open_checkpoint(path, whole=True)
-        loaded["state_dict"] = {
-            name: value.full() if isinstance(value, ckpt.StoredTensor) else value
-            for name, value in loaded["state_dict"].items()
-        }
-        if any(not name.startswith("state/") for name in loaded.pop(OPTIMIZER_TENSORS)):
-            loaded.pop("optimizer_states", None)
-            if loaded.get(WEIGHTS_ALONE):
-                loaded["optimizer_states"] = []
         loaded.pop(RANK_STATE, None)
-        put_back(loaded)
-        state_dict = loaded.pop("state_dict")
+        state_dict, tensors = loaded.pop("state_dict"), loaded.pop(OPTIMIZER_TENSORS)
         rest, pairs = lay_out(loaded, {}, ())
-        ckpt.load_tensors(pairs)
-        return {"state_dict": state_dict, **rest}
+        referred = {stored.name for stored, _ in pairs}
+        optimizer = {name: stored for name, stored in tensors.items() if name not in referred}
+        (model, optimizer), more = lay_out((state_dict, optimizer), {}, ())
+        ckpt.load_tensors([*pairs, *more])
+        return put_together(model, optimizer, rest)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint, after a running save and only if that succeeds, as it may replace this one.

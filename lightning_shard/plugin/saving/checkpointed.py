@@ -19,8 +19,8 @@ from lightning_shard import tree
 from lightning_shard.checkpoint import Pair, StoredTensor, load_together
 from lightning_shard.checkpoint.excluded import excluded_of
 from lightning_shard.checkpoint.foreign.keys_of_hooks import OWN, RANK_STATE, TRANSFORMERS_KEY, put_back, set_aside
-from lightning_shard.checkpoint.names import prefix_of
-from lightning_shard.checkpoint.optimizers.named import merge_stages, name_numbered, named_optimizer_state
+from lightning_shard.checkpoint.names import as_compiled, prefix_of, renamed_keys
+from lightning_shard.checkpoint.optimizers.named import listed_in, merge_stages, name_numbered, named_optimizer_state
 from lightning_shard.checkpoint.optimizers.restored import Plan, asked_as, described, plan_optimizers, renamed
 from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.checkpoint.store import as_path
@@ -35,6 +35,7 @@ from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Sit
 from lightning_shard.plugin.saving.drift import Drift
 from lightning_shard.plugin.saving.frozen import Frozen
 from lightning_shard.plugin.saving.kept_by_name import of_holders
+from lightning_shard.plugin.saving.model_states import own_parts, show_kept, shown_whole
 from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE
 from lightning_shard.plugin.saving.own_loading import (
     as_lazy,
@@ -47,7 +48,9 @@ from lightning_shard.plugin.saving.pretrained import describe
 from lightning_shard.plugin.saving.state import load_module
 from lightning_shard.plugin.steps.checks.agreement import check_copies
 
-_LOADED_BY_NAME = {"state_dict", "optimizer_states", "optimizer_tensors"}
+_STATES = ("state_dict", "current_model_state")
+"""The model's states; the second is the module's where the first is an average."""
+_LOADED_BY_NAME = {*_STATES, "optimizer_states", "optimizer_tensors"}
 
 
 class CheckpointedStrategy(ConnectedStrategy):
@@ -122,7 +125,24 @@ class CheckpointedStrategy(ConnectedStrategy):
                 self._drift.report_at_end()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state dict: DTensors for what is sharded, under the module's own names."""
+        """This rank's part of the state dict: DTensors for what is sharded, under the module's own names.
+
+        With stages, and hooks of users' that see it in a checkpoint: all of it, as lazy whole tensors.
+        """
+        return self.shown_whole(self.own_state_dict())
+
+    def shown_whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state of the module, of which this stage has a part, as a user's ``on_save_checkpoint`` sees it."""
+        return shown_whole(state, self.groups, self.root_device) if self._shows_whole else state
+
+    @property
+    def _shows_whole(self) -> bool:
+        module = self.lightning_module
+        assert module is not None
+        return self.layout.pipeline_parallel_size > 1 and edits_checkpoints(module, "on_save_checkpoint")
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state dict."""
         assert self.lightning_module is not None
         failing = sys.exc_info()[1]
         if isinstance(failing, Exception) and self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
@@ -148,6 +168,12 @@ class CheckpointedStrategy(ConnectedStrategy):
     @record_function("save")
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
+        if self._shows_whole:
+            elsewhere = {*self._names_of_other_stages()} - (self.lightning_module.state_dict().keys())
+            elsewhere |= {*self._saved_by_other_stages()}
+            shown = {key: checkpoint[key] for key in _STATES if isinstance(checkpoint.get(key), Mapping)}
+            parts = {key: {n: v for n, v in state.items() if n not in elsewhere} for key, state in shown.items()}
+            checkpoint = own_parts({**checkpoint, **parts})
         shapes = {name: tuple(p.shape) for name, p in self.lightning_module.named_parameters(remove_duplicate=False)}
         states: dict[str, Any] = {}
         if finetuning_callbacks(self.lightning_module.trainer) and "optimizer_states" in checkpoint:
@@ -178,7 +204,13 @@ class CheckpointedStrategy(ConnectedStrategy):
         self._generators = loaded.pop(RANK_STATE, None)
         own = module.state_dict(keep_vars=True)
         elsewhere = set(self._names_of_other_stages()) - own.keys()
+        if compiled := as_compiled(loaded["state_dict"], elsewhere | own.keys()):
+            of_optimizers = {key: loaded[key] for key in loaded.keys() & {"optimizer_states", "optimizer_tensors"}}
+            loaded = renamed_keys(loaded, compiled) | of_optimizers
         live = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        self._gave_lazy = edits_checkpoints(module)
+        if self._gave_lazy and "callbacks" in loaded:
+            loaded["callbacks"] = show_kept(loaded["callbacks"], live, elsewhere)
         others = {name: loaded[name] for name in loaded.keys() - _LOADED_BY_NAME}
 
         def pairs() -> list[Pair]:
@@ -190,9 +222,9 @@ class CheckpointedStrategy(ConnectedStrategy):
         # then the other state is an average, of frozen parameters too
         if isinstance(loaded.get("current_model_state"), Mapping):
             _complete_average(loaded)
+            loaded["current_model_state"] = as_lazy(loaded["current_model_state"])
         reopen_epoch(loaded.get("loops", {}).get("fit_loop", {}))
         put_back(loaded)
-        self._gave_lazy = edits_checkpoints(module)
         if self._gave_lazy:
             loaded["state_dict"] = as_lazy(loaded["state_dict"])
         return loaded
@@ -252,13 +284,14 @@ class CheckpointedStrategy(ConnectedStrategy):
                 f"The checkpoint has the states of {len(states)} optimizers, but configure_optimizers returned"
                 f" {len(self.optimizers)}: return the same optimizers as in the run that saved."
             )
-        if checkpoint.get(WEIGHTS_ALONE):
-            assert self._assembly is not None
-            named = [state for state in states if not state.get("numbered")]
-            listed = [name for state in named for group in state["param_groups"] for name in group["params"]]
-            if prefix := prefix_of(listed, set(self._assembly.places)):
-                tensors, states = renamed(tensors, states, None, {"": prefix})
         states = [described(index, state) for index, state in enumerate(states)]
+        assert self._assembly is not None
+        places = self._assembly.places
+        listed = [name for names in listed_in(state for state in states if not state.get("numbered")) for name in names]
+        prefix = prefix_of(listed, set(places)) if checkpoint.get(WEIGHTS_ALONE) else ""
+        if prefix or (compiled := as_compiled(listed, places)):
+            rename = {"": prefix} if prefix else {name: compiled.get(name, name) for name in listed}.get
+            tensors, states = renamed(tensors, states, None, rename)
         everywhere = self._parameter_groups()
         if any(state.get("numbered") for state in states):
             tensors, states = name_numbered(tensors, states, everywhere)

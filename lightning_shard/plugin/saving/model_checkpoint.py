@@ -24,15 +24,12 @@ also ``__resolve_ckpt_dir``; and what ``_CheckpointConnector._parse_ckpt_path`` 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import posixpath
 import re
-import shutil
 from collections.abc import Callable
 from datetime import datetime
 from functools import wraps
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,10 +44,11 @@ from torch import Tensor
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.catalog import commits, is_file, names_in
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.checkpoint.store import LocalStore, as_path, as_text, local_path, open_filesystem
+from lightning_shard.checkpoint.store import as_path, as_text, local_path, open_filesystem
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.saving.checkpoint_io import SEVERAL_RANKS, ShardedCheckpointIO
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
+from lightning_shard.plugin.saving.local_folders import put_link
 
 __all__ = ["ModelCheckpoint", "take_over_stock_callbacks"]
 
@@ -241,7 +239,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         io, link, newest = _sharded_io(trainer), self.last_model_path, self._last_checkpoint_saved
         leads = self.save_last == "link" and os.path.islink(link) and newest not in ("", filepath)
         if io is not None and trainer.is_global_zero and leads:
-            io.after_save(lambda: _link(newest, link, durable=io.fsync))  # before its target is removed
+            io.after_save(lambda: put_link(newest, link, durable=io.fsync))  # before its target is removed
         super()._remove_checkpoint(trainer, filepath)
 
     @staticmethod
@@ -250,7 +248,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             callbacks.ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
             return
         io.wait()  # until then, the link would lead to a checkpoint that may never be committed
-        _on_first_rank(trainer, lambda: _link(filepath, linkpath, durable=io.fsync))
+        _on_first_rank(trainer, lambda: put_link(filepath, linkpath, durable=io.fsync))
 
     def _forget_what_is_gone(self, trainer: pl.Trainer, io: ShardedCheckpointIO) -> None:
         """Drop listed checkpoints that don't exist: the earlier run may have removed some after its last save."""
@@ -437,41 +435,6 @@ def _on_first_rank(trainer: pl.Trainer, look: Callable[[], T]) -> T:
         if trainer.is_global_zero:
             result = look()
     return trainer.strategy.broadcast(result)
-
-
-def _link(path: str, link: str, *, durable: bool) -> None:
-    """Atomically replace a link by a link, or replace a folder, which is called its next version for a moment.
-
-    So if the process is killed, a checkpoint of one of these names is found. The newest checkpoint may be the folder.
-
-    Args:
-        durable: Sync the link, since what it led to is removed next: else a power cut could leave the link as it was,
-            and what it leads to removed.
-    """
-    if path == link:
-        return
-    folder, name = os.path.split(link)
-    new = os.path.join(folder, f".{name}.new")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(new)
-    os.symlink(os.path.relpath(path, folder), new)
-    if os.path.islink(link) or not os.path.isdir(link):
-        _replace(new, link, durable=durable)
-        return
-    stem, extension = os.path.splitext(link)
-    versions = (f"{stem}{ModelCheckpoint.CHECKPOINT_JOIN_CHAR}v{number}{extension}" for number in count(1))
-    aside = next(version for version in versions if not os.path.lexists(version))
-    os.rename(link, aside)
-    _replace(new, link, durable=durable)
-    ckpt.remove(aside)  # removes the manifest first, then the folder
-    if os.path.isdir(aside):
-        shutil.rmtree(aside)
-
-
-def _replace(new: str, link: str, *, durable: bool) -> None:
-    os.replace(new, link)
-    if durable:
-        LocalStore(os.path.dirname(link)).sync([os.path.basename(link)])
 
 
 def _is_committed(path: str, io: ShardedCheckpointIO) -> bool:

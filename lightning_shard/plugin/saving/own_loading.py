@@ -27,7 +27,7 @@ from lightning_shard.plugin.steps.state.python_state import attributes, below, i
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
 
 _LOADERS = ("load_state_dict", "_load_from_state_dict")
-_ANYONES = ("torch.", "torchmetrics.", "lightning.", "lightning_shard.parallel.", "lightning_shard.pipeline.")
+_ANYONES = ("torch.", "torchmetrics.", "lightning.", "lightning_shard.")
 """Packages whose loading code only copies values by name; that is faster without calling it."""
 _METADATA = {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"}
 
@@ -47,10 +47,10 @@ def _is_anyones(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(_ANYONES)
 
 
-def edits_checkpoints(module: pl.LightningModule) -> bool:
-    """Whether a module or a callback has its own ``on_load_checkpoint``, which may compute with loaded values."""
-    hooks = [each.on_load_checkpoint for each in (module, *module.trainer.callbacks)]  # type: ignore[attr-defined]
-    return not all(map(_is_anyones, hooks))
+def edits_checkpoints(module: pl.LightningModule, hook: str = "on_load_checkpoint") -> bool:
+    """Whether a module or a callback has a hook of its own, which may compute with the checkpoint's values."""
+    holders: list[Any] = [module, *module.trainer.callbacks]  # type: ignore[attr-defined]
+    return not all(_is_anyones(getattr(each, hook)) for each in holders)
 
 
 def as_lazy(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,18 +97,21 @@ def _plain(entry: Any) -> Any:
 class LazyTensor(torch.Tensor):
     """A lazy tensor of a checkpoint, unsharded. Results are plain tensors; operations in place change this one."""
 
-    content: ckpt.StoredTensor | Tensor
+    content: Any
+    """A stored tensor, or another object with its ``shape``, ``dtype`` and ``full()``; once it was used, a tensor."""
+    source: Any
+    """What was the content at first."""
 
     @classmethod
-    def of(cls, content: ckpt.StoredTensor | Tensor) -> LazyTensor:
+    def of(cls, content: Any) -> LazyTensor:
         lazy = torch.Tensor._make_subclass(cls, torch.empty((), dtype=content.dtype).expand(content.shape))
-        lazy.content = content
+        lazy.content = lazy.source = content
         return lazy
 
     def whole(self) -> Tensor:
         """Its values, read once and kept, since they may be written to."""
         self.content = self.content if isinstance(self.content, Tensor) else self.content.full()
-        return self.content
+        return self.content  # type: ignore[no-any-return]
 
     full = whole
     """The name that a stored tensor has for it."""
@@ -123,7 +126,7 @@ class LazyTensor(torch.Tensor):
         name = getattr(func, "__name__", "")
         first = args[0] if args and isinstance(args[0], cls) else None
         if name == "copy_" and first is None:
-            return _copy(*args, **(kwargs or {}))
+            return copy_part(*args, **(kwargs or {}))
         if (name == "__get__" or name in _METADATA) and first is not None and not isinstance(first.content, Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 known = func(*args, **(kwargs or {}))
@@ -146,13 +149,17 @@ class _WholeIntoSharded(TorchFunctionMode):
         if getattr(func, "__name__", "") == "copy_" and isinstance(args[0], DTensor):
             source = args[1] if len(args) > 1 else None
             if isinstance(source, Tensor) and not isinstance(source, DTensor):
-                return _copy(*args, **(kwargs or {}))
+                return copy_part(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
-def _copy(target: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
+def copy_part(target: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Copy this rank's part of a whole tensor; of a stored one, it is all that is read."""
     content = source.content if isinstance(source, LazyTensor) else source
+    if isinstance(content, ckpt.StoredTensor) and content.shape == target.shape:
+        ckpt.load_tensors([(content, target.detach())], cast=True)
+        return target
     whole = content if isinstance(content, Tensor) else content.full()
     if isinstance(target, DTensor):
         whole = local_part(whole.expand(target.shape), target)

@@ -1,0 +1,143 @@
+"""Users' hooks see each state of a model in a checkpoint as in one process: all names, whole tensors, to be changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_shard import HybridShardStrategy, ModelCheckpoint, checkpoint
+from lightning_shard.plugin.saving import model_states
+from lightning_shard.sharding import full_tensor
+from lightning_shard.testing import RanksFailed, run_ranks
+from tests.parity import QUIET
+
+WIDTH = 6
+
+
+class Average(L.Callback):
+    """Keeps an average by names, as the parameters are laid out."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for name, parameter in module.named_parameters():
+            kept = self.average.setdefault(name, torch.zeros_like(parameter.detach()))
+            kept.lerp_(parameter.detach(), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average = state["average"]
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(WIDTH, 2)
+        self.saw: dict[str, Any] = {}
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.head(self.net(batch)).square().mean()
+        self.log("loss", loss)
+        return loss  # type: ignore[no-any-return]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.logged_metrics["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+    def look(self, when: str, states: dict[str, dict[str, Tensor]]) -> None:
+        for key, state in states.items():
+            self.saw[f"{when} {key}"] = {name: float(torch.linalg.vector_norm(value)) for name, value in state.items()}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        self.look("saved", {key: checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint})
+        state["net.0.0.weight"].mul_(2)
+        state["head.weight"] = state["head.weight"] * 3
+        state["net.3.0.bias"] = torch.ones(WIDTH)
+        checkpoint["of_hooks"] = state["net.0.0.bias"] - 1
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        kept = checkpoint["callbacks"]["Average"]["average"]
+        states = {key: checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint}
+        self.look("loaded", states | {"average": kept, "hooks": {"of": checkpoint["of_hooks"]}})
+        for state in (checkpoint.get("current_model_state", checkpoint["state_dict"]), kept):
+            state["net.0.0.weight"].mul_(0.5)
+            state["net.3.0.weight"] = state["net.3.0.weight"] + 0.1
+            state["head.bias"] = torch.zeros(2)
+
+
+def run(
+    sizes: dict[str, int] | None, averages: bool, path: str, resume: str | None
+) -> tuple[dict[str, Any], list[float], dict[str, Tensor]]:
+    L.seed_everything(1, verbose=False)
+    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
+    keep = Average()
+    callbacks = [keep, *([EMAWeightAveraging(decay=0.8)] if averages else [])]
+    trainer = L.Trainer(
+        max_epochs=2 if resume else 1,
+        devices=2 if sizes else 1,
+        strategy=strategy,
+        callbacks=callbacks,
+        log_every_n_steps=1,
+        **QUIET,
+    )
+    module = Module()
+    samples: Any = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(2))
+    trainer.fit(module, DataLoader(samples, batch_size=4), ckpt_path=resume)
+    average = {name: full_tensor(value).clone() for name, value in keep.average.items()}
+    trainer.save_checkpoint(path)
+    return module.saw, module.losses, average
+
+
+@pytest.mark.parametrize("averages", [False, True], ids=["plain", "averaged"])
+def test_hooks_see_and_change_a_models_states_on_stages_as_in_one_process(averages: bool, tmp_path: Path) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    sizes = {"pipeline_parallel_size": 2}
+    before = run_ranks(run, 2, sizes, averages, first, None, elastic=True)
+    after = run_ranks(run, 2, sizes, averages, second, first, elastic=True)
+    plain = run(None, averages, f"{first}.ckpt", None), run(None, averages, f"{second}.ckpt", f"{first}.ckpt")
+    for ranks, (saw, losses, average) in zip((before, after), plain):
+        kept: dict[str, Tensor] = {}
+        for own_saw, own_losses, own_average in ranks:
+            assert own_saw.keys() == saw.keys()
+            for key in saw:
+                assert own_saw[key] == pytest.approx(saw[key], rel=1e-5), key
+            assert own_losses == pytest.approx(losses, rel=1e-5)
+            assert not kept.keys() & own_average.keys()
+            kept |= own_average
+        torch.testing.assert_close(kept, average)
+    for name in (first, second):
+        torch.testing.assert_close(checkpoint.load(name), checkpoint.load(f"{name}.ckpt"))
+
+
+class OnOneRank(Module):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 0:
+            checkpoint["norm"] = float(checkpoint["state_dict"]["net.0.0.weight"].norm())
+
+
+def save_with_values_on_one_rank(path: str) -> None:
+    model_states.COME_S = 3
+    strategy = HybridShardStrategy(pipeline_parallel_size=2)
+    settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True}
+    trainer = L.Trainer(max_steps=1, devices=2, strategy=strategy, callbacks=[ModelCheckpoint(path)], **settings)
+    trainer.fit(OnOneRank(), DataLoader(torch.randn(8, WIDTH), batch_size=4))  # type: ignore[arg-type]
+
+
+def test_values_that_one_rank_alone_uses_are_refused_within_the_time_that_ranks_are_given(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=r"uses the values of 'net\.0\.0\.weight' .* on some ranks only"):
+        run_ranks(save_with_values_on_one_rank, 2, str(tmp_path / "c"), elastic=True, timeout_s=15)
