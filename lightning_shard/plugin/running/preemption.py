@@ -99,6 +99,19 @@ class Preemption(callbacks.Callback):
             del combined[: len(each.flags)]
         if sigterm or requeue:
             self._act(trainer, sigterm, requeue)
+        self._passes(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._passes(trainer, dataloader_idx, batch_idx)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def _passes(self, trainer: pl.Trainer, *of_evaluation: int) -> None:
+        watch = trainer.strategy._watch  # type: ignore[attr-defined]
+        if watch is not None:
+            watch.interrupts.passes((trainer_private.batches_started(trainer), *of_evaluation))
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._stop |= trainer.should_stop
