@@ -191,12 +191,10 @@ class ConnectedStrategy(ModelParallelStrategy):
     @contextmanager
     def _ending_as_it_should(self) -> Iterator[None]:
         """Raise on all ranks what ended the run; hooks may save on the exception if all ranks agree."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
         watch = self._watch
         with watch.interrupts.caught() if watch else nullcontext():
             try:
-                with self._preemption.stopping(trainer):
+                with self._preemption.stopping():
                     yield
             except BaseException as error:
                 raised = (self._refusal(error) if isinstance(error, Exception) else None) or error

@@ -38,8 +38,8 @@ _POLL_S = 1.0
 _SETTLE_S = 3.0
 """How long a rank that has lost the others waits for heartbeats and reports, and a rank that learns of a failure for
 one of its own."""
-_GRACE_S = 5.0
-"""How long a main thread that was interrupted may take to leave the run."""
+_GRACE_S = 10.0
+"""How long a main thread may take to leave the run: until the ranks that it waits for have ended."""
 _ANSWER_S = 10.0
 _CONNECT_S = 10.0
 _YES, _NO = "yes", "no: "
@@ -94,6 +94,7 @@ class FailureWatch:
             return
         self._reported = True
         self.fails()
+        take_over_from_observer()
         end_soon_at_exit()
         cause = "".join(traceback.format_exception_only(exception)).strip()
         mine = f"rank {self._rank}: {cause}"
@@ -178,6 +179,7 @@ class FailureWatch:
             return
         with suppress(RuntimeError, dist.DistError):
             self._decline("doesn't save")
+            self._asked += 1  # a program that catches the exception may save then
             self._heard()
             if self._rendezvous.is_kept_by_an_agent:
                 ranks = []
@@ -253,7 +255,7 @@ class FailureWatch:
         if self.interrupts.catches:
             self.interrupts.ends_now = True
             signal.pthread_kill(self._main, signal.SIGINT)
-        stop = time.monotonic() + (_GRACE_S if not self._at_once else _GRACE_S / 2)
+        stop = time.monotonic() + (_GRACE_S / 4 if self._at_once else _GRACE_S)
         while time.monotonic() < stop:
             if self._stopped.wait(_POLL_S / 4) or (self._failing and not self._at_once):
                 return  # the main thread ends the process, once its hooks have run

@@ -1,4 +1,4 @@
-"""Ctrl+C: all ranks end at the same point between two batches, so that their hooks may save; or, pressed twice, at once.
+"""Ctrl+C: all ranks end at the same point between two batches, where hooks may save; or, pressed twice, at once.
 
 SIGINT may reach all ranks or some of them, each at another moment. Python would raise KeyboardInterrupt wherever a rank
 is, so that it leaves a step in which the others wait for it. And a rank that is blocked in a collective runs no handler

@@ -28,7 +28,7 @@ _before: Callable[[type[BaseException], BaseException, TracebackType | None], An
 
 def print_instead(error: BaseException, line: str) -> None:
     """If this error ends the process, print a line in place of its traceback."""
-    global _before  # noqa: PLW0603
+    global _before
     setattr(error, _BRIEF, line)
     if sys.excepthook is not _print:
         _before, sys.excepthook = sys.excepthook, _print

@@ -30,7 +30,6 @@ from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import callbacks
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -44,7 +43,7 @@ __all__ = ["AgreedSIGTERM", "Preemption"]
 
 
 class AgreedSIGTERM(SIGTERMException):
-    """Ends the fit on all ranks after the same step and save, so it needn't be reported to the others as a failure."""
+    """Ends the fit on all ranks after the same step and save, with the exit code of a terminated process."""
 
 
 class Preemption(callbacks.Callback):
@@ -166,22 +165,14 @@ class Preemption(callbacks.Callback):
         trainer._signal_connector.received_sigterm = self._agreed = sigterm
 
     @contextmanager
-    def stopping(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Turn the loops' SIGTERMException into an AgreedSIGTERM, which has the exit code of a terminated process."""
+    def stopping(self) -> Iterator[None]:
+        """Turn the loops' SIGTERMException into an AgreedSIGTERM."""
         try:
             yield
         except SIGTERMException:
             if not self._agreed:
                 raise
-            raise AgreedSIGTERM(_exit_code(trainer)) from None
-
-
-def _exit_code(trainer: pl.Trainer) -> int:
-    """The exit code of a process that SIGTERM has ended, so that the job isn't taken for completed."""
-    environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
-    if isinstance(environment, LightningEnvironment) and environment.local_rank() > 0:
-        return 0  # Lightning's launcher kills its own process when one that it has started fails
-    return 128 + signal.SIGTERM
+            raise AgreedSIGTERM(128 + signal.SIGTERM) from None
 
 
 def _requeue_job() -> None:
