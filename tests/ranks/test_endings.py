@@ -342,7 +342,8 @@ SCRIPT = """
 import os, signal, sys
 import lightning as L
 from lightning_shard import HybridShardStrategy, ModelCheckpoint
-from tests.parity import QUIET, Model, loader
+from torch.utils.data import DataLoader
+from tests.parity import QUIET, Model, Tokens
 
 folder, way, pipeline = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
@@ -362,7 +363,7 @@ if __name__ == "__main__":
     strategy = HybridShardStrategy(pipeline_parallel_size=pipeline)
     options = {**QUIET, "enable_checkpointing": True}
     trainer = L.Trainer(strategy=strategy, devices=2, max_steps=50, callbacks=[keep, Way()], **options)
-    trainer.fit(Model("gpt"), loader(8))
+    trainer.fit(Model("gpt"), DataLoader(Tokens(), 8, num_workers=1))  # Ctrl+C reaches workers, too
 """
 
 

@@ -102,9 +102,6 @@ class ConnectedStrategy(ModelParallelStrategy):
             self._watch = FailureWatch(self._rendezvous())
         self.lightning_module._device_mesh = self._device_mesh
         trainer = self.lightning_module.trainer
-        if self._watch is not None:
-            self._undo_guards()
-            self._undo_guards = print_failed_saves(trainer, self._watch.is_first_to_say)
         self._preemption.take_over(trainer)
         trainer_private.run_within(trainer, self._ending_as_it_should)
         trainer_private.drop_repeated_predictions(trainer)
@@ -170,6 +167,7 @@ class ConnectedStrategy(ModelParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._report(exception)
+        self._undo_guards()
         if self._watch is None:
             return
         failure = self._watch.failure_elsewhere(exception)
@@ -191,6 +189,7 @@ class ConnectedStrategy(ModelParallelStrategy):
     @contextmanager
     def _ending_as_it_should(self) -> Iterator[None]:
         """Raise on all ranks what ended the run; hooks may save on the exception if all ranks agree."""
+        assert self.lightning_module is not None
         watch = self._watch
         with watch.interrupts.caught() if watch else nullcontext():
             try:
@@ -202,17 +201,17 @@ class ConnectedStrategy(ModelParallelStrategy):
                     watch.fails()
                     self._report(raised)
                     raised = watch.failure_elsewhere(raised) or raised
+                    self._undo_guards = print_failed_saves(self.lightning_module.trainer, watch.is_first_to_say)
                 if raised is error:
                     raise
                 raise raised from error
 
-    def _held(self) -> AbstractContextManager[None]:
-        """Inside, what the main thread does is finished, although Ctrl+C was pressed."""
-        return self._watch.interrupts.held() if self._watch is not None else nullcontext()
+    def _saving(self) -> AbstractContextManager[None]:
+        """Inside, the end of a batch is waited for without a limit after Ctrl+C."""
+        return self._watch.interrupts.saving() if self._watch is not None else nullcontext()
 
     def teardown(self) -> None:
         super().teardown()
-        self._undo_guards()
         if self._watch is not None:
             self._watch.stop()
 

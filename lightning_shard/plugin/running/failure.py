@@ -86,7 +86,7 @@ class FailureWatch:
     def fails(self) -> None:
         """Tell that an exception has left the run, so that the main thread ends by itself."""
         with self._lock:
-            self._failing = self.interrupts.holds = True
+            self._failing = self.interrupts.has_left = True
 
     def report(self, exception: BaseException) -> None:
         """Report that this rank failed. If another rank was first, add its cause to the exception as a note."""

@@ -56,8 +56,9 @@ class Interrupts:
         self._asked_at: float | None = None
         self._longest_s, self._since = 0.0, time.monotonic()
         self._presses = 0
-        self.holds = False
-        """Whether the main thread must not be hurried: it saves, or has left the run."""
+        self._saves = False
+        self.has_left = False
+        """Whether the main thread has left the run, and ends by itself."""
         self.catches = False
         self.ends_now = False
         """Whether the signal's handler raises KeyboardInterrupt."""
@@ -86,13 +87,13 @@ class Interrupts:
             signal.set_wakeup_fd(-1)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, no second Ctrl+C and no lapse of time ends the run at once."""
-        before, self.holds = self.holds, True
+    def saving(self) -> Iterator[None]:
+        """Inside, no batch ends, however long it takes."""
+        self._saves = True
         try:
             yield
         finally:
-            self.holds = before
+            self._saves = False
 
     def _handle(self, *_: object) -> None:
         if self.ends_now:
@@ -112,7 +113,7 @@ class Interrupts:
                 self._passed = position
                 return
         if not self._decided.wait(_ANSWER_S) or self._target is None or position > self._target:
-            self.holds = True
+            self.has_left = True
             raise KeyboardInterrupt
 
     # The thread
@@ -149,11 +150,11 @@ class Interrupts:
         if not self._decided.is_set():
             self._decide(store)
         waited_s, limit_s = now - self._asked_at, _PATIENCE_S + 2 * self._longest_s
-        if self.holds or waited_s == 0:
+        if self.has_left or waited_s == 0:
             return None
         if presses and waited_s > _SAME_S:
             return "KeyboardInterrupt: Ctrl+C was pressed again, so all ranks end at once, and nothing is saved"
-        if waited_s > limit_s:
+        if waited_s > limit_s and not self._saves:
             return f"KeyboardInterrupt: no batch ended within {limit_s:.0f} s of Ctrl+C, so nothing is saved"
         return None
 

@@ -18,7 +18,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning_shard.errors import ShardError
 
 _BRIEF = "_lightning_shard_brief"
-_EXIT_S = 5.0
+_EXIT_S = 15.0
 
 _ends_soon = False
 

@@ -30,6 +30,7 @@ from lightning_shard.plugin.assembly.assemble import Assembly
 from lightning_shard.plugin.data.resume import reopen_epoch
 from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
+from lightning_shard.plugin.running.last_words import say
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.saving.frozen import Frozen
 from lightning_shard.plugin.saving.kept_by_name import of_holders
@@ -133,10 +134,13 @@ class CheckpointedStrategy(ConnectedStrategy):
         trainer = self.lightning_module.trainer
         if self._watch is None or trainer.state.status != TrainerStatus.INTERRUPTED:
             return
-        if self._assembly is None:
-            raise CheckpointError("Nothing was saved on this exception: the run had not begun.")
-        if (failing := sys.exc_info()[1]) is not None:
+        failing = sys.exc_info()[1]
+        if failing is not None:
             self._report(failing)
+        if failing is not None and self._assembly is None:
+            say("Nothing was saved on this exception: the run had not begun.")
+            self.on_exception(failing)
+            raise failing
         batches = trainer_private.batches_started(trainer)
         if why := self._watch.agree_to_save(f"in batch {batches}, after step {trainer.global_step}"):
             saved = [getattr(each, "_last_checkpoint_saved", "") for each in trainer.checkpoint_callbacks]
@@ -180,7 +184,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             states[TRANSFORMERS_KEY] = describe(
                 self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
             )
-        with self._held():
+        with self._saving():
             self.checkpoint_io.save_checkpoint(
                 {**checkpoint, **states, OWN: own},
                 self.broadcast(filepath),
