@@ -39,11 +39,7 @@ from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.steps.checks.agreement import SameGradients, SameSettings
 from lightning_shard.plugin.steps.used_hooks import is_overridden
 
-__all__ = ["AgreedSIGTERM", "Preemption"]
-
-
-class AgreedSIGTERM(SIGTERMException):
-    """Ends the fit on all ranks after the same step and save, with the exit code of a terminated process."""
+__all__ = ["Preemption"]
 
 
 class Preemption(callbacks.Callback):
@@ -101,7 +97,7 @@ class Preemption(callbacks.Callback):
         self._passes(trainer)
 
     def on_validation_batch_end(
-        self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._passes(trainer, dataloader_idx, batch_idx)
 
@@ -166,13 +162,13 @@ class Preemption(callbacks.Callback):
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
-        """Turn the loops' SIGTERMException into an AgreedSIGTERM."""
+        """Give the loops' SIGTERMException the exit code of a terminated process, if all ranks end at the same step."""
         try:
             yield
-        except SIGTERMException:
-            if not self._agreed:
-                raise
-            raise AgreedSIGTERM(128 + signal.SIGTERM) from None
+        except SIGTERMException as stop:
+            if self._agreed:
+                stop.code = 128 + signal.SIGTERM
+            raise
 
 
 def _requeue_job() -> None:
