@@ -282,10 +282,13 @@ ALONE: dict[str, tuple[Callable[[], Way], Callable[[dict[str, int]], dict[str, A
 }
 
 
+KEEPS = ("ModelCheckpoint", "OnExceptionCheckpoint", "hook")
+
+
 def end_alone(folder: str, sizes: dict[str, int], way: str, keep: str) -> None:
     """Ends this process as a script would end, and leaves an account of it."""
     make, options, _ = ALONE[way]
-    saves = {"ModelCheckpoint": [], "OnExceptionCheckpoint": [OnExceptionCheckpoint(folder)], "hook": [Saves(folder)]}
+    saves = dict(zip(KEEPS, ([], [OnExceptionCheckpoint(folder)], [Saves(folder)])))
     raised, printed = None, io.StringIO()
     with contextlib.redirect_stderr(printed):
         try:
@@ -305,10 +308,9 @@ def end_alone(folder: str, sizes: dict[str, int], way: str, keep: str) -> None:
         ("pp2", "an error in a hook", "OnExceptionCheckpoint"),
         ("pp2", "Ctrl+C twice", "ModelCheckpoint"),
         *(
-            pytest.param(name, way, keep, marks=MORE)
-            for name in SIZES
-            for way in ALONE
-            for keep in ("ModelCheckpoint", "OnExceptionCheckpoint", "hook")
+            pytest.param(name, way, KEEPS[(row + column) % len(KEEPS)], marks=MORE)
+            for row, name in enumerate(SIZES)
+            for column, way in enumerate(ALONE)
         ),
     ],
 )

@@ -24,7 +24,7 @@ from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.groups import Groups, set_timeout
 from lightning_shard.plugin.reporting.number_of_ranks import warn_users_code
 from lightning_shard.plugin.running.failure import FailureWatch
-from lightning_shard.plugin.running.last_words import forget, print_failed_saves, print_instead
+from lightning_shard.plugin.running.last_words import print_failed_saves, print_instead, restore_hook
 from lightning_shard.plugin.running.preemption import Preemption
 from lightning_shard.plugin.running.rendezvous import Rendezvous
 from lightning_shard.plugin.steps import randomness
@@ -98,7 +98,7 @@ class ConnectedStrategy(ModelParallelStrategy):
             self._groups = Groups.make(self.layout, self._device_mesh, self._timeout, both_ways=self._sends_both_ways)
         self._seed = randomness.agree(self.broadcast)
         if self.world_size > 1 and (self._watch is None or self._watch.stopped):
-            forget()
+            restore_hook()
             self._watch = FailureWatch(self._rendezvous())
         self.lightning_module._device_mesh = self._device_mesh
         trainer = self.lightning_module.trainer

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from lightning_shard.errors import RankFailure, ShardError
 from lightning_shard.plugin.running.interrupts import Interrupts
-from lightning_shard.plugin.running.last_words import briefly, end_soon_at_exit, say, take_over_from_observer
+from lightning_shard.plugin.running.last_words import briefly, say, take_over_from_observer
 from lightning_shard.plugin.running.rendezvous import Rendezvous
 from lightning_shard.plugin.running.votes import collect
 
@@ -95,7 +95,6 @@ class FailureWatch:
         self._reported = True
         self.fails()
         take_over_from_observer()
-        end_soon_at_exit()
         cause = "".join(traceback.format_exception_only(exception)).strip()
         mine = f"rank {self._rank}: {cause}"
         lost = self._ends or lost_the_others(exception)

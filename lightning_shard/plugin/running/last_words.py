@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import faulthandler
-import os
 import sys
 import threading
 import traceback
@@ -18,9 +15,6 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning_shard.errors import ShardError
 
 _BRIEF = "_lightning_shard_brief"
-_EXIT_S = 15.0
-
-_ends_soon = False
 
 _before: Callable[[type[BaseException], BaseException, TracebackType | None], Any] | None = None
 """The hook of ``sys`` that :func:`_print` stands in for."""
@@ -34,25 +28,8 @@ def print_instead(error: BaseException, line: str) -> None:
         _before, sys.excepthook = sys.excepthook, _print
 
 
-def end_soon_at_exit() -> None:
-    """Have this process end within seconds once it exits.
-
-    A process group's destructor waits for collectives that other ranks haven't joined, which may wait for the same.
-    """
-    global _ends_soon  # noqa: PLW0603
-    _ends_soon = True
-
-
-@atexit.register  # where this module is imported: the callbacks of what is imported later, as of loggers, run before
-def _end_soon() -> None:
-    if _ends_soon:
-        faulthandler.dump_traceback_later(_EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
-
-
-def forget() -> None:
-    """Undo the above: the error was caught."""
-    global _ends_soon  # noqa: PLW0603
-    _ends_soon = False
+def restore_hook() -> None:
+    """Undo :func:`print_instead`: that error was caught."""
     if sys.excepthook is _print and _before is not None:
         sys.excepthook = _before
 
