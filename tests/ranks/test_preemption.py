@@ -15,10 +15,10 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint.store import LocalStore
-from lightning_shard.plugin.running.preemption import AgreedSIGTERM
 from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import GLOBAL_BATCH, QUIET, Model, loader
 from tests.servers import Server, serve
@@ -78,7 +78,7 @@ def fit(
     batch = GLOBAL_BATCH // world // trainer.accumulate_grad_batches
     try:
         trainer.fit(Model("gpt"), loader(batch, shuffle=True), ckpt_path=resume)
-    except AgreedSIGTERM as stop:
+    except SIGTERMException as stop:
         assert trainer.received_sigterm
         return stop.code  # type: ignore[return-value]
     return None

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_shard import HybridShardStrategy
@@ -157,3 +158,67 @@ def test_a_process_that_ended_well_is_not_aborted_at_its_exit_for_a_thread_in_a_
 ) -> None:
     watches[0].stop()
     assert not watches[0]._thread.is_alive()
+
+
+def asked(watches: list[FailureWatch], *positions: str) -> list[str]:
+    with ThreadPoolExecutor(len(positions)) as threads:
+        return list(threads.map(lambda watch, position: watch.agree_to_save(position), watches, positions))
+
+
+def fail_on_all(watches: list[FailureWatch], error: Exception | None = None) -> None:
+    for watch in watches:
+        watch.report(error or ValueError("on all"))
+
+
+def test_ranks_that_fail_at_the_same_step_save_together_again_and_again(watches: list[FailureWatch]) -> None:
+    fail_on_all(watches)
+    for _ in range(2):
+        assert asked(watches, *["in batch 4"] * 3) == [""] * 3
+    for watch in watches:
+        watch.leave(0)
+    assert asked(watches, *["after the run"] * 3) == [""] * 3
+
+
+def test_ranks_at_different_steps_save_nothing(watches: list[FailureWatch]) -> None:
+    fail_on_all(watches)
+    whys = asked(watches, "in batch 4", "in batch 4", "in batch 5")
+    assert whys == ["rank 0 is in batch 4, and rank 2 in batch 5"] * 3
+    assert watches[1].agree_to_save("in batch 4") == whys[0]  # nobody waits once more
+
+
+def test_what_one_rank_saves_alone_is_not_saved(watches: list[FailureWatch]) -> None:
+    fail_on_all(watches)
+    for watch in watches[1:]:
+        watch.leave(0)
+    assert asked(watches, "in batch 4") == ["rank 1 doesn't save"]
+
+
+def test_a_rank_that_has_not_failed_is_named_with_its_place(
+    watches: list[FailureWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure.os, "_exit", lambda _: None)
+    fail_on_all(watches[:2])
+    whys = asked(watches, "in batch 4", "in batch 4")
+    assert whys[0] == whys[1]
+    assert whys[0].startswith("rank 2 is at ")
+
+
+def test_a_rank_that_does_not_answer_is_waited_for_only_so_long(
+    watches: list[FailureWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure, "_ANSWER_S", 0.2)
+    die(watches[2])
+    fail_on_all(watches[:2])
+    assert asked(watches, "in batch 4", "in batch 4") == ["rank 2 didn't answer within 0 s"] * 2
+
+
+class HalfDone(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise ValueError("in the update")
+
+
+def test_weights_that_an_optimizer_may_have_half_updated_are_not_saved(watches: list[FailureWatch]) -> None:
+    with pytest.raises(ValueError, match="update") as raised:
+        HalfDone([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+    fail_on_all(watches, raised.value)
+    assert asked(watches, *["in batch 4"] * 3)[0].startswith("rank 0 failed in an optimizer's update")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -24,8 +24,9 @@ from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.groups import Groups, set_timeout
 from lightning_shard.plugin.reporting.number_of_ranks import warn_users_code
 from lightning_shard.plugin.running.environment import ComputingSettings
-from lightning_shard.plugin.running.failure import FailureWatch, lost_the_others
-from lightning_shard.plugin.running.preemption import AgreedSIGTERM, Preemption
+from lightning_shard.plugin.running.failure import FailureWatch
+from lightning_shard.plugin.running.last_words import print_failed_saves, print_instead, restore_hook
+from lightning_shard.plugin.running.preemption import Preemption
 from lightning_shard.plugin.running.rendezvous import Rendezvous
 from lightning_shard.plugin.steps import randomness
 
@@ -62,6 +63,7 @@ class ConnectedStrategy(ModelParallelStrategy):
         self._seed = 0
         self._computing = ComputingSettings()
         self._watch: FailureWatch | None = None
+        self._undo_guards: Callable[[], None] = lambda: None
         self._preemption = Preemption()
 
     @property
@@ -121,7 +123,8 @@ class ConnectedStrategy(ModelParallelStrategy):
         if self.world_size > 1:
             self._computing.agree(self.groups.host, self.root_device)
         self._seed = randomness.agree(self.broadcast)
-        if self.world_size > 1 and self._watch is None:
+        if self.world_size > 1 and (self._watch is None or self._watch.stopped):
+            restore_hook()
             self._watch = FailureWatch(self._rendezvous())
         self.lightning_module._device_mesh = self._device_mesh
         trainer = self.lightning_module.trainer
@@ -190,17 +193,20 @@ class ConnectedStrategy(ModelParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._report(exception)
-        failure = self._watch.failure_elsewhere(exception) if self._watch is not None else None
+        self._undo_guards()
+        if self._watch is None:
+            return
+        failure = self._watch.failure_elsewhere(exception)
         if failure is not None:  # Lightning raises the exception that it has, so its message is replaced
             exception.args = (f"{failure}\n{exception}",)
+        if (line := self._watch.brief(exception)) is not None:
+            print_instead(exception, line)
+        self._watch.leave(self.global_rank - self.local_rank)
 
     def _report(self, exception: BaseException) -> None:
         """Report the failure to the other ranks, which then stop."""
         if self._watch is not None:
-            if isinstance(exception, AgreedSIGTERM):
-                self._watch.stop()
-            else:
-                self._watch.report(exception)
+            self._watch.report(exception)
 
     def _refusal(self, error: Exception) -> ShardError | None:
         """A better error, if a user's code failed because of the layout."""
@@ -208,29 +214,33 @@ class ConnectedStrategy(ModelParallelStrategy):
 
     @contextmanager
     def _ending_as_it_should(self) -> Iterator[None]:
-        """Turn errors of collectives, raised since another rank failed, into an error that names that failure."""
+        """Raise on all ranks what ended the run; hooks may save on the exception if all ranks agree."""
         assert self.lightning_module is not None
-        try:
-            with self._preemption.stopping(self.lightning_module.trainer):
-                yield
-        except Exception as error:
-            refusal = self._refusal(error)
-            if refusal is not None:
-                raise refusal from error
-            if self._watch is None or not lost_the_others(error):
-                raise
-            self._report(error)
-            failure = self._watch.failure_elsewhere(error)
-            if failure is None:
-                raise
-            raise failure from error
+        watch = self._watch
+        with watch.interrupts.caught() if watch else nullcontext():
+            try:
+                with self._preemption.stopping():
+                    yield
+            except BaseException as error:
+                raised = (self._refusal(error) if isinstance(error, Exception) else None) or error
+                if watch is not None:
+                    watch.fails()
+                    self._report(raised)
+                    raised = watch.failure_elsewhere(raised) or raised
+                    self._undo_guards = print_failed_saves(self.lightning_module.trainer, watch.is_first_to_say)
+                if raised is error:
+                    raise
+                raise raised from error
+
+    def _saving(self) -> AbstractContextManager[None]:
+        """Inside, the end of a batch is waited for without a limit after Ctrl+C."""
+        return self._watch.interrupts.saving() if self._watch is not None else nullcontext()
 
     def teardown(self) -> None:
         self._computing.restore()
         super().teardown()
         if self._watch is not None:
             self._watch.stop()
-            self._watch = None
 
 
 def _whole(tensor: Any) -> Any:

@@ -1,17 +1,21 @@
-"""Stops all ranks if one fails, and reports the first cause.
+"""Ends all ranks if one fails, and reports the first cause.
 
 The first rank that fails writes its error to the process group's store. The other ranks either meet a broken
-connection, or wait in a collective that will never end. So a thread on every rank polls the store, and ends the process
-if its main thread doesn't end by itself.
+connection, or wait in a collective that will never end, which gloo has no way to abort (torch 2.13). So a thread on
+every rank polls the store, and ends the process if its main thread doesn't end by itself.
 
 A process that is killed or stopped can't report. So each thread also writes a heartbeat once a second, with the place
 where its main thread is. A rank that has lost the others checks whose heartbeat has stopped before it reports what the
 first failure was.
+
+Hooks that save after an exception would wait for ranks that don't come. So ranks that save then agree on it first,
+through the store: all of them save, from the same step, or none.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -20,17 +24,25 @@ from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from lightning_shard.errors import RankFailure, ShardError
+from lightning_shard.plugin.running.interrupts import Interrupts
+from lightning_shard.plugin.running.last_words import briefly, say, take_over_from_observer
 from lightning_shard.plugin.running.rendezvous import Rendezvous
+from lightning_shard.plugin.running.votes import collect
 
 _KEY = "lightning_shard/watch"
 _POLL_S = 1.0
-_SETTLE_S = 4.0
-"""How long a rank that has lost the others waits for heartbeats and reports."""
+_SETTLE_S = 3.0
+"""How long a rank that has lost the others waits for heartbeats and reports, and a rank that learns of a failure for
+one of its own."""
 _GRACE_S = 10.0
+"""How long a main thread may take to leave the run: until the ranks that it waits for have ended."""
+_ANSWER_S = 10.0
 _CONNECT_S = 10.0
+_YES, _NO = "yes", "no: "
 
 
 class FailureWatch:
@@ -47,52 +59,149 @@ class FailureWatch:
         self._rank = rendezvous.rank
         self._store = self._connect()
         self._main = threading.get_ident()
+        self.interrupts = Interrupts(self._prefix, self._rank, rendezvous.world_size)
         self._stopped = threading.Event()
+        self._lock = threading.Lock()
         self._failing = False
+        self._ends = self._at_once = False
+        """Whether the thread ends what the main thread does; and that without a save."""
+        self._reported = False
+        self._fault = ""
+        """Why this rank can't save what it has, since it failed."""
+        self._asked = 0
+        self._refused = ""
         self._seen: str | None = None
         """The first failure, as the thread has read it: the store may vanish afterwards."""
+        self._seen_at = 0.0
         self._first: str | None = None
         """The first failure, if it was another rank's; set by :meth:`report`."""
+        self._was_first = False
         self._thread = threading.Thread(target=self._watch, name="lightning_shard failure watch", daemon=True)
         self._thread.start()
 
+    @property
+    def stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    def fails(self) -> None:
+        """Tell that an exception has left the run, so that the main thread ends by itself."""
+        with self._lock:
+            self._failing = self.interrupts.has_left = True
+
     def report(self, exception: BaseException) -> None:
         """Report that this rank failed. If another rank was first, add its cause to the exception as a note."""
-        if self._failing:
-            return  # reported already
-        self._failing = True
+        if self._reported:
+            return
+        self._reported = True
+        self.fails()
+        take_over_from_observer()
         cause = "".join(traceback.format_exception_only(exception)).strip()
         mine = f"rank {self._rank}: {cause}"
+        lost = self._ends or lost_the_others(exception)
         try:
-            if lost_the_others(exception):
+            if lost:
                 mine = self._who_was_first() or mine
             first = self._store.compare_set(self._first_key, "", mine).decode()
         except (RuntimeError, dist.DistError):
             first = self._seen or self._store_lost
-        self._stopped.set()
+        if lost:
+            self._fault = "has lost the others"
+        elif _in_update(exception):
+            self._fault = "failed in an optimizer's update, which may have changed some of its weights"
         if not first.endswith(f": {cause}"):
             exception.add_note(f"The first failure was on {first}")
             self._first = first
-        if self._rank == 0 and not self._rendezvous.is_kept_by_an_agent:
-            time.sleep(2 * _POLL_S)  # the store lives in this process: let the others read it
+        self._was_first = first == mine
 
-    def failure_elsewhere(self, exception: BaseException) -> RankFailure | None:
-        """After :meth:`report`: a RankFailure with the first failure, if ``exception`` is only its consequence."""
-        if self._first is None or isinstance(exception, ShardError) or not lost_the_others(exception):
+    def failure_elsewhere(self, exception: BaseException) -> BaseException | None:
+        """After :meth:`report`: what to raise in place of an ``exception`` that is only another failure's consequence.
+
+        Returns:
+            A RankFailure with the first failure; a KeyboardInterrupt after Ctrl+C.
+        """
+        is_interrupt = isinstance(exception, KeyboardInterrupt)
+        if self._at_once:
+            return None if is_interrupt else KeyboardInterrupt(self._first or "")
+        is_consequence = lost_the_others(exception) or (self._ends and is_interrupt)
+        if self._first is None or isinstance(exception, ShardError) or not is_consequence:
             return None
         return RankFailure(
             f"rank {self._rank} lost the others. The first failure was on {self._first}\nAll ranks stop; started again"
             ' with ckpt_path="last", the run goes on from its last checkpoint.'
         )
 
+    def brief(self, exception: BaseException) -> str | None:
+        """After :meth:`report`: what to print in place of this exception's traceback; None for the first cause."""
+        is_consequence = self.failure_elsewhere(exception) is not None
+        if self._rank == 0:
+            return str(exception) if is_consequence or type(exception) is RankFailure else None
+        if is_consequence or isinstance(exception, RankFailure):
+            return f"rank {self._rank} ends, since {self._first or exception}".partition("\n")[0]
+        is_repeated = self._first is None and not self._was_first
+        return f"rank {self._rank} failed, too: {briefly(exception)}" if is_repeated else None
+
+    def agree_to_save(self, position: str) -> str:
+        """Agree, after :meth:`report`, that all ranks save now, and are at the same position.
+
+        Returns:
+            Empty; or, the same on every rank that asks, why none of them saves.
+        """
+        if not self._refused:
+            self._asked += 1
+            keys = [self._answer_key(self._asked, rank) for rank in range(self._rendezvous.world_size)]
+            try:
+                self._store.set(keys[self._rank], f"{_NO}{self._fault}" if self._fault else position)
+                answers = collect(self._store, keys, _ANSWER_S, lambda answer: answer.startswith(_NO))
+                mine = _refusal({rank: answers[key] for rank, key in enumerate(keys) if key in answers}, len(keys))
+                verdict_key = f"{self._prefix}/saves/{self._asked}/verdict"
+                verdict = self._store.compare_set(verdict_key, "", mine or _YES).decode()
+            except (RuntimeError, dist.DistError):
+                verdict = f"{self._seen or self._store_lost}"
+            self._refused = verdict if verdict != _YES else ""
+        return self._refused
+
+    def is_first_to_say(self, what: str) -> bool:
+        """Whether no other rank has said this; False if the store is lost, and rank 0 with it, which has then."""
+        try:
+            said = self._store.compare_set(f"{self._prefix}/said/{what}", "", str(self._rank)).decode()
+        except (RuntimeError, dist.DistError):
+            return False
+        return said == str(self._rank)
+
+    def leave(self, launcher: int) -> None:
+        """Tell, after :meth:`report`, that this rank saves nothing more, and may end its process.
+
+        Args:
+            launcher: The rank whose process may have started this one, and learns of the failure first.
+        """
+        if self._stopped.is_set():
+            return
+        with suppress(RuntimeError, dist.DistError):
+            self._decline("doesn't save")
+            self._asked += 1  # a program that catches the exception may save then
+            self._heard()
+            if self._rendezvous.is_kept_by_an_agent:
+                ranks = []
+            elif self._rank == 0:  # the store lives in this process: let the others read it
+                ranks = [*range(1, self._rendezvous.world_size)]
+            else:
+                ranks = [launcher] if launcher != self._rank else []
+            collect(self._store, [f"{self._prefix}/heard/{rank}" for rank in ranks], 2 * _POLL_S)
+        self._end_thread()
+
     def stop(self) -> None:
         """Stop watching: the run ended well."""
         if not self._stopped.is_set():
             with suppress(RuntimeError, dist.DistError):
                 self._store.set(self._ended_key(self._rank), "1")  # a missing heartbeat is no failure then
+            self._end_thread()
+
+    def _end_thread(self) -> None:
         self._stopped.set()
+        self.interrupts.wake()
         # at interpreter exit, a thread inside a call of the store would end the process with SIGABRT
         self._thread.join(2 * _CONNECT_S)
+        self.interrupts.close()
 
     @property
     def _first_key(self) -> str:
@@ -102,31 +211,69 @@ class FailureWatch:
         # a separate connection, since a waiting call may hold the process group's
         return self._rendezvous.connect(timedelta(seconds=_CONNECT_S))
 
+    def _answer_key(self, number: int, rank: int) -> str:
+        return f"{self._prefix}/saves/{number}/{rank}"
+
+    def _decline(self, reason: str) -> None:
+        """Answer ranks that ask, now or later, whether this one saves as well."""
+        self._store.set(self._answer_key(self._asked + 1, self._rank), f"{_NO}{reason}")
+
+    def _heard(self) -> None:
+        """Tell that this rank knows the first failure."""
+        self._store.set(f"{self._prefix}/heard/{self._rank}", "1")
+
     # The thread
 
     def _watch(self) -> None:
         beats = 0
-        while not self._stopped.wait(_POLL_S if beats else 0):
-            beats += 1
-            first = self._seen = self._look(f"{beats} {self._where()}") or self._seen
-            if first is None or self._failing:
-                continue
-            if self._stopped.wait(_GRACE_S):
+        while True:
+            self.interrupts.wait(_POLL_S if beats else 0)
+            if self._stopped.is_set():
                 return
+            beats += 1
+            first = self._look(f"{beats} {self._where()}")
+            if first is not None and self._seen is None:
+                self._seen, self._seen_at = first, time.monotonic()
+                take_over_from_observer()
+                with suppress(RuntimeError, dist.DistError):
+                    self._heard()
+            if self._seen is not None and not self._failing:
+                settled = time.monotonic() - self._seen_at > _SETTLE_S
+                if self._at_once or settled:
+                    self._end(self._seen)
+
+    def _end(self, first: str) -> None:
+        """End what the main thread does, and if that fails, the process."""
+        with self._lock:
             if self._failing:
-                continue  # the main thread is about to end the process
-            print(
-                f"[lightning_shard] rank {self._rank} stops {self._where()}, because of the first failure, on {first}",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(1)
+                return
+            self._ends = True
+        where = self._where()
+        with suppress(RuntimeError, dist.DistError):
+            self._decline(f"is {where}")
+        if self.interrupts.catches:
+            self.interrupts.ends_now = True
+            signal.pthread_kill(self._main, signal.SIGINT)
+        stop = time.monotonic() + (_GRACE_S / 4 if self._at_once else _GRACE_S)
+        while time.monotonic() < stop:
+            if self._stopped.wait(_POLL_S / 4) or (self._failing and not self._at_once):
+                return  # the main thread ends the process, once its hooks have run
+        brief = first.partition("\n")[0]
+        say(f"rank {self._rank} stops {self._where()}, because of the first failure, on {brief}")
+        os._exit(1)
 
     def _look(self, beat: str = "") -> str | None:
         """Write a heartbeat; returns the first failure, if any. A lost connection counts if a new one can't be made."""
+        at_once_key = f"{self._first_key}/at_once"
         try:
             self._store.set(self._beat_key(self._rank), beat)
-            return self._store.get(self._first_key).decode() if self._store.check([self._first_key]) else None
+            if reason := self.interrupts.look(self._store):
+                self._store.set(at_once_key, "1")
+                self._store.compare_set(self._first_key, "", f"rank {self._rank}: {reason}")
+            if not self._store.check([self._first_key]):
+                return None
+            self._at_once = self._at_once or self._store.check([at_once_key])
+            return self._store.get(self._first_key).decode()
         except (RuntimeError, dist.DistError):
             if self._stopped.is_set():
                 return None
@@ -192,6 +339,30 @@ class FailureWatch:
 
     def _lost_key(self, rank: int) -> str:
         return f"{self._prefix}/lost/{rank}"
+
+
+def _refusal(answers: dict[int, str], world_size: int) -> str:
+    """Why ranks with these answers don't save; empty if they do."""
+    for rank, answer in answers.items():
+        if answer.startswith(_NO):
+            return f"rank {rank} {answer.removeprefix(_NO)}"
+    if silent := [rank for rank in range(world_size) if rank not in answers]:
+        return f"{_ranks(silent)} didn't answer within {_ANSWER_S:.0f} s"
+    if len(set(answers.values())) > 1:
+        other = next(rank for rank, answer in answers.items() if answer != answers[0])
+        return f"rank 0 is {answers[0]}, and rank {other} {answers[other]}"
+    return ""
+
+
+def _in_update(exception: BaseException) -> bool:
+    """Whether an exception was raised in an optimizer's step, after the closure that the step calls first."""
+    inside = False
+    for frame, _ in traceback.walk_tb(exception.__traceback__):
+        if frame.f_code.co_name == "_wrap_closure":  # of Lightning's precision plugins
+            inside = False
+        elif isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) and frame.f_code.co_name == "step":
+            inside = True
+    return inside
 
 
 def lost_the_others(exception: BaseException) -> bool:

@@ -7,7 +7,6 @@ writes the outcome to the process group's store, and only a rank that failed wai
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -17,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.plugin.running.failure import lost_the_others
+from lightning_shard.plugin.running.votes import collect
 
 _KEY = "lightning_shard/alike"
-_POLL_S = 0.05
 _WAIT_S = 5.0
 """Ranks that fail at the same place get there about together, since they met in a collective just before."""
 _CONNECT_S = 10.0
@@ -73,16 +72,11 @@ class Attempts:
                 self._connect(timedelta(seconds=_CONNECT_S)).set(f"{prefix}/{self._rank}", "passed")
 
     def _failed_everywhere(self, prefix: str) -> bool:
-        stop = time.monotonic() + _WAIT_S
-        missing = [f"{prefix}/{other}" for other in self._others]
+        keys = [f"{prefix}/{other}" for other in self._others]
         try:
             store = self._connect(timedelta(seconds=_CONNECT_S))
             store.set(f"{prefix}/{self._rank}", "failed")
-            while missing and time.monotonic() < stop:
-                if not store.check([missing[-1]]):
-                    time.sleep(_POLL_S)
-                elif store.get(missing.pop()).decode() == "passed":
-                    return False
+            found = collect(store, keys, _WAIT_S, lambda outcome: outcome == "passed")
         except (RuntimeError, dist.DistError):
             return False
-        return not missing
+        return list(found.values()) == ["failed"] * len(keys)

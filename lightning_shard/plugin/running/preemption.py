@@ -30,7 +30,6 @@ from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import callbacks
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -40,11 +39,7 @@ from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.steps.checks.agreement import SameGradients, SameSettings
 from lightning_shard.plugin.steps.used_hooks import is_overridden
 
-__all__ = ["AgreedSIGTERM", "Preemption"]
-
-
-class AgreedSIGTERM(SIGTERMException):
-    """Ends the fit on all ranks after the same step and save, so it needn't be reported to the others as a failure."""
+__all__ = ["Preemption"]
 
 
 class Preemption(callbacks.Callback):
@@ -99,6 +94,19 @@ class Preemption(callbacks.Callback):
             del combined[: len(each.flags)]
         if sigterm or requeue:
             self._act(trainer, sigterm, requeue)
+        self._passes(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._passes(trainer, dataloader_idx, batch_idx)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def _passes(self, trainer: pl.Trainer, *of_evaluation: int) -> None:
+        watch = trainer.strategy._watch  # type: ignore[attr-defined]
+        if watch is not None:
+            watch.interrupts.passes((trainer_private.batches_started(trainer), *of_evaluation))
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._stop |= trainer.should_stop
@@ -153,22 +161,14 @@ class Preemption(callbacks.Callback):
         trainer._signal_connector.received_sigterm = self._agreed = sigterm
 
     @contextmanager
-    def stopping(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Turn the loops' SIGTERMException into an AgreedSIGTERM, which has the exit code of a terminated process."""
+    def stopping(self) -> Iterator[None]:
+        """Give the loops' SIGTERMException the exit code of a terminated process, if all ranks end at the same step."""
         try:
             yield
-        except SIGTERMException:
-            if not self._agreed:
-                raise
-            raise AgreedSIGTERM(_exit_code(trainer)) from None
-
-
-def _exit_code(trainer: pl.Trainer) -> int:
-    """The exit code of a process that SIGTERM has ended, so that the job isn't taken for completed."""
-    environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
-    if isinstance(environment, LightningEnvironment) and environment.local_rank() > 0:
-        return 0  # Lightning's launcher kills its own process when one that it has started fails
-    return 128 + signal.SIGTERM
+        except SIGTERMException as stop:
+            if self._agreed:
+                stop.code = 128 + signal.SIGTERM
+            raise
 
 
 def _requeue_job() -> None:

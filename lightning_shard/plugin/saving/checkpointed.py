@@ -24,13 +24,14 @@ from lightning_shard.checkpoint.optimizers.named import listed_in, merge_stages,
 from lightning_shard.checkpoint.optimizers.restored import Plan, asked_as, described, plan_optimizers, renamed
 from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.checkpoint.store import as_path
-from lightning_shard.errors import ConfigurationError, StateMismatchError
+from lightning_shard.errors import CheckpointError, ConfigurationError, StateMismatchError
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.assembly.assemble import Assembly
 from lightning_shard.plugin.data.resume import reopen_epoch
 from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
+from lightning_shard.plugin.running.last_words import say
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.saving.drift import Drift
 from lightning_shard.plugin.saving.frozen import Frozen
@@ -144,15 +145,37 @@ class CheckpointedStrategy(ConnectedStrategy):
     def own_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state dict."""
         assert self.lightning_module is not None
-        failing = sys.exc_info()[1]
-        if isinstance(failing, Exception) and self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED:
-            # A callback saves on an exception, before Lightning has told the strategy of it. The other ranks won't
-            # join this save, so the failure must be reported first.
-            self.on_exception(failing)
+        self._agree_to_save()  # here: a save calls this first
         self._apart = self._join_copies(tolerates=True)
         state = self.lightning_module.state_dict()
         others = self._saved_by_other_stages()
         return {name: value for name, value in state.items() if name not in others}
+
+    def _agree_to_save(self) -> None:
+        """Before a save by ranks that handle an exception. They may all come; no collective may be called before.
+
+        Raises:
+            CheckpointError: On all ranks that save: some rank doesn't, or is at another step.
+        """
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self._watch is None or trainer.state.status != TrainerStatus.INTERRUPTED:
+            return
+        failing = sys.exc_info()[1]
+        if failing is not None:
+            self._report(failing)
+        if failing is not None and self._assembly is None:
+            say("Nothing was saved on this exception: the run had not begun.")
+            self.on_exception(failing)
+            raise failing
+        batches = trainer_private.batches_started(trainer)
+        if why := self._watch.agree_to_save(f"in batch {batches}, after step {trainer.global_step}"):
+            saved = [getattr(each, "_last_checkpoint_saved", "") for each in trainer.checkpoint_callbacks]
+            last = next(filter(None, saved), "")
+            raise CheckpointError(
+                f"Nothing was saved on this exception: {why}."
+                + (f" The run's last checkpoint is {last}." if last else "")
+            )
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
@@ -188,11 +211,12 @@ class CheckpointedStrategy(ConnectedStrategy):
             states[TRANSFORMERS_KEY] = describe(
                 self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
             )
-        self.checkpoint_io.save_checkpoint(
-            {**checkpoint, **states, OWN: own},
-            self.broadcast(filepath),
-            storage_options=storage_options,
-        )
+        with self._saving():
+            self.checkpoint_io.save_checkpoint(
+                {**checkpoint, **states, OWN: own},
+                self.broadcast(filepath),
+                storage_options=storage_options,
+            )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._loaded_from = as_path(self.broadcast(checkpoint_path))

@@ -171,7 +171,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         path = self._free_path(values, io) if trainer.is_global_zero else ""
         self._save_checkpoint(trainer, path)
         self._save_last_checkpoint(trainer, values)
-        rank_zero_info(f"Saved {path} since a {type(exception).__name__} was raised: {exception}")
+        rank_zero_info(f"Saved {path} since a {type(exception).__name__} was raised.")
 
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         """The newest committed checkpoint, if any. Every rank searches by itself: they aren't connected yet."""

@@ -1,0 +1,78 @@
+"""Ranks that learn of Ctrl+C at different moments end at the same point, the first that none of them has passed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from lightning_shard.plugin.running import interrupts
+from lightning_shard.plugin.running.interrupts import Interrupts
+
+Pair = tuple[Interrupts, Interrupts]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Interrupts("run", 0, 2), Interrupts("run", 1, 2)
+    for one in made:
+        one.catches = True
+    yield made
+    for one in made:
+        one.close()
+
+
+def press(one: Interrupts) -> None:
+    os.write(one._writes, bytes([signal.SIGINT]))
+    one.wait(1)
+
+
+def test_the_rank_that_is_behind_catches_up_with_the_other_and_both_end(pair: Pair) -> None:
+    store, (behind, ahead) = dist.HashStore(), pair
+    behind.passes((7,))
+    ahead.passes((7,))
+    ahead.passes((7, 0, 0))
+    press(behind)
+    for one in (behind, ahead, behind, ahead):
+        assert one.look(store) is None
+    behind.passes((7, 0, 0))
+    for one in pair:
+        with pytest.raises(KeyboardInterrupt):
+            one.passes((7, 0, 1))
+
+
+def test_ranks_pass_on_if_nothing_was_pressed(pair: Pair) -> None:
+    store = dist.HashStore()
+    for number in range(3):
+        for one in pair:
+            one.passes((number,))
+            assert one.look(store) is None
+
+
+def test_the_same_press_that_comes_twice_at_once_counts_once_and_a_later_one_ends_at_once(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, (first, other) = dist.HashStore(), pair
+    for _ in range(2):
+        press(first)
+        assert first.look(store) is None
+    monkeypatch.setattr(interrupts, "_SAME_S", 0.0)
+    press(other)
+    assert other.look(store) is None  # its first, and it had not heard of the other's
+    press(other)
+    assert "pressed again" in str(other.look(store))
+
+
+def test_a_batch_that_never_ends_is_waited_for_only_so_long_unless_it_is_a_save(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, (first, _) = dist.HashStore(), pair
+    monkeypatch.setattr(interrupts, "_PATIENCE_S", 0.0)
+    press(first)
+    assert first.look(store) is None
+    with first.saving():
+        assert first.look(store) is None
+    assert "no batch ended within 0 s" in str(first.look(store))
