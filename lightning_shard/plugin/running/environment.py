@@ -43,8 +43,9 @@ class ComputingSettings:
     def __init__(self) -> None:
         self._before = torch.get_num_threads()
         self._is_in_environment = any(name in os.environ for name in _VARIABLES)
-        self._restored: int | None = None
-        """The number of threads to set when the run ends."""
+        self._chosen: int | None = None
+        """The number of threads that the user has set, as the run began."""
+        self._is_running = False
 
     def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Set the number of threads alike on all ranks, and compare all other settings. A collective call.
@@ -56,25 +57,25 @@ class ComputingSettings:
             group: All ranks, host to host.
             device: Where this rank computes.
         """
-        own = self._chosen()
+        if not self._is_running:  # else a run within a run, such as the learning rate finder's
+            self._chosen, self._is_running = self._chosen_now(), True
         everyone: list[tuple[Available, int | None, dict[str, str]]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
-        dist.all_gather_object(everyone, (Available.here(), own, _settings(device)), group=group)
+        dist.all_gather_object(everyone, (Available.here(), self._chosen, _settings(device)), group=group)
         available, chosen, settings = zip(*everyone)
         number = processors.shares(available)
         processors.agree_on(number)
         threads = number_of_threads(chosen, number)
         torch.set_num_threads(threads[dist.get_rank(group)])
-        self._restored = self._before if own is None else own
         if not self._is_in_environment:
             os.environ.pop(_OMP, None)  # Lightning's launcher has set it, on one rank
-        found = [{**own, _THREADS: str(number)} for own, number in zip(settings, threads)]
+        found = [{**of_rank, _THREADS: str(count)} for of_rank, count in zip(settings, threads)]
         if differing := differences(found):
             rank_zero_warn(
                 "Ranks compute with different settings, so what they should compute alike differs, by rounding or more:"
                 f" {differing}. Set these alike on all ranks, before the Trainer runs."
             )
 
-    def _chosen(self) -> int | None:
+    def _chosen_now(self) -> int | None:
         """The number of threads that the user has set; None if there is none."""
         number = torch.get_num_threads()
         if not self._is_in_environment and os.environ.get(_OMP) == str(number):
@@ -84,10 +85,10 @@ class ComputingSettings:
 
     def restore(self) -> None:
         """Set what was set before the run."""
-        if self._restored is not None:
-            torch.set_num_threads(self._restored)
+        if self._is_running:
+            torch.set_num_threads(self._before if self._chosen is None else self._chosen)
             processors.agree_on(None)
-            self._restored = None
+            self._is_running = False
 
 
 def _settings(device: torch.device) -> dict[str, str]:
