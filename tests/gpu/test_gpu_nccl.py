@@ -147,7 +147,8 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it_in_nccl(
     accounts = caught.value.accounts
     assert "no more" in accounts[1]
     assert "exit code 1" in accounts[0] or "no more" in accounts[0], accounts
-    assert "because of the first failure, on rank 1: ValueError: no more" in capfd.readouterr().err + accounts[0]
+    # rank 0 is stopped, or interrupted in Python
+    assert "on rank 1: ValueError: no more" in capfd.readouterr().err + accounts[0]
 
 
 def over_gloo() -> None:

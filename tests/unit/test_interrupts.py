@@ -76,3 +76,24 @@ def test_a_batch_that_never_ends_is_waited_for_only_so_long_unless_it_is_a_save(
     with first.saving():
         assert first.look(store) is None
     assert "no batch ended within 0 s" in str(first.look(store))
+
+
+def test_a_signal_raises_nothing_in_a_run_and_python_handles_it_again_after_it(pair: Pair) -> None:
+    first, _ = pair
+    with first.caught():
+        signal.raise_signal(signal.SIGINT)
+        first.wait(1)
+        assert first._presses == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_users_own_handler_stays_in_place(pair: Pair) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        with pair[0].caught():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]
