@@ -52,7 +52,7 @@ def _reading(read_file: Callable[..., Any]) -> Callable[..., Any]:
 
 def _writing(write_file: Callable[..., Any]) -> Callable[..., Any]:
     def write(checkpoint: dict[str, Any], filepath: Any) -> None:
-        with _out_of_the_way(os.fspath(filepath)):
+        with _out_of_the_way(os.fspath(filepath).removeprefix("file://")):
             write_file(checkpoint, filepath)
 
     return write
@@ -61,9 +61,7 @@ def _writing(write_file: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _out_of_the_way(path: str) -> Iterator[None]:
     """Context: a sharded checkpoint at a local path is called its next version, and is removed at the end."""
-    from lightning_shard import checkpoint
-
-    if not (os.path.isdir(path) and checkpoint.exists(path)):
+    if not (os.path.isdir(path) and _is_ours(path)):
         yield
         return
     from lightning_shard.plugin.saving.local_folders import next_version, remove_folder
@@ -83,15 +81,22 @@ def _loading_into(load: Callable[..., Any]) -> Callable[..., Any]:
     def load_checkpoint(
         self: Any, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        from lightning_shard import checkpoint
-
-        if os.path.isfile(path) or not checkpoint.exists(path):
+        if not _is_ours(path):
             return load(self, path, state, strict, weights_only)  # type: ignore[no-any-return]
         from lightning_shard.plugin.saving.fabric import load_into
 
         return load_into(self, path, state, strict=strict)
 
     return load_checkpoint
+
+
+def _is_ours(path: Any) -> bool:
+    from lightning_shard import checkpoint
+
+    try:
+        return not os.path.isfile(path) and checkpoint.exists(path)
+    except Exception:  # whoever reads it meets the same
+        return False
 
 
 def _matching(load: Callable[..., Any]) -> Callable[..., Any]:
