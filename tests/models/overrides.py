@@ -72,7 +72,8 @@ _CONVOLUTIONS: Settings = {"layer_types": ["conv", "full_attention"] * 2}
 _BLOCK_TYPES: Settings = {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2}
 _GEMMA4_EXPERTS: Settings = {
     **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
-    **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    **{"attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2},
+    **{"hidden_size_per_layer_input": 0},
 }
 """As in gemma-4-26B-A4B."""
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}

@@ -17,11 +17,12 @@ _HEAD = """# Models
 Made by `python -m tests.models.survey` {when}: torch {torch}, Lightning {lightning}, transformers {transformers},
 peft {peft}, Python {python}; CPU, gloo, fp32.
 
-Each architecture is built from its configuration, as small as that lets it be, with random weights and without
-dropout, and put into a LightningModule that knows of no layout. On one plain process and on each layout it takes two
-AdamW steps of 8 samples, validates and predicts; `lightning_shard.testing.assert_trains_alike` compares losses, logs,
-outputs, every gradient, their norm, parameters and buffers. [testing.md](testing.md) is how to do that with a module of
-your own.
+Each architecture is built from its configuration, as small as that lets it be: with layers of all the kinds that the
+whole one has (windows and full attention, dense layers and experts, keys and values of other layers), with random
+weights and without dropout. It is put into a LightningModule that knows of no layout. On one plain process and on each
+layout it takes two AdamW steps of 8 samples, validates and predicts; `lightning_shard.testing.assert_trains_alike`
+compares losses, logs, outputs, every gradient, their norm, parameters and buffers. [testing.md](testing.md) is how to
+do that with a module of your own.
 
 A row that differs is compared once more with other weights, since rounding decides at some kinks, then in 64 bits.
 Text models get text without padding. Models of image and text get text alone, but for those that need images, and
@@ -47,6 +48,7 @@ def page(results: Mapping[str, Any]) -> str:
     parts = [
         _HEAD.format(when=_when(rows), **results["made"]),
         _counts(rows, compared, int(results["made"]["architectures"])),
+        _of_fewer_kinds(compared),
         *tables,
         reasons.section(),
         _others("Random", "random", rows, "Two runs on one process differ where random numbers do."),
@@ -82,6 +84,16 @@ def _counts(rows: list[Row], compared: list[Row], known: int) -> str:
         kinds = ("alike", "refused", "no plan", "in parts", "rounding", "not run", "different", "crashed")
         lines.append(f"| {layout}, {meaning} | " + " | ".join(str(counts[kind]) for kind in kinds) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _of_fewer_kinds(rows: list[Row]) -> str:
+    names = sorted(str(row["class"]) for row in rows if row.get("of fewer kinds"))
+    if not names:
+        return ""
+    return (
+        f"{len(names)} rows have yet to be run again: their configurations had fewer kinds of layers, or windows longer"
+        f" than the texts. {', '.join(names)}.\n"
+    )
 
 
 def _table(family: str, rows: list[Row], reasons: _Reasons) -> str:

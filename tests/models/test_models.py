@@ -32,6 +32,12 @@ def test_a_sample_is_on_two_stages_as_the_page_says(name: str) -> None:
     assert _kinds(row)["pp2"] == _kinds(RESULTS["rows"][name])["pp2"], row
 
 
+def test_blocks_that_share_keys_and_values_by_a_dict_of_their_own_train_on_data_ranks() -> None:
+    row = survey.all_of_it()["Gemma3nForCausalLM"](layouts=["dp2", "pp2 x dp2", "tp2"])
+    assert _kinds(row) == {"dp2": "alike", "pp2 x dp2": "alike", "tp2": "refused"}, row
+    assert row["layouts"]["tp2"]["error"] == "PlanError"  # its sparse layers take statistics over what the plan splits
+
+
 def test_settings_are_of_known_architectures() -> None:
     known = {name for what in transformers_models.architectures().values() for name in what}
     assert known >= overrides.NAMES

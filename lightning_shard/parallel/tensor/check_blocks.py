@@ -14,7 +14,8 @@ Split layers in modules that also hold blocks are compared by
 During the comparison, trained parameters that are small everywhere have other values (``small_weights.py``).
 
 Not checked: blocks with a user's hooks inside; compiled blocks; blocks that are called with objects; parts whose input
-or output is split; code that draws random numbers for split features (a warning says so); sequence-parallel plans.
+or output is split; blocks that are given a part on each rank; code that draws random numbers for split features (a
+warning says so); sequence-parallel plans.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -41,6 +43,7 @@ from lightning_shard.errors import PlanError
 from lightning_shard.parallel.containers import has_forward
 from lightning_shard.parallel.context.check_positions import RunChanges, TrialRuns, random_state
 from lightning_shard.parallel.probe_arguments import PLAIN, has_other_hooks, is_cache
+from lightning_shard.parallel.tensor.check_handed_on import norm_and_sum
 from lightning_shard.parallel.tensor.small_weights import enlarged
 from lightning_shard.parallel.tensor.styles import ScatterSequence
 from lightning_shard.sharding import full_tensor, parameter_like, put_attributes
@@ -260,6 +263,8 @@ def _check(
     for key, parameter in block.named_parameters():
         put_attributes(tensors[key], parameter.__dict__)
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    if _are_split(arguments, block):
+        return
 
     # both runs get copies, since a run may write to its arguments and to buffers
 
@@ -305,6 +310,20 @@ def _check(
                 " 'rowwise_split_input' for the layer behind it, or a layer for each. What follows a 'colwise' layer,"
                 " up to a 'rowwise' one, must work on a part of its features or heads."
             )
+
+
+def _are_split(arguments: Any, block: nn.Module) -> bool:
+    """Whether ranks are given different values, such as another block's keys of their heads; a collective call."""
+    mesh = next((each.device_mesh for each in block.parameters() if isinstance(each, DTensor)), None)
+    sums = [norm_and_sum(each) for each in tree.tensors(arguments) if each.is_floating_point() and each.numel()]
+    if mesh is None or mesh.ndim > 1 or not sums:
+        return False
+    largest = torch.stack(sums).nan_to_num()
+    smallest = -largest
+    for each in (largest, smallest):
+        dist.all_reduce(each, dist.ReduceOp.MAX, mesh.get_group())
+    apart = (largest + smallest).amax(-1)
+    return bool((apart > _APART[torch.float32] * largest[:, 0]).any())
 
 
 def is_on_first_rank(module: nn.Module) -> bool:
