@@ -119,11 +119,8 @@ class PreparedStrategy(CheckpointedStrategy):
             known.lay_out_again(self.layout, self._settings, self._schedules, self.groups)
             known.check_parameters(module, self.groups)
             put_on_units(module, known.attributes)
-        if self.layout.pipeline_parallel_size > 1 and known is not self._assembly:  # else this Trainer has printed it
-            report_placement(callbacks, self.layout, known.placement)
+        self._report_layout(callbacks, module, known)
         self._assembly = known
-        if self.layout.world_size > 1:
-            report_whole(callbacks, module, self.groups.gather_over_stages)
         synchronize(module, self.groups.data if self._syncs_over_data_ranks() else None)
         self.model = module
         self._connect_checkpoint_io(trainer)
@@ -147,6 +144,12 @@ class PreparedStrategy(CheckpointedStrategy):
         self._of_run.enter_context(dtensor_mixed.run())
         if self._walks is not None:
             self._walks.guard(shows_all=True)
+
+    def _report_layout(self, callbacks: Sequence[pl.Callback], module: pl.LightningModule, known: Assembly) -> None:
+        if self.layout.pipeline_parallel_size > 1 and known is not self._assembly:  # else this Trainer has printed it
+            report_placement(callbacks, self.layout, known.placement)
+        if self.layout.world_size > 1:
+            report_whole(callbacks, module, self.groups.gather_over_stages)
 
     def _restore_what_is_laid_out(self) -> None:
         """Restore all but optimizers and loops, which Lightning does after the setup; runs users' loading hooks."""
