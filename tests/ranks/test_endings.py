@@ -317,22 +317,21 @@ def end_alone(folder: str, sizes: dict[str, int], way: str, keep: str) -> None:
 def test_what_one_rank_meets_ends_all_without_a_save_and_the_reason_is_told_once(
     name: str, way: str, keep: str, tmp_path: Path
 ) -> None:
-    sizes, began = SIZES[name], time.monotonic()
+    sizes = SIZES[name]
     patience = mock.patch("lightning_shard.testing.processes.FAILURE_GRACE_S", LIMIT_S)
     with patience, pytest.raises(RanksFailed) as failed:
-        run_ranks(end_alone, world(sizes), str(tmp_path), sizes, way, keep, elastic=True, timeout_s=2 * LIMIT_S)
-    assert time.monotonic() - began < 2 * LIMIT_S
+        run_ranks(end_alone, world(sizes), str(tmp_path), sizes, way, keep, elastic=True, timeout_s=60)
+    seconds = time.time() - (tmp_path / "step=2.ckpt" / "manifest.json").stat().st_mtime
+    assert seconds < LIMIT_S
     assert all("died (exit code 1)" in account for account in failed.value.accounts.values()), failed.value
     last = steps_saved(tmp_path)[-1]
     assert last in ((2, 4) if "worker" in way else (2,))  # of those that are saved regularly
     accounts = {int(path.stem): json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     own = accounts[1]
     assert own["raised"] == ALONE[way][2], own
-    said = [
-        account["printed"] for account in accounts.values() if "Nothing was saved on this exc" in account["printed"]
-    ]
-    assert len(said) == 1
-    assert "step=2.ckpt" in said[0]
+    said = [line for each in accounts.values() for line in each["printed"].splitlines() if "Nothing was saved" in line]
+    assert len(said) == 1 or (last == 4 and not said), accounts  # none if it fails at the step that was saved
+    assert all(f"step={last}.ckpt" in line for line in said)
     for account in (accounts[rank] for rank in accounts if rank != 1 and way != "Ctrl+C twice"):
         assert account["raised"] == "RankFailure", account
         assert "The first failure was on rank 1: " in account["text"]

@@ -108,7 +108,7 @@ class FailureWatch:
             self._fault = "has lost the others"
         elif _in_update(exception):
             self._fault = "failed in an optimizer's update, which may have changed some of its weights"
-        if not first.endswith(f": {cause}"):
+        if self._ends or not first.endswith(f": {cause}"):
             exception.add_note(f"The first failure was on {first}")
             self._first = first
         self._was_first = first == mine
