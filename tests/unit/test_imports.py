@@ -22,6 +22,7 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "gloo": set(),
     "layout": {"errors"},
+    "lightning_private": set(),
     "namespaces": set(),
     "processors": set(),
     "scripted": {"errors"},
@@ -33,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "parallel": GROUND,
     "pipeline": GROUND,
     "checkpoint": GROUND,
-    "plugin": GROUND | TRADES,
+    "plugin": GROUND | TRADES | {"lightning_private"},
     "report": GROUND | TRADES | {"plugin"},
     "dryrun": GROUND | TRADES | {"plugin", "report"},
     "testing": GROUND | TRADES | {"plugin"},
@@ -41,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "cli_plan": GROUND | TRADES | {"plugin", "report", "dryrun"},
     "__init__": GROUND | TRADES | {"plugin", "dryrun"},
 }
-KNOWS_LIGHTNING = {"plugin", "dryrun", "testing"}
+KNOWS_LIGHTNING = {"lightning_private", "plugin", "dryrun", "testing"}
 KNOWS_HYDRA = {"cli_plan"}
 # The tests' own worker processes send functions and results to each other.
 KNOWS_PICKLE = {"testing"}
