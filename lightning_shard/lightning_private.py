@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -21,6 +21,8 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch import Tensor
 from torchmetrics import Metric
+
+from lightning_shard.torch_private import replaced
 
 _validate_precision: Any = _AcceleratorConnector._validate_precision_choice
 _waiting: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -49,27 +51,20 @@ def _validate_by_strategy(connector: Any) -> None:
         _validate_precision(connector)
 
 
-@contextmanager
-def filtering_parameters_by(new_ones: Callable[[list[Tensor], list[Tensor]], list[Tensor]]) -> Iterator[None]:
+def filtering_parameters_by(
+    new_ones: Callable[[list[Tensor], list[Tensor]], list[Tensor]],
+) -> AbstractContextManager[None]:
     """Inside, finetuning callbacks add what ``new_ones`` returns of an optimizer's parameters and others."""
-    callback: Any = BaseFinetuning
-    plain = vars(callback)["filter_on_optimizer"]
 
     def filter_on_optimizer(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
         return new_ones([p for group in optimizer.param_groups for p in group["params"]], list(params))
 
-    callback.filter_on_optimizer = staticmethod(filter_on_optimizer)
-    try:
-        yield
-    finally:
-        callback.filter_on_optimizer = plain
+    return replaced((BaseFinetuning, "filter_on_optimizer", staticmethod(filter_on_optimizer)))
 
 
-@contextmanager
-def told_of_new_metrics(tell: Callable[[Metric], None]) -> Iterator[None]:
+def told_of_new_metrics(tell: Callable[[Metric], None]) -> AbstractContextManager[None]:
     """Inside, ``tell`` is called with each metric that is made, other than those in which Lightning holds logs."""
-    kind: Any = Metric
-    own = kind.__init__
+    own: Any = Metric.__init__
 
     @wraps(own)
     def made(metric: Metric, *args: Any, **kwargs: Any) -> None:
@@ -77,8 +72,4 @@ def told_of_new_metrics(tell: Callable[[Metric], None]) -> Iterator[None]:
         if not type(metric).__module__.startswith("lightning."):
             tell(metric)
 
-    kind.__init__ = made
-    try:
-        yield
-    finally:
-        kind.__init__ = own
+    return replaced((Metric, "__init__", made))

@@ -14,20 +14,21 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 TRADES = {"parallel", "pipeline", "checkpoint"}
 GROUND = {
     *("arguments", "dense", "errors", "gloo", "layout", "namespaces", "processors", "scripted", "sharding"),
-    *("subclasses", "tree", "user_hooks", "versions"),
+    *("subclasses", "torch_private", "tree", "user_hooks", "versions"),
 }
 ROOMS: dict[str, set[str]] = {
     "arguments": {"errors"},
     "dense": {"tree"},
     "errors": set(),
-    "gloo": set(),
+    "gloo": {"torch_private"},
     "layout": {"errors"},
-    "lightning_private": set(),
+    "lightning_private": {"torch_private"},
     "namespaces": set(),
     "processors": set(),
     "scripted": {"errors"},
     "sharding": {"errors"},
     "subclasses": set(),
+    "torch_private": set(),
     "tree": {"errors"},
     "user_hooks": set(),
     "versions": {"tree"},

@@ -34,7 +34,6 @@ from lightning_shard.plugin.limits import (
 from lightning_shard.plugin.optimizers.finetuning import (
     add_unfrozen_groups,
     adding_new_parameters,
-    allowing_empty_optimizers,
     finetuning_callbacks,
 )
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
@@ -64,6 +63,7 @@ from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.running_hooks import RunningHooks
 from lightning_shard.plugin.steps.schedule_choice import effective_schedule, evaluation_schedules
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
+from lightning_shard.torch_private import allowing_empty_optimizers, parametrizations_leaving_what_is_given
 
 _ASSEMBLY = "_lightning_shard_assembly"
 
@@ -126,6 +126,8 @@ class PreparedStrategy(CheckpointedStrategy):
             warn_of_unstorable(trainer, module)
             upload_folders(trainer, self.checkpoint_io)
         known = module.__dict__.get(_ASSEMBLY)
+        self._of_run.close()  # of a setup without a teardown
+        self._of_run.enter_context(parametrizations_leaving_what_is_given())
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if self.layout.pipeline_parallel_size > 1:
             trainer_private.record_no_module_names(trainer)
@@ -144,7 +146,6 @@ class PreparedStrategy(CheckpointedStrategy):
         self._make_steps(module, known)
         self._share_metrics()
         self.barrier()
-        self._of_run.close()  # of a setup without a teardown
         assert known.metrics is not None
         self._of_run.enter_context(known.metrics.reducing_new_ones())
         self._of_run.enter_context(adding_new_parameters(self.layout.pipeline_parallel_size > 1))

@@ -9,8 +9,8 @@ where all parameters are in one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,23 +45,6 @@ def adding_new_parameters(several_stages: bool) -> AbstractContextManager[None]:
         return _AddedAnyway(new) if several_stages else new
 
     return filtering_parameters_by(new_ones)
-
-
-@contextmanager
-def allowing_empty_optimizers() -> Iterator[None]:
-    """Inside, an optimizer without parameters can be created, as where all of them are on other stages."""
-    optimizer: Any = torch.optim.Optimizer
-    own = optimizer.__init__
-
-    def make(self: Any, params: Any, defaults: Any) -> None:
-        given = params if isinstance(params, Tensor) else list(params)
-        own(self, [{"params": []}] if isinstance(given, list) and not given else given, defaults)
-
-    optimizer.__init__ = make
-    try:
-        yield
-    finally:
-        optimizer.__init__ = own
 
 
 def add_unfrozen_groups(trainer: pl.Trainer, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

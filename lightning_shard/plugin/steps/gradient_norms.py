@@ -44,6 +44,7 @@ from lightning_shard.pipeline.dataflow.taint import Hollow, refuse
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
 from lightning_shard.plugin.steps.counted_once import counted_once
+from lightning_shard.torch_private import replaced
 
 _TOTAL: Any = clip_grad._get_total_norm.__wrapped__  # type: ignore[attr-defined]
 _CLIP: Any = clip_grad._clip_grads_with_norm_.__wrapped__  # type: ignore[attr-defined]
@@ -128,23 +129,19 @@ class WholeNorms:
     @contextmanager
     def of_functions(self) -> Iterator[None]:
         """Inside, torch's and Lightning's functions return whole norms, and are collective calls over all ranks."""
-        meanwhile = [
-            (grad_norm, "__code__", _grad_norm.__code__),
-            (_TOTAL, "__code__", _total_norm.__code__),
-            (_CLIP, "__code__", _clip_with_norm.__code__),
-            (clip_grad, _GROUP.__name__, _grouped),
-            (WholeNorms, "current", self),
-        ]
-        before = [(place, name, getattr(place, name)) for place, name, _ in meanwhile]
+        before, WholeNorms.current = WholeNorms.current, self
         shown = nullcontext() if self._guard is None else Hollow.given_gradients(self._gives)
+        codes = [(grad_norm, _grad_norm), (_TOTAL, _total_norm), (_CLIP, _clip_with_norm)]
+        own = [function.__code__ for function, _ in codes]
         try:
-            for place, name, value in meanwhile:
-                setattr(place, name, value)
-            with shown:
+            for function, other in codes:
+                function.__code__ = other.__code__
+            with replaced((clip_grad, _GROUP.__name__, _grouped)), shown:
                 yield
         finally:
-            for place, name, value in before:
-                setattr(place, name, value)
+            WholeNorms.current = before
+            for (function, _), code in zip(codes, own):
+                function.__code__ = code
 
     @staticmethod
     @contextmanager
