@@ -21,6 +21,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lightning_shard.torch_private import gloo_groups_replaced
+
 _INTERFACES = "GLOO_SOCKET_IFNAME"
 """The variable that names gloo's network interfaces, separated by commas; torch reads it where it makes options."""
 
@@ -48,8 +50,5 @@ def one_worker() -> Iterator[None]:
             )
             super().__init__(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = OneWorker  # type: ignore[misc]
-    try:
+    with gloo_groups_replaced(OneWorker):
         yield
-    finally:
-        distributed_c10d.ProcessGroupGloo = original  # type: ignore[misc]

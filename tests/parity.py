@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_shard import HybridShardStrategy
+from lightning_shard.plugin.steps.checks.stage_parameters import seen_as_parts
 from lightning_shard.sharding import full_tensor
 from recipes import plans
 from tests import on_gpu
@@ -201,7 +202,8 @@ def _norm(trainer: L.Trainer, module: L.LightningModule) -> Tensor:
 
         strategy = trainer.strategy
         mesh = strategy.device_mesh[strategy.layout.stage_axes]
-        return gradient_norm(module.parameters(), mesh, strategy.root_device)
+        with seen_as_parts(module):
+            return gradient_norm(module.parameters(), mesh, strategy.root_device)
     return torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in module.parameters() if p.grad is not None]))
 
 

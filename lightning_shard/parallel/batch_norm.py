@@ -1,7 +1,7 @@
 """Synchronized BatchNorm: statistics over the samples of all data ranks, for ``Trainer(sync_batchnorm=True)``.
 
 torch's ``SyncBatchNorm`` runs on accelerators only, and replaces the layer by one of another class. Here a layer stays
-the same object, with its name, hooks and buffers, and gets a subclass of its class. In training it uses the mean and
+the same object, with its name, hooks and buffers, and gets a ``forward`` of its own. In training it uses the mean and
 variance over all data ranks' samples. On an accelerator torch's own kernels compute them. On the CPU two all-reduces
 do: of the sum of the samples, and of the sum of their squared distances to the mean.
 """
@@ -9,6 +9,7 @@ do: of the sum of the samples, and of the sum of their squared distances to the 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,6 @@ from torch.nn.modules._functions import (
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shard.errors import StepError
-
-_CLASSES: dict[type[_BatchNorm], type[_BatchNorm]] = {}
 
 
 def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
@@ -36,14 +35,11 @@ def synchronize(module: nn.Module, group: dist.ProcessGroup | None) -> None:
         group: The ranks; ``None`` turns synchronization off again.
     """
     for layer in batch_norms(module).values():
-        kind = type(layer)
-        if not issubclass(kind, Synchronized):
-            if group is None:
-                continue
-            if kind not in _CLASSES:
-                _CLASSES[kind] = type(kind.__name__, (Synchronized, kind), {"__module__": kind.__module__})
-            layer.__class__ = _CLASSES[kind]
-        layer.__dict__["_over"] = _Over(group)
+        own = vars(layer)
+        if isinstance(own.get("forward"), _Synchronized):
+            del own["forward"]
+        if group is not None and "forward" not in own:  # else another stage's
+            own["forward"] = _Synchronized(layer, group)
 
 
 def broadcast_statistics(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -60,57 +56,44 @@ def broadcast_statistics(module: nn.Module, group: dist.ProcessGroup) -> None:
                 dist.broadcast(buffer, group=group, group_src=0)
 
 
-class _Over:
-    """Holds a process group; a deep copy of a layer shares it, since groups can't be copied."""
+class _Synchronized:
+    """The forward of a layer; a deep copy of the layer is synchronized too, and one that is pickled isn't."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, layer: _BatchNorm, group: dist.ProcessGroup) -> None:
+        self._layer = layer
+        self._group = group
 
-    def __deepcopy__(self, _: Any) -> _Over:
-        return self
-
-
-class Synchronized(_BatchNorm):
-    """Mixin for a BatchNorm layer that is synchronized. Pickling restores the layer's original class."""
-
-    _over: _Over
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Not the layer's class's: a registry isn't told of this one, and it is given no arguments."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Synchronized:
+        return _Synchronized(copy.deepcopy(self._layer, memo), self._group)
 
     def __reduce__(self) -> Any:
-        state = {key: value for key, value in self.__dict__.items() if key != "_over"}
-        return object.__new__, (type(self).__mro__[2],), state
+        return partial, (type(self._layer).forward, self._layer)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return copied
-
-    def forward(self, input: Tensor) -> Tensor:
-        group = self._over.group
-        if group is None or not self.training:
-            return super().forward(input)
-        self._check_input_dim(input)
+    def __call__(self, input: Tensor) -> Tensor:
+        layer, group = self._layer, self._group
+        if not layer.training:
+            return type(layer).forward(layer, input)
+        layer._check_input_dim(input)
         mean, variance, share = self._to_track()
         if input.device.type != "cpu":
             size = dist.get_world_size(group)
-            weight, bias = self.weight, self.bias
-            return _OnAccelerator.apply(input, weight, bias, mean, variance, self.eps, share, group, size)  # type: ignore[no-any-return]
+            return _OnAccelerator.apply(input, layer.weight, layer.bias, mean, variance, layer.eps, share, group, size)  # type: ignore[no-any-return]
         return self._on_host(input, group, mean, variance, share)
 
     def _to_track(self) -> tuple[Tensor | None, Tensor | None, float]:
         """The running mean and variance, and the weight of this batch in them; increments the batch counter."""
-        if not self.track_running_stats:
+        layer = self._layer
+        if not layer.track_running_stats:
             return None, None, 0.0
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        return self.running_mean, self.running_var, share
+        assert layer.num_batches_tracked is not None
+        layer.num_batches_tracked.add_(1)
+        share = 1.0 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+        return layer.running_mean, layer.running_var, share
 
     def _on_host(
         self, input: Tensor, group: dist.ProcessGroup, tracked_mean: Tensor | None, tracked: Tensor | None, share: float
     ) -> Tensor:
+        layer = self._layer
         x = input if input.dtype in (torch.float32, torch.float64) else input.float()
         dims = [dim for dim in range(x.ndim) if dim != 1]
         of_channels = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
@@ -119,7 +102,7 @@ class Synchronized(_BatchNorm):
         count = sums[-1].detach()
         if count <= 1:
             raise StepError(
-                f"{type(self).__name__} got one value per channel from all data ranks together (here an input of shape"
+                f"{type(layer).__name__} got one value per channel from all data ranks together (here an input of shape"
                 f" {tuple(input.shape)}), which has no variance: train with larger batches (drop_last=True if only the"
                 " last one is so small), or without sync_batchnorm in evaluation mode."
             )
@@ -130,12 +113,12 @@ class Synchronized(_BatchNorm):
             with torch.no_grad():
                 tracked_mean.lerp_(mean.to(tracked_mean.dtype), share)
                 tracked.lerp_((variance * (count / (count - 1))).to(tracked.dtype), share)
-        scale = (variance + self.eps).rsqrt()
-        if self.weight is not None:
-            scale = scale * self.weight
+        scale = (variance + layer.eps).rsqrt()
+        if layer.weight is not None:
+            scale = scale * layer.weight
         out = centred * scale.view(of_channels)
-        if self.bias is not None:
-            out = out + self.bias.view(of_channels)
+        if layer.bias is not None:
+            out = out + layer.bias.view(of_channels)
         return out.to(input.dtype)
 
 

@@ -36,7 +36,12 @@ from lightning_shard.plugin.saving.averaging import postpone_copies, resume_aver
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.settings import Settings, check_kinds
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.checks.parameter_walks import missing_parameter, note_missing_parameter
+from lightning_shard.plugin.steps.checks.stage_parameters import (
+    by_parts,
+    guard_of,
+    missing_parameter,
+    note_missing_parameter,
+)
 from lightning_shard.plugin.steps.look_ahead import BatchesAhead, runs_in_order
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.redirect import note_sharded, sharded_refusal
@@ -189,6 +194,7 @@ class HybridShardStrategy(PreparedStrategy):
         """
         return self._assembly.placement if self._assembly else None
 
+    @by_parts
     def held_memory(self) -> HeldMemory:
         """Report the memory in use on each rank's device, by kind; ``str()`` is a table.
 
@@ -204,18 +210,21 @@ class HybridShardStrategy(PreparedStrategy):
         stages = [stage.index for stage in known.stages] if known.stages is not None else [0]
         return held_memory(module, self.optimizers, self.layout, stages, self.root_device, self.groups.host)
 
+    @by_parts
     def local_shard(self) -> dict[str, Tensor]:
         """This rank's shards of the parameters, by name; they alias the parameters' memory."""
         assert self.lightning_module is not None
         reshard(self.lightning_module)
         return {name: local_tensor(parameter) for name, parameter in self.lightning_module.named_parameters()}
 
+    @by_parts
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """Return full parameters by name on rank 0's CPU; empty on other ranks. A collective call over all ranks."""
         assert self.lightning_module is not None
         reshard(self.lightning_module)
         return gather_parameters(self.lightning_module, self.layout, self._groups, self.root_device)
 
+    @by_parts
     def synchronize_gradients(self) -> None:
         """Reduce the gradients accumulated under :meth:`block_backward_sync`; a collective call over the stage.
 
@@ -241,6 +250,9 @@ class HybridShardStrategy(PreparedStrategy):
         from lightning_shard.plugin.saving.model_checkpoint import take_over_stock_callbacks
 
         trainer = self.lightning_module.trainer
+        if (guard := guard_of(self.lightning_module)) is not None:  # an earlier run's
+            guard.release()
+        self._watch_hooks(trainer)
         postpone_copies(trainer.callbacks)  # type: ignore[attr-defined]
         if self._samples is None:
             self._samples = trainer_private.take_over_sampling(trainer)
@@ -279,19 +291,18 @@ class HybridShardStrategy(PreparedStrategy):
 
     def _refusal(self, error: Exception) -> ShardError | None:
         refusal = None
-        if self._walks is not None and self.lightning_module is not None:
-            refusal = self._walks.refusal(error) or missing_parameter(error, self.lightning_module)
+        if self.layout.pipeline_parallel_size > 1 and self.lightning_module is not None:
+            refusal = missing_parameter(error, self.lightning_module)
         return refusal or sharded_refusal(error)
 
     def teardown(self) -> None:
         if self.model is not None:
             synchronize(self.model, None)
         self._of_run.close()
+        self._of_hooks.close()
         super().teardown()
-        if self._walks is not None:
-            self._walks.warn()
-        elif self._states is not None:
-            self._states.guard()
+        if self._guard is not None:
+            self._guard.guard(is_after_run=True)
 
     # Steps
 
@@ -299,19 +310,18 @@ class HybridShardStrategy(PreparedStrategy):
         assert self.lightning_module is not None
         resume_data(self.lightning_module.trainer)
         resume_averaging(self.lightning_module.trainer)
+        trainer_private.find_rates_by_all_data(self.lightning_module.trainer)
         self._keep_loaded()
         self._in_groups = None
         if self._generators is not None:
             randomness.restore(self._generators, self.root_device)
             self._generators = None
-        if self._walks is not None:
-            self._walks.guard()
+        self._guard_hooks(shows_all=False)
         assert self._steps is not None
         self._steps.begin("training_step")
 
     def on_train_end(self) -> None:
-        if self._walks is not None:
-            self._walks.guard(shows_all=True)
+        self._guard_hooks()
         self._join_copies()
         self.checkpoint_io.wait()
 
@@ -355,6 +365,7 @@ class HybridShardStrategy(PreparedStrategy):
         with dtensor_mixed.step():
             return super().backward(self._steps.begin_backward(closure_loss), *args, **kwargs)
 
+    @by_parts
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         try:
             with dtensor_mixed.step():
@@ -465,8 +476,3 @@ class HybridShardStrategy(PreparedStrategy):
         """
         assert self.lightning_module is not None
         reshard(self.lightning_module)
-
-
-trainer_private.name_refused_precisions(HybridShardStrategy)
-trainer_private.find_rates_by_all_data(HybridShardStrategy)
-trainer_private.refuse_batch_size_search(HybridShardStrategy)

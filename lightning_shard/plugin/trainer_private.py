@@ -16,10 +16,8 @@
   loaders without a length). ``epoch_loop._num_ready_batches_reached``: whether the current batch ends the epoch.
 * ``_results.log`` (reached through the module's ``_trainer``, where it has one): every ``self.log`` ends here, by
   whatever name it is called.
-* ``_AcceleratorConnector._validate_precision_choice``: its refusals of precisions name ``ModelParallelStrategy``.
 * ``fabric.connector._convert_precision_to_unified_args``: the name that a Trainer gives a precision.
-* ``tuner.tuning._check_scale_batch_size_configuration``: its refusal says no remedy.
-* ``tuner.lr_finder._LRCallback``: reads the loss of rank 0's own data only.
+* ``tuner.lr_finder._LRCallback.on_train_batch_end``: reads the loss of rank 0's own data only.
 * ``PyTorchProfiler._register``: the hooks that it sets on all modules; ``_record_module_names``: whether it sets them.
 * ``_checkpoint_connector._restore_modules_and_callbacks``: called before a strategy's setup or after all of it, never
   between the module's and the optimizers'.
@@ -35,11 +33,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.connector import _convert_precision_to_unified_args
-from lightning.pytorch.callbacks import BasePredictionWriter, BatchSizeFinder
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.tuner import tuning
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -50,25 +46,6 @@ from lightning_shard.plugin.data.loader import drop_repeated
 GATHERED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """The dtype to which autocast casts weights, by the name of the precision."""
 PRECISIONS = ("32-true", "64-true", *GATHERED, "bf16-true", "16-true")
-
-
-def name_refused_precisions(strategy: Any) -> None:
-    """Make a Trainer that uses ``strategy`` refuse unsupported precisions in the name of that strategy."""
-    validate = _AcceleratorConnector._validate_precision_choice
-
-    def validate_choice(connector: Any) -> None:
-        chosen = connector._strategy_flag
-        if not isinstance(chosen, strategy) and chosen != strategy.strategy_name:
-            validate(connector)
-            return
-        refuse_precision(connector._precision_flag)
-        if connector._precision_flag == "16-mixed" and connector._accelerator_flag == "cpu":
-            raise ConfigurationError(
-                "precision='16-mixed' isn't done on the CPU (Lightning would use bf16-mixed instead): use"
-                " precision='bf16-mixed'."
-            )
-
-    _AcceleratorConnector._validate_precision_choice = validate_choice  # type: ignore[method-assign,assignment]
 
 
 def named_precision(given: Any) -> str:
@@ -92,41 +69,18 @@ def refuse_precision(precision: Any) -> None:
         )
 
 
-def find_rates_by_all_data(strategy: type) -> None:
-    """Make Lightning's learning rate finder use the mean loss over all data ranks."""
-    of_own_data = _LRCallback.on_train_batch_end
+def find_rates_by_all_data(trainer: pl.Trainer) -> None:
+    """Have Lightning's learning rate finder, if it is running, use the mean loss over all data ranks."""
 
     def on_train_batch_end(callback: Any, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
-        if outputs and isinstance(trainer.strategy, strategy):
+        if outputs:
             loss = outputs if isinstance(outputs, Tensor) else outputs["loss"]
             outputs = trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")
-        of_own_data(callback, trainer, module, outputs, *args)
+        _LRCallback.on_train_batch_end(callback, trainer, module, outputs, *args)
 
-    _LRCallback.on_train_batch_end = on_train_batch_end  # type: ignore[method-assign,assignment]
-
-
-def refuse_batch_size_search(strategy: type) -> None:
-    """Refuse Lightning's search for a batch size by our own error, which says what to do instead."""
-    check, setup = tuning._check_scale_batch_size_configuration, BatchSizeFinder.setup
-
-    def refuse(trainer: pl.Trainer) -> None:
-        if isinstance(trainer.strategy, strategy) and trainer._accelerator_connector.is_distributed:
-            raise ConfigurationError(
-                "Tuner.scale_batch_size and BatchSizeFinder can't search with HybridShardStrategy: a batch that one"
-                " rank has no memory for ends the run of all. Predict the memory of a step by `lightning-shard plan`,"
-                ' or search with strategy="auto" on one device.'
-            )
-
-    def check_configuration(trainer: pl.Trainer) -> None:
-        refuse(trainer)
-        check(trainer)
-
-    def set_up(callback: Any, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        refuse(trainer)
-        setup(callback, trainer, *args, **kwargs)
-
-    tuning._check_scale_batch_size_configuration = check_configuration
-    BatchSizeFinder.setup = set_up  # type: ignore[method-assign,assignment]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, _LRCallback):
+            vars(callback)["on_train_batch_end"] = partial(on_train_batch_end, callback)
 
 
 def skip_backward(trainer: pl.Trainer) -> None:

@@ -302,7 +302,7 @@ class Sized(Module):
     val_dataloader = train_dataloader
 
 
-SEVERAL_RANKS = dict.fromkeys(("pp2", "dp2"), "can't search with HybridShardStrategy")
+SEVERAL_RANKS = dict.fromkeys(("pp2", "dp2"), "not supported with distributed strategies")
 
 
 @habit("BatchSizeFinder", refused=SEVERAL_RANKS)

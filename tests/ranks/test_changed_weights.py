@@ -507,19 +507,19 @@ class Averages(Plain):
 
 
 ON_STAGES = {
-    Teaches: "iterates over the parameters of net",
+    Teaches: r"iterates over parameters\(\) of net",
     TeachesByName: "another one holds",
     TeachesByLookup: "which stage [01] holds",
-    TeachesByState: "iterates over the state_dict of net. .* which doesn't match what is whole",
+    TeachesByState: r"iterates over state_dict\(\) of net",
     ChangesDataLater: "was changed in place in a step, which runs once for each microbatch",
-    Averages: "update_parameters .* iterates over the parameters of net",
+    Averages: r"iterates over parameters\(\) of net",
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ON_STAGES)
 def test_what_looks_for_a_whole_network_on_a_stage_is_refused_as_that(kind: type[Plain]) -> None:
-    with pytest.raises(RanksFailed, match=rf"failed first: .*StepError: .*{ON_STAGES[kind]}"):
+    with pytest.raises(RanksFailed, match=rf"(?s)failed first: .*Error: .*{ON_STAGES[kind]}"):
         run_ranks(on_stages, 2, kind, elastic=True)
 
 

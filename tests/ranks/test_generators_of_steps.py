@@ -24,7 +24,8 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * (np.random.default_rng().random() + random.Random().random())
+        made = np.random.default_rng().random() + random.Random().random()
+        return x + self.scale * (made + np.random.standard_normal())
 
 
 class Denoises(L.LightningModule):
@@ -45,6 +46,18 @@ class Denoises(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Jitters(Denoises):
+    """Adds one number of numpy's, which draws them in pairs, before each block; the loss is zero as above."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x, added = batch.double(), 0.0
+        for block in self.blocks:
+            jitter = np.random.standard_normal()
+            added += jitter
+            x = block(x + jitter)
+        return (x - batch - added).round(decimals=6).square().mean()
 
 
 class Annealer:
@@ -84,6 +97,10 @@ def batches() -> list[Tensor]:
 @pytest.mark.parametrize("layout", ["pp2", {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}])
 def test_stages_draw_the_same_from_generators_that_a_step_makes(layout: object) -> None:
     assert_trains_alike(Denoises, batches, layouts=[layout])
+
+
+def test_stages_draw_the_same_from_numpys_global_generator_around_blocks_that_draw_too() -> None:
+    assert_trains_alike(Jitters, batches, layouts=["pp2"])
 
 
 def test_the_first_batch_counts_once_in_the_class_of_a_helper() -> None:

@@ -211,7 +211,7 @@ def walk(kind: Any) -> None:
 @pytest.mark.parametrize(("kind", "module"), [(Average, "model"), (OwnNorm, "the LightningModule")])
 def test_going_over_a_stages_parameters_as_if_they_were_all_is_refused(kind: Any, module: str) -> None:
     with pytest.raises(
-        RanksFailed, match=f"StepError: .* iterates over the parameters of {module}\\. .*EMAWeightAveraging"
+        RanksFailed, match=rf"StepError: .* iterates over parameters\(\) of {module}\. .*EMAWeightAveraging"
     ):
         run_ranks(walk, 2, kind, elastic=True)
 

@@ -14,26 +14,28 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 TRADES = {"parallel", "pipeline", "checkpoint"}
 GROUND = {
     *("arguments", "dense", "errors", "gloo", "layout", "namespaces", "processors", "scripted", "sharding"),
-    *("subclasses", "tree", "user_hooks", "versions"),
+    *("subclasses", "torch_private", "tree", "user_hooks", "versions"),
 }
 ROOMS: dict[str, set[str]] = {
     "arguments": {"errors"},
     "dense": {"tree"},
     "errors": set(),
-    "gloo": set(),
+    "gloo": {"torch_private"},
     "layout": {"errors"},
+    "lightning_private": {"torch_private"},
     "namespaces": set(),
     "processors": set(),
     "scripted": {"errors"},
     "sharding": {"errors"},
     "subclasses": set(),
+    "torch_private": set(),
     "tree": {"errors"},
     "user_hooks": set(),
     "versions": {"tree"},
     "parallel": GROUND,
     "pipeline": GROUND,
     "checkpoint": GROUND,
-    "plugin": GROUND | TRADES,
+    "plugin": GROUND | TRADES | {"lightning_private"},
     "report": GROUND | TRADES | {"plugin"},
     "dryrun": GROUND | TRADES | {"plugin", "report"},
     "testing": GROUND | TRADES | {"plugin"},
@@ -41,7 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "cli_plan": GROUND | TRADES | {"plugin", "report", "dryrun"},
     "__init__": GROUND | TRADES | {"plugin", "dryrun"},
 }
-KNOWS_LIGHTNING = {"plugin", "dryrun", "testing"}
+KNOWS_LIGHTNING = {"lightning_private", "plugin", "dryrun", "testing"}
 KNOWS_HYDRA = {"cli_plan"}
 # The tests' own worker processes send functions and results to each other.
 KNOWS_PICKLE = {"testing"}

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torchmetrics import RunningMean
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin.limits import refuse, refuse_synced_generation
@@ -56,15 +52,6 @@ def test_metrics_over_the_last_updates_are_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         refuse(trainer, module, Layout(pipeline_parallel_size=2), 1)
-
-
-def test_a_search_for_a_batch_size_is_refused_with_what_to_do_instead() -> None:
-    settings: Any = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
-    trainer = L.Trainer(strategy=HybridShardStrategy(), **settings)
-    with pytest.raises(ConfigurationError, match=r"Tuner\.scale_batch_size .*`lightning-shard plan`"):
-        Tuner(trainer).scale_batch_size(L.LightningModule())
-    with pytest.raises(ConfigurationError, match="BatchSizeFinder can't search"):
-        BatchSizeFinder().setup(trainer, L.LightningModule(), "fit")
 
 
 class Generating(nn.Module):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_shard.plugin.steps import numpy_generator, randomness, unseeded
+from lightning_shard.plugin.steps import randomness, unseeded
 
 CPU = torch.device("cpu")
 
@@ -55,10 +55,35 @@ def test_numpys_second_gaussian_number_waits_after_a_step_where_it_did_before(dr
         assert np.array_equal(np.random.standard_normal(8 - drawn), whole[drawn:])
 
 
-def test_another_bit_generator_than_numpys_first_is_put_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numpy_generator, "_memory", lambda: None)
-    test_what_is_drawn_inside_leaves_no_trace()
-    test_numpys_second_gaussian_number_waits_after_a_step_where_it_did_before(1)
+def test_another_bit_generator_than_numpys_first_is_put_back_too() -> None:
+    numpy: Any = np.random
+    own, before = np.random.MT19937(3), numpy.get_bit_generator()
+    numpy.set_bit_generator(own)
+    try:
+        with randomness.preserved(CPU):
+            numpy.set_bit_generator(np.random.PCG64(3))
+            draw()
+        assert numpy.get_bit_generator() is own
+        test_what_is_drawn_inside_leaves_no_trace()
+        test_numpys_second_gaussian_number_waits_after_a_step_where_it_did_before(1)
+    finally:
+        numpy.set_bit_generator(before)
+
+
+def test_a_replaced_generator_of_numpys_leaves_no_trace_either() -> None:
+    randomness.seed_all(5)
+    np.random.rand(3)
+    expected = np.random.rand(3)
+    randomness.seed_all(5)
+    np.random.rand(3)
+    drawn = []
+    for _ in range(2):
+        put_back = randomness.remember(CPU, np.random.MT19937(0))
+        randomness.seed_all(7)
+        drawn.append(draw())
+        put_back()
+    assert drawn[0] == drawn[1]
+    assert np.array_equal(np.random.rand(3), expected)
 
 
 def test_what_is_drawn_from_numpys_generator_shows() -> None:

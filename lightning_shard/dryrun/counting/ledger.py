@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_shard.torch_private import resizes_replaced
+
 _aten = torch.ops.aten
 _BETWEEN_RANKS = ("_c10d_functional", "c10d", "_c10d_functional_autograd")
 
@@ -186,11 +188,8 @@ class Ledger(TorchDispatchMode):
                 self._grow(size - known[1])
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore
-        try:
+        with resizes_replaced(resize):
             yield self
-        finally:
-            torch.UntypedStorage.resize_ = plain  # type: ignore
 
 
 def _nbytes(tensor: Tensor) -> int:

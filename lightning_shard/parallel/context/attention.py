@@ -22,6 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.context.chunks import Gather, Part
 from lightning_shard.parallel.context.recomputed import recomputed_within
+from lightning_shard.torch_private import attention_replaced
 
 _SEQUENCE = -2
 """The dim of queries, keys and values, ``[…, sequence, features]``, and of a mask's rows."""
@@ -35,14 +36,12 @@ def attention_by(function: Callable[..., Tensor]) -> Iterator[None]:
     Functions that are checkpointed inside call ``function`` in the backward too. Code that has imported
     ``scaled_dot_product_attention`` by name still calls torch's.
     """
-    before, fast = F.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
-    F.scaled_dot_product_attention = function  # type: ignore[assignment]
+    fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with recomputed_within(partial(attention_by, function)):
+        with attention_replaced(function), recomputed_within(partial(attention_by, function)):
             yield
     finally:
-        F.scaled_dot_product_attention = before
         torch.backends.mha.set_fastpath_enabled(fast)
 
 

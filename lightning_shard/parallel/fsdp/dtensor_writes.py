@@ -51,7 +51,6 @@ from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp import dtensor_lists, dtensor_random
 from lightning_shard.parallel.fsdp.data_writes import data_of, watch_data
 from lightning_shard.parallel.fsdp.dtensor_whole import full, on_full_tensors
-from lightning_shard.parallel.fsdp.parametrized_calls import keep_what_is_set_to_itself
 from lightning_shard.sharding import full_tensor, local_part, part_on
 
 _SET: Any = torch.Tensor.__setitem__
@@ -74,7 +73,6 @@ _WRITING_ELSEWHERE = [
 def behave_as_tensors() -> None:
     """Patch the class DTensor, and so all DTensors of this process, and what parameters give and are set to."""
     watch_data()
-    keep_what_is_set_to_itself()
     sharded: Any = DTensor
     sharded.data = property(data_of, _assign)
     handlers = sharded._op_dispatcher._custom_op_handlers

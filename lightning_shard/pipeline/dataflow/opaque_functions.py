@@ -25,6 +25,7 @@ from torch._functorch import apis, eager_transforms
 from torch.autograd import Function
 
 from lightning_shard.pipeline.dataflow.taint import Unknown, collecting_unknown
+from lightning_shard.torch_private import replaced
 
 
 class Watcher(Protocol):
@@ -35,8 +36,6 @@ class Watcher(Protocol):
 
 _apply: Any = Function.__dict__["apply"]
 _of_thread = threading.local()
-_lock = threading.Lock()
-_watchers: list[Watcher] = []
 
 
 def _reporting_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,10 +60,10 @@ def _reporting(call: Callable[..., Any]) -> Callable[..., Any]:
     return reporting
 
 
-_PATCHED: list[tuple[Any, str, Any, Any]] = [
-    (Function, "apply", _apply, classmethod(_reporting_apply)),
+_PATCHED: list[tuple[Any, str, Any]] = [
+    (Function, "apply", classmethod(_reporting_apply)),
     *(
-        (holder, name, getattr(holder, name), _reporting(getattr(holder, name)))
+        (holder, name, _reporting(getattr(holder, name)))
         for holder, name in [
             (apis, "vmap_impl"),
             (eager_transforms, "_jvp_with_argnums"),
@@ -72,26 +71,18 @@ _PATCHED: list[tuple[Any, str, Any, Any]] = [
         ]
     ),
 ]
-"""Each patched function: its holder, its name, the original, and the replacement that reports to the watcher."""
+"""Each patched function: its holder, its name, and the replacement that reports to the watcher."""
 
 
 @contextmanager
 def reported_to(watcher: Watcher) -> Iterator[None]:
     """Context in which each such call on this thread is reported to ``watcher``, which may replace its result."""
-    with _lock:
-        _watchers.append(watcher)
-        for holder, name, _, reporting in _PATCHED:
-            setattr(holder, name, reporting)
     _of_thread.watcher = watcher
     try:
-        yield
+        with replaced(*_PATCHED):
+            yield
     finally:
         _of_thread.watcher = None
-        with _lock:
-            _watchers.remove(watcher)
-            if not _watchers:
-                for holder, name, plain, _ in _PATCHED:
-                    setattr(holder, name, plain)
 
 
 def is_inside() -> bool:

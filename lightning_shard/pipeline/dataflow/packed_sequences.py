@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_shard import tree
+from lightning_shard.torch_private import replaced
 
 _NAME = "find_packed_sequence_indices"
 
@@ -47,8 +48,5 @@ def nothing_packed(batch: Any = None) -> Iterator[Asked]:
         asked.is_asked = True
         return None
 
-    setattr(masks, _NAME, answered)
-    try:
+    with replaced((masks, _NAME, answered)):
         yield asked
-    finally:
-        setattr(masks, _NAME, plain)

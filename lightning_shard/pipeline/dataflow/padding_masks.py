@@ -20,6 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_shard.torch_private import replaced
+
 _BIDIRECTIONAL, _CAUSAL = "_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"
 
 
@@ -34,13 +36,11 @@ _kept = _Kept()
 def masks_made_as_given(*, causal_too: bool) -> Iterator[None]:
     """Context in which whether there is a mask doesn't depend on its values, in this thread."""
     masks: Any = sys.modules.get("transformers.masking_utils")
-    for name in (_BIDIRECTIONAL, _CAUSAL):
-        plain = getattr(masks, name, None)
-        if plain is not None and not hasattr(plain, "__wrapped__"):
-            setattr(masks, name, _told(name, plain))
+    held = [name for name in (_BIDIRECTIONAL, _CAUSAL) if name in vars(masks)] if masks is not None else []
     before, _kept.names = _kept.names, (_BIDIRECTIONAL, _CAUSAL) if causal_too else (_BIDIRECTIONAL,)
     try:
-        yield
+        with replaced(*((masks, name, _told(name, getattr(masks, name))) for name in held)):
+            yield
     finally:
         _kept.names = before
 

@@ -12,9 +12,8 @@ not synchronised.
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -164,17 +163,17 @@ class Unknown(torch.Tensor):
 class Hollow(Unknown):
     """A placeholder for a parameter that another stage holds: shape and dtype, expanded from a single NaN.
 
-    Its ``grad`` is ``None``. Only code selected by :meth:`given_gradients` sees an unknown gradient, if it trains.
+    Its ``grad`` is ``None``, or where :meth:`given_gradients` says so an unknown gradient, if it trains.
     """
 
     fqn: str
     holder: int
     trains: bool
-    _gives: Callable[[Mapping[str, Any]], bool] | None = None
+    _gives: Callable[[], bool] | None = None
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        if not self.trains or Hollow._gives is None or not Hollow._gives(sys._getframe(1).f_globals):
+        if not self.trains or Hollow._gives is None or not Hollow._gives():
             return None
         nan = _nan_like(self, self.device)
         nan.origin = Origin(f"the gradient of {self.fqn}, which stage {self.holder} holds,", self.origin.on_missing)
@@ -191,8 +190,8 @@ class Hollow(Unknown):
 
     @staticmethod
     @contextmanager
-    def given_gradients(gives: Callable[[Mapping[str, Any]], bool] | None) -> Iterator[None]:
-        """Context in which ``grad`` isn't ``None`` for code for whose global names ``gives`` returns true."""
+    def given_gradients(gives: Callable[[], bool] | None) -> Iterator[None]:
+        """Context in which ``grad`` isn't ``None`` where ``gives`` returns true."""
         before, Hollow._gives = Hollow._gives, gives
         try:
             yield

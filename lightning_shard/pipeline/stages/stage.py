@@ -82,11 +82,11 @@ class Stage:
         entrances: The modules that contain all blocks: a step runs the network by calling one of them.
         in_backward: Whether a backward runs.
         given: The values that stand-ins returned, by place.
-        draws: Seeds the random generators for an owned place, and returns a function that restores them. It is called
-            in the forward, and in the backward of the same microbatch, where activation checkpointing may rerun the
-            block. Recomputation doesn't know which place it reruns a block of several places for. So such a block
-            draws from the generators of the code around it, and these are reseeded after each place, on every stage: a
-            checkpoint restores the generators before it recomputes.
+        draws: Seeds the random generators for a place, and returns a function that restores them. It is called in the
+            forward, and in the backward of the same microbatch, where activation checkpointing may rerun the block.
+            Recomputation doesn't know which place it reruns a block of several places for. So such a block draws from
+            the generators of the code around it, and these are reseeded after each place, on every stage: a checkpoint
+            restores the generators before it recomputes.
     """
 
     index: int
@@ -378,7 +378,7 @@ class Stage:
         if not self.is_shown:
             return
         passage, places = self.passage, self.places[name]
-        if len(places) == 1 and places[0] in self.owned and self.draws is not None:
+        if len(places) == 1 and self.draws is not None:
             self._drawn[places[0]] = self.draws(places[0])
         if not passage.active:
             return  # recomputation under activation checkpointing

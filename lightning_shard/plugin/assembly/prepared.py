@@ -33,11 +33,11 @@ from lightning_shard.plugin.limits import (
 )
 from lightning_shard.plugin.optimizers.finetuning import (
     add_unfrozen_groups,
-    allowing_empty_optimizers,
+    adding_new_parameters,
     finetuning_callbacks,
-    take_over_unfreezing,
 )
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
+from lightning_shard.plugin.reporting.number_of_ranks import warn_of_number_of_ranks
 from lightning_shard.plugin.reporting.summary import report_placement, report_whole, summarize_before
 from lightning_shard.plugin.reporting.throughput import share_throughput
 from lightning_shard.plugin.saving.averaging import average_shards
@@ -49,8 +49,8 @@ from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.alike import Alike
 from lightning_shard.plugin.steps.checks.copies_of_stages import CopiesOfStages
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
-from lightning_shard.plugin.steps.checks.parameter_walks import OF_RANK, PartialStates, Walks
 from lightning_shard.plugin.steps.checks.shared_buffers import SharedBuffers
+from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
 from lightning_shard.plugin.steps.checks.summed_losses import warn_of_balancing
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.first_step import FirstStepChecks
@@ -60,8 +60,10 @@ from lightning_shard.plugin.steps.loss_scaling import agree_on_overflows
 from lightning_shard.plugin.steps.loss_weight import LossWeights
 from lightning_shard.plugin.steps.metrics import SharedMetrics
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
+from lightning_shard.plugin.steps.running_hooks import RunningHooks
 from lightning_shard.plugin.steps.schedule_choice import effective_schedule, evaluation_schedules
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
+from lightning_shard.torch_private import allowing_empty_optimizers, parametrizations_leaving_what_is_given
 
 _ASSEMBLY = "_lightning_shard_assembly"
 
@@ -82,18 +84,33 @@ class PreparedStrategy(CheckpointedStrategy):
     _microbatches: int
     _reduces_each: bool
     _loss_weight: Callable[[Any], Any] | None
+    _hooks: RunningHooks | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._steps: SingleStageSteps | PipelinedSteps | None = None
         self._gradients: Gradients | None = None
         self._first_checks: FirstStepChecks | None = None
-        self._walks: Walks | None = None
-        self._states: PartialStates | None = None
+        self._guard: StageParameters | None = None
+        self._of_hooks = ExitStack()  # as long as hooks run, from their setup to the teardown
         self._norms: WholeNorms | None = None
         self._of_run = ExitStack()  # closed in teardown
         self._built: Built | None = None
         self._trains: list[dict[str, bool]] = []
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks; see :attr:`layout` for that of data ranks."""
+        if self._hooks is not None and (hook := self._hooks.current) is not None:
+            warn_of_number_of_ranks(self.layout, hook.name)
+        return super().world_size
+
+    def _watch_hooks(self, trainer: pl.Trainer) -> None:
+        """Know which of the user's hooks runs, from here to the teardown."""
+        if self.layout.data_parallel_size < self.layout.world_size:
+            self._of_hooks.close()
+            self._hooks = RunningHooks(trainer)
+            self._of_hooks.enter_context(self._hooks.watched())
 
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
@@ -109,6 +126,8 @@ class PreparedStrategy(CheckpointedStrategy):
             warn_of_unstorable(trainer, module)
             upload_folders(trainer, self.checkpoint_io)
         known = module.__dict__.get(_ASSEMBLY)
+        self._of_run.close()  # of a setup without a teardown
+        self._of_run.enter_context(parametrizations_leaving_what_is_given())
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if self.layout.pipeline_parallel_size > 1:
             trainer_private.record_no_module_names(trainer)
@@ -127,9 +146,9 @@ class PreparedStrategy(CheckpointedStrategy):
         self._make_steps(module, known)
         self._share_metrics()
         self.barrier()
-        self._of_run.close()  # of a setup without a teardown
         assert known.metrics is not None
         self._of_run.enter_context(known.metrics.reducing_new_ones())
+        self._of_run.enter_context(adding_new_parameters(self.layout.pipeline_parallel_size > 1))
         if trainer.state.fn == TrainerFn.FITTING:
             average_shards(callbacks, module)
         self._restore_what_is_laid_out()
@@ -142,8 +161,11 @@ class PreparedStrategy(CheckpointedStrategy):
         assert self._norms is not None
         self._of_run.enter_context(self._norms.of_functions())
         self._of_run.enter_context(dtensor_mixed.run())
-        if self._walks is not None:
-            self._walks.guard(shows_all=True)
+        self._guard_hooks()
+
+    def _guard_hooks(self, *, shows_all: bool = True) -> None:
+        if self._guard is not None and self._hooks is not None and self._hooks.at_end is not None:
+            self._guard.guard(shows_all=shows_all)
 
     def _report_layout(self, callbacks: Sequence[pl.Callback], module: pl.LightningModule, known: Assembly) -> None:
         if self.layout.pipeline_parallel_size > 1 and known is not self._assembly:  # else this Trainer has printed it
@@ -154,11 +176,10 @@ class PreparedStrategy(CheckpointedStrategy):
     def _restore_what_is_laid_out(self) -> None:
         """Restore all but optimizers and loops, which Lightning does after the setup; runs users' loading hooks."""
         assert self._restore is not None
-        if self._walks is not None:
-            self._walks.guard(shows_all=True)
+        self._guard_hooks()
         self._restore()
-        if self._walks is not None:
-            self._walks.release()
+        if self._guard is not None:
+            self._guard.release()
 
     def _lay_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> Assembly:
         """Cut and shard a module that wasn't laid out before."""
@@ -215,8 +236,7 @@ class PreparedStrategy(CheckpointedStrategy):
             *(copies, shared, own_calls, context),
         )
         if known.stages is None:
-            self._states = PartialStates(_sharded(module) if layout.world_size > 1 else {}, OF_RANK, {})
-            self._states.release()  # removes an earlier Trainer's
+            self._guard = StageParameters(_sharded(module) if layout.world_size > 1 else {}, has_stages=False)
             if layout.data_parallel_size > 1 and known.lockstep is None:
                 units = [unit for unit in sharded_units(module) if unit is not module]
                 known.lockstep = Lockstep(units, groups.host, deals_experts=layout.expert_parallel_size > 1)
@@ -227,8 +247,10 @@ class PreparedStrategy(CheckpointedStrategy):
             return
         reshard(module)
         refuse_synced_generation(module)
-        stages, reshards = known.stages, self._settings.reshard_after_forward is True
-        self._walks = Walks(stages.incomplete, known.names, lambda: stages.in_step)
+        reshards = self._settings.reshard_after_forward is True
+        assert self._hooks is not None
+        self._guard = StageParameters(known.stages.incomplete, self._hooks, known.names)
+        self._hooks.at_end = self._guard.end
         self._steps = PipelinedSteps(
             module,
             known.stages,
@@ -264,7 +286,6 @@ class PreparedStrategy(CheckpointedStrategy):
         parameters = dict(self.lightning_module.named_parameters())
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         several = self.layout.pipeline_parallel_size > 1
-        take_over_unfreezing(several)
         assert self._assembly is not None
         with ExitStack() as inside:
             if several:
@@ -299,7 +320,8 @@ class PreparedStrategy(CheckpointedStrategy):
         super().setup_precision_plugin()
         assert self.lightning_module is not None
         mesh = self.device_mesh[self.layout.stage_axes]
-        self._norms = WholeNorms(self.lightning_module, mesh, self.groups, self.root_device, self._walks)
+        guard = self._guard if self.layout.pipeline_parallel_size > 1 else None
+        self._norms = WholeNorms(self.lightning_module, mesh, self.groups, self.root_device, guard)
         self._norms.take_over(self.precision_plugin)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from lightning_shard.parallel.collective_calls import calls_replaced
 from lightning_shard.plugin.optimizers.trials import Make, is_of_torch, kinds_of_groups, stepped, tried
+from lightning_shard.torch_private import calls_replaced
 
 _SCALES = (1.0, 1000.0)
 _OF_RANKS = "torch.distributed.optim."

@@ -9,18 +9,17 @@ where all parameters are in one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-_filter_plain = BaseFinetuning.filter_on_optimizer
+from lightning_shard.lightning_private import filtering_parameters_by
 
 
 def finetuning_callbacks(trainer: pl.Trainer) -> list[BaseFinetuning]:
@@ -34,41 +33,18 @@ class _AddedAnyway(list[Tensor]):
         return True
 
 
-def take_over_unfreezing(several_stages: bool) -> None:
-    """Make finetuning callbacks distinguish sharded parameters by identity.
+def adding_new_parameters(several_stages: bool) -> AbstractContextManager[None]:
+    """Inside, finetuning callbacks distinguish parameters by identity; Lightning's compare values.
 
-    Lightning compares values. For sharded parameters that is a collective call over the world, and stages would make
-    different numbers of these calls. With several stages, each adds the new group, even if empty, so that all have the
-    same groups.
+    With several stages, each adds the new group, even if empty, so that all have the same groups.
     """
 
-    def filter_on_optimizer(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-        params = list(params)
-        known = [p for group in optimizer.param_groups for p in group["params"]]
-        if not several_stages and not any(isinstance(p, DTensor) for p in (*known, *params)):
-            return _filter_plain(optimizer, params)
+    def new_ones(known: list[Tensor], params: list[Tensor]) -> list[Tensor]:
         ids = set(map(id, known))
         new = [p for p in params if id(p) not in ids]
         return _AddedAnyway(new) if several_stages else new
 
-    BaseFinetuning.filter_on_optimizer = staticmethod(filter_on_optimizer)  # type: ignore[method-assign]
-
-
-@contextmanager
-def allowing_empty_optimizers() -> Iterator[None]:
-    """Inside, an optimizer without parameters can be created, as where all of them are on other stages."""
-    optimizer: Any = torch.optim.Optimizer
-    own = optimizer.__init__
-
-    def make(self: Any, params: Any, defaults: Any) -> None:
-        given = params if isinstance(params, Tensor) else list(params)
-        own(self, [{"params": []}] if isinstance(given, list) and not given else given, defaults)
-
-    optimizer.__init__ = make
-    try:
-        yield
-    finally:
-        optimizer.__init__ = own
+    return filtering_parameters_by(new_ones)
 
 
 def add_unfrozen_groups(trainer: pl.Trainer, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.errors import LayoutError, ShardError
+from lightning_shard import lightning_private
+from lightning_shard.errors import ConfigurationError, LayoutError, ShardError
 from lightning_shard.gloo import one_worker
 from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.parallel.experts.exchange import gather
 from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.groups import Groups, set_timeout
-from lightning_shard.plugin.reporting.number_of_ranks import warn_users_code
 from lightning_shard.plugin.running.environment import ComputingSettings
 from lightning_shard.plugin.running.failure import FailureWatch
 from lightning_shard.plugin.running.last_words import print_failed_saves, print_instead, restore_hook
@@ -65,6 +65,16 @@ class ConnectedStrategy(ModelParallelStrategy):
         self._watch: FailureWatch | None = None
         self._undo_guards: Callable[[], None] = lambda: None
         self._preemption = Preemption()
+        lightning_private.choose_precision_by(self)
+
+    def check_precision(self, precision: Any, accelerator: Any) -> None:
+        """Refuse precisions that aren't supported, when a Trainer is made with this strategy."""
+        trainer_private.refuse_precision(precision)
+        if precision == "16-mixed" and accelerator == "cpu":
+            raise ConfigurationError(
+                "precision='16-mixed' isn't done on the CPU (Lightning would use bf16-mixed instead): use"
+                " precision='bf16-mixed'."
+            )
 
     @property
     def layout(self) -> Layout:
@@ -74,18 +84,12 @@ class ConnectedStrategy(ModelParallelStrategy):
         return self._layout
 
     @property
-    def world_size(self) -> int:
-        """The number of ranks; see :attr:`layout` for that of data ranks."""
-        if self._layout is not None:
-            warn_users_code(self._layout)
-        return super().world_size
-
-    @property
     def groups(self) -> Groups:
         assert self._groups is not None
         return self._groups
 
     def set_world_ranks(self) -> None:
+        lightning_private.is_taken(self)
         super().set_world_ranks()
         # the world size is known here for the first time: sizes that don't fit are refused before processes start
         self._check_number_of_ranks()

@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.plugin.saving.state import fill
+from lightning_shard.plugin.steps.checks.stage_parameters import seen_as_parts
 
 
 def postpone_copies(callbacks: Iterable[pl.Callback]) -> None:
@@ -149,13 +150,15 @@ class ShardedCopy(nn.Module):
 class ShardedAverage(AveragedModel):
     """torch's average of a model, for sharded parameters."""
 
-    averages_parts = True
-
     def __init__(self, live: pl.LightningModule, settings: _Postponed) -> None:
         average = settings.avg_fn or get_swa_avg_fn()
         if settings.multi_avg_fn is not None:
             average = partial(_one_by_one, settings.multi_avg_fn)
         super().__init__(ShardedCopy(live), avg_fn=average, use_buffers=settings.use_buffers)
+
+    def update_parameters(self, model: nn.Module) -> None:
+        with seen_as_parts(model):
+            super().update_parameters(model)
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
         return self.module.parameters()

@@ -48,6 +48,7 @@ from lightning_shard.plugin.saving.own_loading import (
 from lightning_shard.plugin.saving.pretrained import describe
 from lightning_shard.plugin.saving.state import load_module
 from lightning_shard.plugin.steps.checks.agreement import check_copies
+from lightning_shard.plugin.steps.checks.stage_parameters import by_parts
 
 _STATES = ("state_dict", "current_model_state")
 """The model's states; the second is the module's where the first is an average."""
@@ -125,6 +126,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             if self._drift is not None:
                 self._drift.report_at_end()
 
+    @by_parts
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state dict: DTensors for what is sharded, under the module's own names.
 
@@ -142,6 +144,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         assert module is not None
         return self.layout.pipeline_parallel_size > 1 and edits_checkpoints(module, "on_save_checkpoint")
 
+    @by_parts
     def own_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state dict."""
         assert self.lightning_module is not None
@@ -177,6 +180,7 @@ class CheckpointedStrategy(ConnectedStrategy):
                 + (f" The run's last checkpoint is {last}." if last else "")
             )
 
+    @by_parts
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
@@ -189,6 +193,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         return state
 
     @record_function("save")
+    @by_parts
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
         if self._shows_whole:

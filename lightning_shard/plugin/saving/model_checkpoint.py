@@ -324,7 +324,7 @@ fsspec.register_implementation(_Answers.protocol, _Answers, clobber=True)
 
 
 def take_over_stock_callbacks(trainer: pl.Trainer) -> None:
-    """Turn Lightning's own ModelCheckpoints that save to a remote store into this module's. Before callbacks' setup.
+    """Replace Lightning's own ModelCheckpoints that save to a remote store by this module's. Before callbacks' setup.
 
     On remote stores Lightning's lose checkpoints. They consider a name free while a save to it is running, or while a
     cached listing lacks it, so that the second save overwrites the first. And they remove what another run has saved.
@@ -348,7 +348,7 @@ def take_over_stock_callbacks(trainer: pl.Trainer) -> None:
                 " that may save over the best checkpoint, and removes those of other runs: derive it from"
                 " lightning_shard.ModelCheckpoint, which takes the same arguments."
             )
-        _take_over(callback)
+        trainer.callbacks[trainer.callbacks.index(callback)] = _take_over(callback)  # type: ignore[attr-defined]
         _warnings.warn(
             f"lightning.pytorch's ModelCheckpoint (which a Trainer also makes by itself) saves to {store} here, and is"
             " made a lightning_shard.ModelCheckpoint. But it has looked for ckpt_path='last' before, and doesn't find"
@@ -356,13 +356,14 @@ def take_over_stock_callbacks(trainer: pl.Trainer) -> None:
         )
 
 
-def _take_over(callback: callbacks.ModelCheckpoint) -> None:
+def _take_over(callback: callbacks.ModelCheckpoint) -> ModelCheckpoint:
+    """This module's callback with the state of another one, which goes on having the same attributes."""
     made = ModelCheckpoint()
-    own = made.__dict__.keys() - callback.__dict__.keys()
-    callback.__class__ = ModelCheckpoint
-    callback.__dict__.update({name: made.__dict__[name] for name in own})
-    if callback.dirpath:
-        callback.dirpath = _normalised(callback.dirpath)
+    vars(callback).update({name: value for name, value in vars(made).items() if name not in vars(callback)})
+    made.__dict__ = vars(callback)
+    if made.dirpath:
+        made.dirpath = _normalised(made.dirpath)
+    return made
 
 
 def save_as_last(trainer: pl.Trainer) -> str | None:

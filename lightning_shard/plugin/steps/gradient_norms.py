@@ -16,7 +16,7 @@ Private, and replaced from a run's setup to its end, but for the steps of a pipe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from types import FunctionType
@@ -42,8 +42,9 @@ from lightning_shard.parallel.clip import (
 )
 from lightning_shard.pipeline.dataflow.taint import Hollow, refuse
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.steps.checks.parameter_walks import Walks, takes_parts
+from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
 from lightning_shard.plugin.steps.counted_once import counted_once
+from lightning_shard.torch_private import replaced
 
 _TOTAL: Any = clip_grad._get_total_norm.__wrapped__  # type: ignore[attr-defined]
 _CLIP: Any = clip_grad._clip_grads_with_norm_.__wrapped__  # type: ignore[attr-defined]
@@ -66,7 +67,7 @@ class WholeNorms:
         stage_mesh: The mesh of the ranks that hold this rank's stage.
         groups: This rank's groups.
         device: The device of the resulting norms.
-        walks: The guard over parameters of incomplete modules; only with several stages.
+        guard: That over parameters of incomplete modules; only with several stages.
     """
 
     current: WholeNorms | None = None
@@ -78,17 +79,17 @@ class WholeNorms:
         stage_mesh: DeviceMesh,
         groups: Groups,
         device: torch.device,
-        walks: Walks | None = None,
+        guard: StageParameters | None = None,
     ) -> None:
         self._module = module
         self._mesh = stage_mesh
         self._groups = groups
         self._device = device
-        self._walks = walks
+        self._guard = guard
         # by all stages' parameters: scales rounded to different dtypes would let tied copies part
-        of_stages = groups.gather_over_stages(type_of_norm(nn.Module.parameters(module)))
+        of_stages = groups.gather_over_stages(type_of_norm(self._own()))
         self._dtype = reduce(torch.promote_types, of_stages)
-        self._has_ties = any(groups.gather_over_stages(any(map(is_counted_elsewhere, nn.Module.parameters(module)))))
+        self._has_ties = any(groups.gather_over_stages(any(map(is_counted_elsewhere, self._own()))))
 
     def take_over(self, plugin: Precision) -> None:
         """Make a precision plugin clip by these norms, and provide them to the hooks that it calls.
@@ -109,39 +110,38 @@ class WholeNorms:
         plugin.__dict__.update(methods)
 
     def _within(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        walks = self._walks
-        told = nullcontext() if walks is None else walks.warning_of_groups(self._module.trainer.optimizers)
+        guard = self._guard
+        told = nullcontext() if guard is None else guard.warning_of_groups(self._module.trainer.optimizers)
         with self.of_functions(), told:
             return function(*args, **kwargs)
 
-    def _gives(self, names: Mapping[str, Any]) -> bool:
-        """Whether code with these globals sees unknown gradients of other stages' parameters: if there are any now."""
-        if takes_parts(names):
+    def _own(self) -> list[nn.Parameter]:
+        return [*dict(nn.Module.named_parameters(self._module)).values()]  # not by what guards the user's iteration
+
+    def _gives(self) -> bool:
+        """Whether a hook sees unknown gradients of other stages' parameters: if there are any now."""
+        assert self._guard is not None
+        if not self._guard.is_in_hook:
             return False
-        training = [p for p in nn.Module.parameters(self._module) if p.requires_grad]
+        training = [p for p in self._own() if p.requires_grad]
         return not training or any(p.grad is not None for p in training)
 
     @contextmanager
     def of_functions(self) -> Iterator[None]:
         """Inside, torch's and Lightning's functions return whole norms, and are collective calls over all ranks."""
-        meanwhile = [
-            (grad_norm, "__code__", _grad_norm.__code__),
-            (_TOTAL, "__code__", _total_norm.__code__),
-            (_CLIP, "__code__", _clip_with_norm.__code__),
-            (clip_grad, _GROUP.__name__, _grouped),
-            (WholeNorms, "current", self),
-            (Walks, "norms_are_whole", True),
-        ]
-        before = [(place, name, getattr(place, name)) for place, name, _ in meanwhile]
-        shown = nullcontext() if self._walks is None else Hollow.given_gradients(self._gives)
+        before, WholeNorms.current = WholeNorms.current, self
+        shown = nullcontext() if self._guard is None else Hollow.given_gradients(self._gives)
+        codes = [(grad_norm, _grad_norm), (_TOTAL, _total_norm), (_CLIP, _clip_with_norm)]
+        own = [function.__code__ for function, _ in codes]
         try:
-            for place, name, value in meanwhile:
-                setattr(place, name, value)
-            with shown:
+            for function, other in codes:
+                function.__code__ = other.__code__
+            with replaced((clip_grad, _GROUP.__name__, _grouped)), shown:
                 yield
         finally:
-            for place, name, value in before:
-                setattr(place, name, value)
+            WholeNorms.current = before
+            for (function, _), code in zip(codes, own):
+                function.__code__ = code
 
     @staticmethod
     @contextmanager
@@ -153,6 +153,11 @@ class WholeNorms:
                 yield
         finally:
             WholeNorms.current = before
+
+    def take_whole(self) -> None:
+        """What a hook has iterated over was for such a function."""
+        if self._guard is not None:
+            self._guard.take_whole()
 
     @torch.no_grad()
     def total(
@@ -169,6 +174,7 @@ class WholeNorms:
                 gradient of a weight that several stages hold.
         """
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        self.take_whole()
         if self._are_others(given):
             return _OWN_TOTAL(given, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
         counted = [tensor for tensor in given if not isinstance(tensor, Hollow)]
@@ -196,7 +202,8 @@ class WholeNorms:
     @torch.no_grad()
     def of_each(self, module: nn.Module, norm_type: float, group_separator: str) -> dict[str, Any]:
         """Lightning's ``grad_norm``, over all stages' parameters."""
-        named = [(name, p) for name, p in module.named_parameters() if p.grad is not None]
+        with nullcontext() if self._guard is None else self._guard.aside():
+            named = [(name, p) for name, p in module.named_parameters() if p.grad is not None]
         gradients = [p.grad for _, p in named if p.grad is not None]
         if self._are_others(gradients):
             return _OWN_GRAD_NORM(module, norm_type, group_separator)  # type: ignore[no-any-return]
@@ -211,7 +218,7 @@ class WholeNorms:
 
         They are none of the module's gradients, nor computed of these, and the same on all stages.
         """
-        own = {id(p.grad) for p in nn.Module.parameters(self._module) if p.grad is not None}
+        own = {id(p.grad) for p in self._own() if p.grad is not None}
         whole = [tensor for tensor in tensors if not isinstance(tensor, (DTensor, Hollow)) and id(tensor) not in own]
         norms = [(tuple(tensor.shape), float(_OWN_TOTAL([tensor]))) for tensor in whole]
         of_stages = self._groups.gather_over_stages(norms if len(whole) == len(tensors) else None)
@@ -230,11 +237,13 @@ def _total_norm(tensors: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = F
 
 def _clip_with_norm(parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None) -> None:
     from lightning_shard.parallel.clip import scale_to_norm
+    from lightning_shard.pipeline.dataflow.taint import Hollow
     from lightning_shard.plugin.steps.gradient_norms import _OWN_CLIP, WholeNorms
 
     if WholeNorms.current is None:
         return _OWN_CLIP(parameters, max_norm, total_norm, foreach)  # type: ignore[no-any-return]
-    scale_to_norm([parameters] if isinstance(parameters, torch.Tensor) else parameters, float(max_norm), total_norm)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    scale_to_norm((p for p in given if not isinstance(p, Hollow)), float(max_norm), total_norm)
 
 
 def _grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
@@ -248,4 +257,7 @@ def _grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
 
 def _grouped(tensors: Any, *args: Any) -> Any:
     """As torch's function, which fails without tensors: a stage may have none of them."""
-    return _GROUP(tensors, *args) if tensors[0] else {}
+    if WholeNorms.current is not None:
+        WholeNorms.current.take_whole()
+    own = [[tensor for tensor in each if not isinstance(tensor, Hollow)] for each in tensors]
+    return _GROUP(own, *args) if own[0] else {}

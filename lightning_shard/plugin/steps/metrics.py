@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial, wraps
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric, Metric
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.lightning_private import told_of_new_metrics
 from lightning_shard.pipeline.dataflow.uncalled import few
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
@@ -68,22 +69,9 @@ class SharedMetrics:
                     if isinstance(part, Metric):
                         self.share(part, of_steps=False)
 
-    @contextmanager
-    def reducing_new_ones(self) -> Iterator[None]:
+    def reducing_new_ones(self) -> AbstractContextManager[None]:
         """Inside, metrics that are made reduce over data ranks; what hooks made is found where an epoch begins."""
-        own = Metric.__init__
-
-        @wraps(own)
-        def made(metric: Metric, *args: Any, **kwargs: Any) -> None:
-            own(metric, *args, **kwargs)
-            if not type(metric).__module__.startswith("lightning."):  # which holds what is logged in some of its own
-                self.share(metric, of_steps=False)
-
-        setattr(Metric, "__init__", made)  # noqa: B010 (mypy)
-        try:
-            yield
-        finally:
-            setattr(Metric, "__init__", own)  # noqa: B010
+        return told_of_new_metrics(partial(self.share, of_steps=False))
 
     def _holders(self, module: nn.Module, found: Mapping[str, Metric]) -> Mapping[int, Collection[str | None]]:
         """What holds each metric, by its id; one may be given to several blocks."""

@@ -54,7 +54,6 @@ from lightning_shard.plugin.steps.checks.compared_samples import ComparedSamples
 from lightning_shard.plugin.steps.checks.stepped_schedulers import steps_no_scheduler
 from lightning_shard.plugin.steps.checks.summed_losses import SummedLosses
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
-from lightning_shard.plugin.steps.checks.written_files import WrittenFiles
 from lightning_shard.plugin.steps.direct_output import DirectOutput
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.inference_mode import inference_mode_as_no_grad
@@ -146,7 +145,6 @@ class PipelinedSteps:
         self.reset_crossings()
         self._ties = TiedGradients(module, ties, layout.pipeline_rank, groups.backward.earlier, groups.control, device)
         self._logs = HeldLogs(module, self._block)
-        self._files = WrittenFiles()
         self._output = DirectOutput(module, self._is_silent)
         self._weights = weights
         self._means = means
@@ -427,7 +425,6 @@ class PipelinedSteps:
             self._seeds.preserved(),
             WholeNorms.aside(),
             self._output.watched(microbatches),
-            self._files.watched(),
             steps_no_scheduler(self._module.trainer, microbatches),  # type: ignore[attr-defined]
             inference_mode_as_no_grad(),
         ):

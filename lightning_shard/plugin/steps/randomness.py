@@ -21,10 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_shard.plugin.steps import numpy_generator, unseeded
+from lightning_shard.plugin.steps import unseeded
 
 OwnGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 """Types of generators other than the global ones. ``python_state.py`` finds those that a module holds."""
+
+_numpy: Any = np.random
 
 
 def agree(broadcast: Callable[[int], int]) -> int:
@@ -50,7 +52,7 @@ def seed_all(seed: int) -> None:
     """Seed torch (on the CPU and on CUDA devices), numpy and Python, and generators that a step makes from here on."""
     unseeded.seed(seed)
     seed_torch(seed)
-    numpy_generator.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
@@ -61,10 +63,16 @@ def seed_torch(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-def remember(device: torch.device) -> Callable[[], None]:
-    """Snapshot the states of all global generators; returns a function that restores them."""
-    python, put_numpy_back, put_torch_back = random.getstate(), numpy_generator.remember(), remember_torch(device)
-    put_unseeded_back = unseeded.remember()
+def remember(device: torch.device, for_numpy: np.random.MT19937 | None = None) -> Callable[[], None]:
+    """Snapshot the states of all global generators; returns a function that restores them.
+
+    Args:
+        for_numpy: Numpy's global functions draw from it until then. Such a replacement takes 0.2 µs, a snapshot of
+            numpy's 624 numbers and their restoring 50 µs; it drops the second Gaussian number that a draw may have
+            cached.
+    """
+    python, put_torch_back, put_unseeded_back = random.getstate(), remember_torch(device), unseeded.remember()
+    put_numpy_back = _remember_numpy() if for_numpy is None else _draw_numpy_from(for_numpy)
 
     def put_back() -> None:
         put_unseeded_back()
@@ -90,9 +98,30 @@ def remember_torch(device: torch.device) -> Callable[[], None]:
     return put_back
 
 
+def _remember_numpy() -> Callable[[], None]:
+    generator, state = _numpy.get_bit_generator(), _numpy.get_state(legacy=False)
+
+    def put_back() -> None:
+        _numpy.set_bit_generator(generator)
+        _numpy.set_state(state)
+
+    return put_back
+
+
+def _draw_numpy_from(generator: Any) -> Callable[[], None]:
+    put_back = partial(_numpy.set_bit_generator, _numpy.get_bit_generator())
+    _numpy.set_bit_generator(generator)
+    return put_back
+
+
+def drop_numpys_second_number() -> None:
+    """Drop the second Gaussian number that numpy may have cached, as :func:`remember` does with a generator."""
+    _draw_numpy_from(_numpy.get_bit_generator())
+
+
 def where_others_stand() -> Any:
     """The states of numpy's and Python's generators, for comparison."""
-    return random.getstate(), numpy_generator.stands()
+    return random.getstate(), repr(_numpy.get_state())
 
 
 def seed_own(generator: OwnGenerator, seed: int) -> None:
@@ -136,11 +165,12 @@ class AllGenerators:
         for name, generator in self.own.items():
             seed_own(generator, derive(seed, name))
 
-    def remember(self) -> Callable[[], None]:
-        """Snapshot all states; returns a function that restores them."""
+    def remember(self, for_numpy: np.random.MT19937 | None = None) -> Callable[[], None]:
+        """Snapshot all states, as :func:`remember` does; returns a function that restores them."""
+        put_global_back = remember(self.device, for_numpy)
         if not self.own:
-            return remember(self.device)
-        notes = [remember(self.device), *map(remember_own, self.own.values())]
+            return put_global_back
+        notes = [put_global_back, *map(remember_own, self.own.values())]
 
         def put_back() -> None:
             for note in notes:
@@ -183,6 +213,6 @@ def restore(state: dict[str, Tensor], device: torch.device) -> None:
     random.setstate((version, tuple(words), state["python.gauss"].item() if has_gauss else None))
     *keys, position, has_gauss = state["numpy"].tolist()
     cached = state["numpy.gauss"].item()
-    numpy_generator.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

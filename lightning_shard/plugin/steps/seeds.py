@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 
 from lightning_shard.pipeline.stages.stage import Stage
@@ -29,6 +31,7 @@ class Seeds:
         self._may_have_new_generators = True
         self._draw_from_torch: set[int] = set()
         self._draw_from_others: set[int] = set()
+        self._numpys: defaultdict[int, np.random.MT19937] = defaultdict(partial(np.random.MT19937, 0))
 
     @property
     def seed(self) -> Callable[[int], None]:
@@ -77,9 +80,15 @@ class Seeds:
     def _seed_block(self, stage: Stage, seed: int, index: int) -> Callable[[], None]:
         """Seed the generators for a block; returns a function that restores them for the code around it.
 
+        For a block of another stage only the second Gaussian number that numpy may have cached is dropped, as it is for
+        the stage's own.
+
         Numpy's and Python's generators take most of the time. In evaluations they are skipped for a block that didn't
         draw from them in the first microbatch of its kind, unless modules have generators of their own.
         """
+        randomness.drop_numpys_second_number()
+        if index not in stage.owned and len(stage.places[stage.blocks[index]]) == 1:
+            return lambda: None
         calls = stage.calls.count if stage.calls is not None else 0
         own = randomness.derive(seed, "block", index, *([calls] if calls else []))
         skips = not torch.is_grad_enabled() and not self._generators.own
@@ -93,7 +102,7 @@ class Seeds:
                 put_torch_back()
 
             return put_these_back
-        put_back = self.remember()
+        put_back = self._generators.remember(self._numpys[index])
         self.seed(own)
         if not skips or index in self._draw_from_others:
             return put_back

@@ -17,7 +17,7 @@ def has_hooks(trainer: pl.Trainer, module: pl.LightningModule, names: Iterable[s
     names = list(names)
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     return any(is_overridden(module, name, ModelHooks) for name in names) or any(
-        _is_users(callback, name) for callback in callbacks for name in names
+        is_users(callback, name) for callback in callbacks for name in names
     )
 
 
@@ -31,7 +31,7 @@ def is_overridden(holder: Any, name: str, base: Any) -> bool:
     return name in vars(holder) or getattr(type(holder), name) is not getattr(base, name)
 
 
-def _is_users(callback: pl.Callback, name: str) -> bool:
+def is_users(callback: pl.Callback, name: str) -> bool:
     """Whether a callback's hook is user code: Lightning's progress bars, prediction writers and so on only observe."""
     code = str(getattr(getattr(type(callback), name), "__module__", ""))
     return name in vars(callback) or not code.startswith(_OF_LIBRARIES)

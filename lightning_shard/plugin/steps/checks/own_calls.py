@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.collective_calls import calls_replaced
 from lightning_shard.pipeline.stages.rank_stages import Stages
+from lightning_shard.torch_private import calls_replaced
 
 _KNOWN = ("lightning", "lightning_shard", "torch", "torchmetrics")
 """Packages whose own calls pass their group."""

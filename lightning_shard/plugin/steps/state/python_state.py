@@ -32,6 +32,7 @@ from lightning_shard.scripted import is_scripted
 
 STAND_INS = frozenset(
     {"forward", "log", "print", "parameters", "named_parameters", "get_parameter", "state_dict", "compute"}
+    | {"requires_grad_", "zero_grad", "freeze", "unfreeze"}
 )
 """Module attributes that may shadow a method of that name."""
 CONTAINERS = (dict, list, set, collections.deque)

@@ -1,0 +1,64 @@
+"""What a run replaces in torch, Lightning and others is as it was when the run has ended."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
+
+import lightning as L
+import pytest
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import run_ranks
+from tests.parity import QUIET, Model, layout, loader
+from tests.replaced import callables, replaced
+
+READER = "lightning.pytorch.core.saving.pl_load"
+"""What opens a checkpoint: the one that is registered opens folders too."""
+OF_DTENSORS = re.compile(r"torch\.distributed\.tensor\..*(OpDispatcher|DTensor)\.|torch\.nn\..*Parameter\.data$")
+"""A module that was trained keeps DTensors, which go on being read and written as plain tensors."""
+
+
+class OnPurpose(Exception):
+    pass
+
+
+class Fails(Model):
+    def on_train_batch_end(self, *_: object) -> None:
+        raise OnPurpose
+
+
+def fit(sizes: dict[str, int]) -> tuple[list[str], list[str]]:
+    """What is another thing after a run, and after one that has failed."""
+    found = []
+    for kind in (Model, Fails):
+        before = callables()
+        trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), **{**QUIET, "devices": 2, "max_steps": 2})
+        with suppress(OnPurpose):
+            trainer.fit(kind("gpt"), loader(8), loader(8))
+        found.append(replaced(before))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("sizes", [layout(pipeline=2), layout(data=2)], ids=["pp2", "dp2"])
+def test_nothing_of_other_packages_but_dtensors_is_another_thing_after_a_run(sizes: dict[str, int]) -> None:
+    for after_run, after_failure in run_ranks(partial(fit, sizes), 2, elastic=True):
+        assert [name for name in (*after_run, *after_failure) if not OF_DTENSORS.match(name)] == []
+
+
+AT_IMPORT = """
+import lightning, torch.distributed.fsdp, torch.distributed.tensor.parallel, torchmetrics
+from tests.replaced import callables, replaced
+before = callables()
+import lightning_shard
+lightning_shard.HybridShardStrategy, lightning_shard.ModelCheckpoint
+print(*replaced(before))
+"""
+
+
+def test_nothing_of_other_packages_is_replaced_when_the_package_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_IMPORT], capture_output=True, text=True, check=True)
+    assert {*done.stdout.split()} <= {f"{READER}", f"{READER}.__code__"}

@@ -1,0 +1,203 @@
+"""Hooks that go over a stage's parameters as if they were all: what is shown, refused and warned of."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.taint import Hollow
+from lightning_shard.plugin.steps.checks.stage_parameters import (
+    StageParameters,
+    guard_of,
+    missing_parameter,
+    note_missing_parameter,
+    seen_as_parts,
+)
+from lightning_shard.plugin.steps.running_hooks import HookCall, RunningHooks
+
+
+class Guarded:
+    """Modules, by name, of which this stage has a part, and a hook that runs."""
+
+    def __init__(self, names: list[str] | None = None, **modules: nn.Module) -> None:
+        for module in modules.values():
+            vars(module)["named_parameters"] = module.named_parameters
+        trainer: Any = None
+        self.hooks = RunningHooks(trainer)
+        self.guard = StageParameters({name.strip("_"): each for name, each in modules.items()}, self.hooks, names or ())
+        self.hooks.at_end = self.guard.end
+        self.guard.guard()
+
+    @contextmanager
+    def hook(self, name: str = "Net.on_train_batch_end") -> Iterator[None]:
+        with self.hooks._call(nullcontext(), HookCall(name)):
+            yield
+
+
+def total(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def fail(*_: object) -> NoReturn:
+    raise AssertionError
+
+
+def test_who_looks_up_another_stages_parameter_is_told_where_it_is() -> None:
+    module = nn.Module()
+    module.net = nn.Linear(2, 2)
+    hollow = Hollow.of(module.net.weight, torch.device("cpu"), "net.weight", 1, fail)
+    del module.net._parameters["weight"]
+    vars(module.net)["weight"] = hollow
+    for key, notes, refused in (("weight", 1, False), ("net.weight", 1, True), ("bias", 0, False), ("eight", 0, False)):
+        error = KeyError(key)
+        for _ in range(2):
+            note_missing_parameter(error, module)
+        assert len(getattr(error, "__notes__", ())) == notes
+        refusal = missing_parameter(KeyError(key), module)
+        assert (refusal is not None and f"another one holds {key}" in str(refusal)) == refused
+
+
+def test_before_training_parameters_shows_those_of_other_stages_without_values() -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 5))
+    names = [name for name, _ in net.named_parameters()]
+    for path, elsewhere in (("0", ("weight", "bias")), ("1", ("bias",))):
+        part = net.get_submodule(path)
+        for key in elsewhere:
+            hollow = Hollow.of(part._parameters.pop(key), torch.device("cpu"), f"{path}.{key}", 1, fail)  # type: ignore[arg-type]
+            vars(part)[key] = hollow
+    guarded = Guarded(names, **{"_": net, "0": net[0], "1": net[1]})
+    guarded.guard.guard(shows_all=True)
+    with guarded.hook():
+        assert sum(p.numel() for p in net.parameters() if p.requires_grad) == 9 + 16 + 25
+        assert [tuple(p.shape) for p in net.parameters()] == [(3, 2), (3,), (4, 3), (4,), (5, 4), (5,)]  # in order
+        assert all(isinstance(p, nn.Parameter) for p in net.parameters())
+        assert len([*net[0].parameters()]) == 2
+        assert len([*net.parameters(recurse=False)]) == 0
+        with guarded.hooks.aside():
+            assert len([*net.parameters()]) == 3  # what the hook calls of Lightning's
+    assert len([*net.parameters()]) == 3
+    guarded.guard.guard()
+    with guarded.hook():
+        assert total(net[0]) == 9  # all of it elsewhere: nothing to take for all
+    for module in (net, net[1]):
+        with pytest.raises(StepError, match=r"Net.on_train_batch_end iterates over .*only its own"), guarded.hook():
+            total(module)
+
+
+def test_clipping_and_what_treats_each_parameter_by_itself_is_no_sum_over_a_part() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    guarded = Guarded(net=module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with guarded.hook():
+            assert next(module.parameters()).device.type == "cpu"
+            module.requires_grad_(False).zero_grad()
+            [*module.parameters()]
+            guarded.guard.take_whole()  # as torch's and Lightning's functions do
+            with seen_as_parts(module):
+                total(module)
+
+
+def test_each_hook_that_takes_a_part_is_told_once_and_its_errors_have_it_in_a_note() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    guarded = Guarded(net=module)
+
+    def save() -> None:
+        module.state_dict()
+
+    def average() -> None:
+        dict(module.named_parameters())
+
+    told: list[list[str]] = []
+    for code in (save, average, save, average):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            with guarded.hook(code.__name__):
+                code()
+        told.append([str(each.message).partition(". ")[0] for each in seen])
+    assert told == [
+        ["save iterates over state_dict() of net"],
+        ["average iterates over named_parameters() of net"],
+        [],
+        [],
+    ]
+
+    def average_whole() -> None:
+        for old, new in zip([torch.ones(2, 2), torch.ones(3)], [*module.parameters()]):
+            old.add_(new)
+
+    with pytest.raises(RuntimeError) as caught, guarded.hook():
+        average_whole()
+    assert "iterates over parameters() of net. With pipeline stages" in caught.value.__notes__[0]
+
+
+def test_who_goes_over_an_optimizers_groups_is_told() -> None:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(parameters)
+    held = optimizer.param_groups[0]["params"]
+    guarded = Guarded()
+    with warnings.catch_warnings(), guarded.guard.warning_of_groups([optimizer]):
+        warnings.simplefilter("error")
+        optimizer.zero_grad()
+        with pytest.raises(UserWarning, match=r"optimizer's groups.*only its own stage's"), guarded.hook():
+            sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        assert [*optimizer.param_groups[0]["params"]] == parameters
+        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
+    assert optimizer.param_groups[0]["params"] is held
+    assert type(held) is list
+    assert len(held) == 3
+
+
+def test_after_a_run_all_code_is_told_until_the_next_is_set_up() -> None:
+    module = nn.Linear(2, 2)
+    guarded = Guarded(_=module)
+    guarded.guard.guard(is_after_run=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        next(module.parameters())
+        with pytest.raises(UserWarning, match=r"parameters\(\) of the LightningModule\. .*gather_full_parameters"):
+            total(module)
+        with pytest.raises(UserWarning, match=r"state_dict\(\) of the LightningModule\. .*trainer.save_checkpoint"):
+            module.state_dict()
+        assert guard_of(module) is guarded.guard
+        StageParameters({"": module}).release()  # another Trainer's
+        assert guard_of(module) is None
+        assert len([*module.parameters()]) == 2
+
+
+def test_copies_have_their_own_parameters_and_state() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    guarded = Guarded(net=module)
+    others = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    with warnings.catch_warnings(), guarded.hook():
+        warnings.simplefilter("error")
+        for other in others:
+            assert dict(other.named_parameters())["0.weight"] is other[0].weight
+            assert next(iter(other.parameters())) is other[0].weight
+            assert total(other) == 6
+            assert torch.equal(other.state_dict()["0.weight"], other[0].weight)
+
+
+def test_a_state_dict_of_the_users_own_is_kept() -> None:
+    module = nn.Linear(2, 2)
+    vars(module)["state_dict"] = own = lambda: {"mine": 1}
+    guard = StageParameters({"net": module}, has_stages=False)
+    guard.guard(is_after_run=True)
+    with pytest.warns(UserWarning, match="DTensors, of which each rank has a part"):
+        assert module.state_dict() == {"mine": 1}
+    StageParameters({"": module}, has_stages=False).release()  # another Trainer's
+    assert vars(module)["state_dict"] is own
+    vars(module)["state_dict"] = changed = lambda: {"mine": 2}
+    guard.release()
+    assert vars(module)["state_dict"] is changed
