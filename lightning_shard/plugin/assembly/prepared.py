@@ -43,7 +43,6 @@ from lightning_shard.plugin.reporting.throughput import share_throughput
 from lightning_shard.plugin.saving.averaging import average_shards
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
 from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable
-from lightning_shard.plugin.saving.uploads import upload_folders
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.alike import Alike
@@ -107,7 +106,6 @@ class PreparedStrategy(CheckpointedStrategy):
         refuse(trainer, module, self.layout, self._microbatches)
         if trainer.state.fn == TrainerFn.FITTING:
             warn_of_unstorable(trainer, module)
-            upload_folders(trainer, self.checkpoint_io)
         known = module.__dict__.get(_ASSEMBLY)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if self.layout.pipeline_parallel_size > 1:
