@@ -43,7 +43,6 @@ from lightning_shard.plugin.reporting.throughput import share_throughput
 from lightning_shard.plugin.saving.averaging import average_shards
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
 from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable
-from lightning_shard.plugin.saving.uploads import upload_folders
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.alike import Alike
@@ -124,7 +123,6 @@ class PreparedStrategy(CheckpointedStrategy):
         refuse(trainer, module, self.layout, self._microbatches)
         if trainer.state.fn == TrainerFn.FITTING:
             warn_of_unstorable(trainer, module)
-            upload_folders(trainer, self.checkpoint_io)
         known = module.__dict__.get(_ASSEMBLY)
         self._of_run.close()  # of a setup without a teardown
         self._of_run.enter_context(parametrizations_leaving_what_is_given())

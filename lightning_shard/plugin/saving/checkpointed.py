@@ -47,6 +47,7 @@ from lightning_shard.plugin.saving.own_loading import (
 )
 from lightning_shard.plugin.saving.pretrained import describe
 from lightning_shard.plugin.saving.state import load_module
+from lightning_shard.plugin.saving.uploads import upload_folders
 from lightning_shard.plugin.steps.checks.agreement import check_copies
 from lightning_shard.plugin.steps.checks.stage_parameters import by_parts
 
@@ -426,6 +427,8 @@ class CheckpointedStrategy(ConnectedStrategy):
             ),
             fitting=trainer.state.fn == TrainerFn.FITTING,
         )
+        if trainer.state.fn == TrainerFn.FITTING:
+            upload_folders(trainer, self.checkpoint_io)
         self._left_out = None
         if self.checkpoint_io.exclude_frozen:
             self._frozen()
