@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_shard.dryrun.timing.devices import DEVICES, Device, device, size
+from lightning_shard.dryrun.timing.devices import Device, device, profiles, size
 from lightning_shard.errors import ConfigurationError
 
 PRINTED = {  # bfloat16 (float16 where there is none) per second, bytes, bytes per second
@@ -41,17 +41,18 @@ OWN: dict[str, Any] = {
 
 
 def test_what_is_not_printed_of_the_way_to_the_host_is_unknown() -> None:
-    assert {name: d.host_bandwidth for name, d in DEVICES.items() if d.host_bandwidth is not None} == TO_THE_HOST
+    assert {name: d.host_bandwidth for name, d in profiles().items() if d.host_bandwidth is not None} == TO_THE_HOST
 
 
 def test_the_profiles_are_what_was_printed() -> None:
     found = {
-        name: (d.flops.get("bfloat16", d.flops["float16"]), d.memory, d.memory_bandwidth) for name, d in DEVICES.items()
+        name: (d.flops.get("bfloat16", d.flops["float16"]), d.memory, d.memory_bandwidth)
+        for name, d in profiles().items()
     }
     assert found == PRINTED
 
 
-@pytest.mark.parametrize("profile", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("profile", profiles().values(), ids=profiles())
 def test_every_profile_says_where_it_is_from_and_what_is_assumed(profile: Device) -> None:
     assert "https://" in profile.source
     assert any("between machines" in said for said in profile.notes)
@@ -60,7 +61,7 @@ def test_every_profile_says_where_it_is_from_and_what_is_assumed(profile: Device
 
 
 def test_names_are_forgiving() -> None:
-    assert device("H100_SXM") is device("h100") is DEVICES["h100"]
+    assert device("H100_SXM") is device("h100") is profiles()["h100"]
     assert device("A100").name == "a100-80gb"
 
 

@@ -1,8 +1,4 @@
-"""Device profiles: peak operations, memory and links as vendors publish them, with sources.
-
-Peaks are for dense matrix products (vendors also print twice that, for 2:4 sparsity). A GB is 10⁹ bytes, as on data
-sheets; what devices report beyond that is about what the driver uses. Link bandwidths are of one device in one
-direction: half of the bidirectional sum that data sheets print.
+"""Device profiles: peak operations, memory and links. Those of vendors are in ``devices.yaml``, with sources.
 
 No device reaches its peaks. The achieved fractions (:class:`Achieved`) and the latencies are assumptions, which no data
 sheet gives: set them in your own profile, or measure with ``--calibrate``.
@@ -14,13 +10,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lightning_shard.arguments import check_count
 from lightning_shard.errors import ConfigurationError
 
-GB = 10**9
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([KMGTP]?)(i?)B?\s*")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
@@ -126,190 +122,14 @@ _LATENCY_INSIDE_S = 5e-6
 _LATENCY_BETWEEN_S = 10e-6
 
 
-def _switched(bandwidth: float) -> Link:
-    return Link(bandwidth, _LATENCY_INSIDE_S)
-
-
-def _network(bits: float) -> Link:
-    """A network link of ``bits`` per second for each device."""
-    return Link(bits / 8, _LATENCY_BETWEEN_S)
-
-
-_A100_SHEET = (
-    "NVIDIA A100 Tensor Core GPU, data sheet: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
-    "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
-)
-_H100_SHEET = "NVIDIA H100 Tensor Core GPU, data sheet: https://resources.nvidia.com/en-us-tensor-core"
-_H200_SHEET = (
-    "NVIDIA H200 Tensor Core GPU, data sheet: https://nvdam.widen.net/s/nb5zzzsjdf/"
-    "hpc-datasheet-sc23-h200-datasheet-3002446"
-)
-_B200_SHEET = (
-    "NVIDIA HGX platform, specifications of HGX B200: https://www.nvidia.com/en-us/data-center/hgx/; NVIDIA DGX B200"
-    " user guide: https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html"
-)
-_MI300X_SHEET = (
-    "AMD Instinct MI300X accelerator, data sheet: https://www.amd.com/content/dam/amd/en/documents/instinct-tech-docs/"
-    "data-sheets/amd-instinct-mi300x-data-sheet.pdf"
-)
-_ADA_PAPER = (
-    "NVIDIA Ada GPU architecture, white paper: https://images.nvidia.com/aem-dam/Solutions/Data-Center/l4/"
-    "nvidia-ada-gpu-architecture-whitepaper-v2.1.pdf"
-)
-_L4_SHEET = "NVIDIA L4 Tensor Core GPU, data sheet: https://www.nvidia.com/en-us/data-center/l4/"
-_T4_SHEET = (
-    "NVIDIA T4 Tensor Core GPU, data sheet: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/"
-    "t4-tensor-core-datasheet-951643.pdf"
-)
-_V100_SHEET = (
-    "NVIDIA V100 Tensor Core GPU, data sheet: https://images.nvidia.com/content/technologies/volta/pdf/"
-    "volta-v100-datasheet-update-us-1165301-r5.pdf"
-)
-
-_OF_A_DGX = "between machines: one {0} Gb/s network adapter for each device, as in a {1}"
-_NO_NETWORK = "between machines: {0} is assumed, since that is the machine's and not the device's"
-_PCIE = {"3.0": 16e9, "4.0": 32e9, "5.0": 64e9}
-"""Bytes per second of 16 lanes in one direction, by PCIe generation: half of what data sheets print."""
-_OVER_PCIE = "within a machine: PCIe {0}; bridges between pairs aren't taken into account"
-
-
-def _halves(peak: float) -> dict[str, float]:
-    """The same peak for both 16-bit dtypes."""
-    return {"bfloat16": peak, "float16": peak}
-
-
-def _a100(name: str, memory: int, memory_bandwidth: float, *, sxm: bool = True) -> Device:
-    return Device(
-        name,
-        {**_halves(312e12), "tfloat32": 156e12, "float32": 19.5e12},
-        memory * GB,
-        memory_bandwidth,
-        _switched(300e9 if sxm else _PCIE["4.0"]),
-        _network(200e9),
-        8,
-        source=_A100_SHEET,
-        notes=(_OF_A_DGX.format(200, "DGX A100"),)
-        if sxm
-        else (_OVER_PCIE.format("4.0 × 16"), _NO_NETWORK.format("200 Gb/s for each device")),
-        host_bandwidth=_PCIE["4.0"],
-    )
-
-
-def _hopper(name: str, memory: int, memory_bandwidth: float, source: str) -> Device:
-    return Device(
-        name,
-        {**_halves(989.4e12), "tfloat32": 494.7e12, "float32": 66.9e12},
-        memory * GB,
-        memory_bandwidth,
-        _switched(450e9),
-        _network(400e9),
-        8,
-        source=source,
-        notes=(_OF_A_DGX.format(400, "DGX H100 or H200"),),
-        host_bandwidth=_PCIE["5.0"],
-    )
-
-
-_PROFILES = (
-    _a100("a100-40gb", 40, 1555e9),
-    _a100("a100-80gb", 80, 2039e9),
-    _a100("a100-80gb-pcie", 80, 1935e9, sxm=False),
-    _hopper("h100", 80, 3.35e12, _H100_SHEET),
-    _hopper("h200", 141, 4.8e12, _H200_SHEET),
-    Device(
-        "h100-pcie",
-        {**_halves(756e12), "tfloat32": 378e12, "float32": 51.2e12},
-        80 * GB,
-        2e12,
-        _switched(_PCIE["5.0"]),
-        _network(400e9),
-        8,
-        source=_H100_SHEET,
-        notes=(_OVER_PCIE.format("5.0 × 16"), _NO_NETWORK.format("400 Gb/s for each device")),
-        host_bandwidth=_PCIE["5.0"],
-    ),
-    Device(
-        "b200",
-        {**_halves(2.25e15), "tfloat32": 1.125e15, "float32": 75e12},
-        180 * GB,
-        8e12,
-        _switched(900e9),
-        _network(400e9),
-        8,
-        source=_B200_SHEET,
-        notes=(_OF_A_DGX.format(400, "DGX B200"),),
-    ),
-    Device(
-        "mi300x",
-        {**_halves(1307.4e12), "tfloat32": 653.7e12, "float32": 163.4e12},
-        192 * GB,
-        5.3e12,
-        Link(448e9, _LATENCY_INSIDE_S, peers=7),
-        _network(400e9),
-        8,
-        source=_MI300X_SHEET,
-        notes=(
-            "within a machine: a link of 64 GB/s each way to each of 7 others; fewer devices use fewer of them",
-            _NO_NETWORK.format("400 Gb/s for each device"),
-        ),
-        host_bandwidth=_PCIE["5.0"],
-    ),
-    Device(
-        "l4",
-        {**_halves(121e12), "tfloat32": 60e12, "float32": 30.3e12},
-        24 * GB,
-        300e9,
-        _switched(_PCIE["4.0"]),
-        _network(100e9 / 8),
-        8,
-        source=_L4_SHEET,
-        notes=(_OVER_PCIE.format("4.0 × 16"), _NO_NETWORK.format("100 Gb/s for a machine of 8")),
-        host_bandwidth=_PCIE["4.0"],
-    ),
-    Device(
-        "rtx-4090",
-        {**_halves(165.2e12), "tfloat32": 82.6e12, "float32": 82.6e12},
-        24 * GB,
-        1008e9,
-        _switched(_PCIE["4.0"]),
-        _network(100e9 / 8),
-        8,
-        source=_ADA_PAPER,
-        notes=(
-            "within a machine: PCIe 4.0 × 16, though without peer-to-peer access, so through the host's memory, which"
-            " may be slower",
-            _NO_NETWORK.format("100 Gb/s for a machine of 8"),
-        ),
-    ),
-    Device(
-        "t4",
-        {"float16": 65e12, "float32": 8.1e12},
-        16 * GB,
-        320e9,
-        _switched(_PCIE["3.0"]),
-        _network(50e9 / 4),
-        4,
-        source=_T4_SHEET,
-        notes=(_OVER_PCIE.format("3.0 × 16"), _NO_NETWORK.format("50 Gb/s for a machine of 4")),
-        host_bandwidth=_PCIE["3.0"],
-    ),
-    Device(
-        "v100",
-        {"float16": 125e12, "float32": 15.7e12},
-        32 * GB,
-        900e9,
-        Link(150e9, _LATENCY_INSIDE_S, peers=6),
-        _network(50e9),
-        8,
-        source=_V100_SHEET,
-        notes=(
-            "within a machine: 6 links of 25 GB/s in each direction; fewer devices use fewer of them",
-            "between machines: four 100 Gb/s network adapters for 8 devices, as in a DGX-1",
-        ),
-    ),
-)
-DEVICES: Mapping[str, Device] = {device.name: device for device in _PROFILES}
 _ALSO = {"h100-sxm": "h100", "h200-sxm": "h200", "b200-sxm": "b200", "a100": "a100-80gb"}
+
+
+@cache
+def profiles() -> Mapping[str, Device]:
+    """The profiles of ``devices.yaml``, by name."""
+    found = read_yaml(str(Path(__file__).with_name("devices.yaml")), "devices.yaml")
+    return {name: _of_mapping({"name": name, **values}) for name, values in found.items()}
 
 
 def device(profile: str | Mapping[str, Any] | Device) -> Device:
@@ -338,12 +158,12 @@ def device(profile: str | Mapping[str, Any] | Device) -> Device:
     if profile.endswith((".yaml", ".yml")):
         return _of_mapping(read_yaml(profile, "device"))
     name = profile.lower().replace("_", "-")
-    if _ALSO.get(name, name) not in DEVICES:
+    if _ALSO.get(name, name) not in profiles():
         raise ConfigurationError(
-            f"device={profile!r} isn't known: use one of {', '.join(DEVICES)}, or the path of a .yaml file with a"
+            f"device={profile!r} isn't known: use one of {', '.join(profiles())}, or the path of a .yaml file with a"
             " profile of your own."
         )
-    return DEVICES[_ALSO.get(name, name)]
+    return profiles()[_ALSO.get(name, name)]
 
 
 def size(value: object, setting: str) -> int:
@@ -390,7 +210,7 @@ def _of_mapping(given: Mapping[str, Any]) -> Device:
     if missing:
         raise ConfigurationError(
             f"device {own!r} must say {', '.join(missing)}: add {'them' if len(missing) > 1 else 'it'}, or say"
-            f" based_on, one of {', '.join(DEVICES)}."
+            f" based_on, one of {', '.join(profiles())}."
         )
     for name, kind in (("flops", None), ("inside", Link), ("between", Link), ("achieved", Achieved)):
         values[name] = {**_mapping(base.get(name, {}), name), **_mapping(given.get(name, {}), name)}
