@@ -356,7 +356,6 @@ class HybridShardStrategy(PreparedStrategy):
                 assert self._steps is not None
                 output = self._steps.train(self.precision_plugin, draw, *args, **kwargs)
             shown.output = output
-            self._first_checks.check_losses(output)
         return output
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -57,7 +57,7 @@ def batches() -> Iterator[Tensor]:
 
 
 def test_what_runs_on_split_features_is_summed_where_the_plan_says_so_and_refused_where_it_forgets() -> None:
-    with pytest.raises(PlanError, match=r"layers\.0\.between\.weight and 1 more: the tensor ranks have different grad"):
+    with pytest.raises(PlanError, match=r"layers\.0 computes something else .* the gradient of between\.weight"):
         assert_trains_alike(Model, batches, "tp2", tensor_parallel_plan=SPLIT)
     summed = SPLIT | {"layers.*.between": "replicated_with_grad_allreduce"}
     assert_trains_alike(Model, batches, ["tp2"], tensor_parallel_plan=summed)
@@ -132,16 +132,16 @@ def gated() -> Model:
 
 
 @pytest.mark.parametrize(
-    ("gate", "first"),
+    "gate",
     [
-        ("colwise_gather_output", "layers.0.gate and 1 more"),
-        ("rowwise_split_input", "layers.0.gate and 1 more"),
-        ("replicated_with_grad_allreduce", "layers.0.down"),  # sums the gate's own gradients, not its input's
+        "colwise_gather_output",
+        "rowwise_split_input",
+        "replicated_with_grad_allreduce",  # sums the gate's own gradients, not its input's
     ],
 )
-def test_whole_outputs_that_meet_split_features_are_refused(gate: str, first: str) -> None:
+def test_whole_outputs_that_meet_split_features_are_refused(gate: str) -> None:
     plan = SPLIT | {"layers.*.gate": gate}
-    with pytest.raises(PlanError, match=f"^{first}: the output of this layer isn't split, but the tensor ranks have"):
+    with pytest.raises(PlanError, match=r"layers\.[01] computes something else .* first in the gradient of"):
         assert_trains_alike(gated, batches, "tp2", tensor_parallel_plan=plan)
 
 
@@ -356,5 +356,5 @@ def sequences() -> Iterator[Tensor]:
 )
 def test_gradients_of_what_is_computed_alike_arent_added_up(module: str, style: str) -> None:
     plan = SPLIT | {f"layers.*.{module}": style}
-    with pytest.raises(PlanError, match=f"^layers.0.{module} and 1 more: .* so they would be 2 times too large"):
+    with pytest.raises(PlanError, match=r"layers\.0 computes something else .* first in the gradient of"):
         assert_trains_alike(of_whole, sequences, "tp2", tensor_parallel_plan=plan)

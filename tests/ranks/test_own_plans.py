@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_shard.errors import PlanError
 from lightning_shard.testing import assert_trains_alike
@@ -179,6 +180,25 @@ def test_what_split_layers_return_may_be_changed_in_place() -> None:
     assert_trains_alike(OfInPlace, batches, ["tp2", "pp2 x tp2"], tensor_parallel_plan=plan)
 
 
+class Checkpointed(OfFused):
+    """Its step recomputes blocks itself: what a comparison saves and computes isn't taken for the block's."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            selective = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+            x = checkpoint(block, x, use_reentrant=False, context_fn=selective)
+        return (x - batch.roll(1, 1)).square().mean()
+
+
+def test_blocks_that_a_step_recomputes_are_compared_outside_of_it() -> None:
+    right = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
+    assert_trains_alike(Checkpointed, batches, ["tp2"], tensor_parallel_plan=right)
+    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
+    with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
+        assert_trains_alike(Checkpointed, batches, ["tp2"], tensor_parallel_plan=wrong)
+
+
 class FusedBySize(Fused):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).split(16, -1)
@@ -219,7 +239,7 @@ class WithHead(OfFused):
 def test_so_is_one_that_splits_a_part_beside_the_blocks() -> None:
     plan = {"head.0": "colwise", "head.2": "rowwise"}
     assert_trains_alike(partial(WithHead, nn.GELU), batches, ["tp2"], tensor_parallel_plan=plan)
-    with pytest.raises(PlanError, match="head computes something else when it is split"):
+    with pytest.raises(PlanError, match=r"training_step computes something else .* first in what head\.2 returns"):
         assert_trains_alike(partial(WithHead, Scaled), batches, ["tp2"], tensor_parallel_plan=plan)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -240,8 +239,8 @@ def refusals() -> list[str]:
 def test_code_between_them_that_needs_all_features_is_refused_by_the_name_of_what_holds_them() -> None:
     for found in run_ranks(refusals, 2, elastic=True):
         layers = ["net.leave"] * 2 + ["leave", "leave.0", "coder.leave", "coder.leave"]
-        for said, who, where in zip(found, ["net"] * 2 + ["training_step"] * 4, layers, strict=True):
-            assert said.startswith(f"tensor_parallel_plan: {who} computes something else when the layers that it holds")
+        for said, where in zip(found, layers, strict=True):
+            assert said.startswith("tensor_parallel_plan: training_step computes something else when it is split")
             assert f"first in what {where} returns" in said
 
 
@@ -259,8 +258,8 @@ def without_training() -> list[str]:
 
 def test_it_is_refused_too_where_it_is_only_evaluated_or_runs_without_gradients() -> None:
     for found in run_ranks(without_training, 2, elastic=True):
-        for said, who in zip(found, ["net", "predict_step", "net"], strict=True):
-            assert said.startswith(f"tensor_parallel_plan: {who} computes something else when the layers that it holds")
+        for said, who in zip(found, ["predict_step", "predict_step", "training_step"], strict=True):
+            assert said.startswith(f"tensor_parallel_plan: {who} computes something else when it is split")
 
 
 @pytest.mark.parametrize("kind", [Predicts, PredictsItself, Frozen])
@@ -307,21 +306,32 @@ class TakesGradients(OfItself):
         return F.mse_loss(self.head(y), batch["y"]) + slope.square().mean()
 
 
-def warned() -> list[str]:
+def test_a_step_that_takes_gradients_is_compared_too() -> None:
+    assert_trains_alike(partial(TakesGradients, "each"), batches, ["tp2"], tensor_parallel_plan=PLAN)
+    with pytest.raises(PlanError, match="training_step computes something else when it is split"):
+        assert_trains_alike(partial(TakesGradients, "softmax"), batches, ["tp2"], tensor_parallel_plan=PLAN)
+
+
+class OfOneRank(OfBackbone):
+    """Its code takes for granted how many features a rank has."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        halves = self.net.enter(batch["x"]).view(-1, 2, WIDTH // 2)
+        return F.mse_loss(self.head(self.net.leave(halves.flatten(1))), batch["y"])
+
+
+def refused_for_its_sizes() -> str:
     strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
     loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
-    with warnings.catch_warnings(record=True) as said, suppress(RuntimeError):
-        warnings.simplefilter("always")
-        L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET).fit(TakesGradients("each"), loader)
-    return [str(each.message) for each in said]
+    with pytest.raises(PlanError) as error:
+        L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET).fit(OfOneRank("each"), loader)
+    return str(error.value)
 
 
-def test_a_step_that_cant_run_again_is_told_of() -> None:
-    first, second = run_ranks(warned, 2, elastic=True)
-    told = [each for each in first if each.startswith("tensor_parallel_plan: training_step isn't compared")]
-    assert len(told) == 1
-    assert "RuntimeError: element 0 of tensors does not require grad" in told[0]
-    assert not any("isn't compared" in each for each in second)
+def test_code_that_is_written_for_the_size_of_a_part_is_refused() -> None:
+    for said in run_ranks(refused_for_its_sizes, 2, elastic=True):
+        assert "training_step runs as it is split, but not with whole layers" in said
+        assert "x.size(-1)" in said
 
 
 def deprecated() -> list[str]:

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError, StepError
-from lightning_shard.plugin.steps.checks.tensor_ranks import _norm_and_sum
 from tests.parity import QUIET
 
 
@@ -109,8 +108,3 @@ def test_hooks_on_sums_of_gradients_are_refused_where_batches_are_accumulated() 
     """They were called once for all of these, and on one process after each."""
     with pytest.raises(ConfigurationError, match=r"gradient hook .* on one process it runs after each batch"):
         fit("accumulated late", HybridShardStrategy(), accumulate_grad_batches=2)
-
-
-def test_a_parameter_without_gradient_counts_on_its_own_device() -> None:
-    """On the host, numbers couldn't be stacked with those of a GPU's gradients."""
-    assert _norm_and_sum(nn.Parameter(torch.ones(2, device="meta"))).device.type == "meta"

@@ -16,7 +16,7 @@ from lightning_shard.plugin.steps.checks import agreement
 def check(monkeypatch: pytest.MonkeyPatch, batches: list[Any], **sizes: int) -> None:
     """On rank 0, where each rank has read one of the batches."""
     layout = Layout.resolve(len(batches), 0, **{"pipeline_parallel_size": 1, "tensor_parallel_size": 1, **sizes})
-    gathered = [agreement._digest(batch) for batch in batches]
+    gathered = [agreement.digest_of(batch) for batch in batches]
     monkeypatch.setattr(
         agreement.dist, "all_gather_object", lambda digests, _: digests.__setitem__(slice(None), gathered)
     )

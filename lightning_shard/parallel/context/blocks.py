@@ -22,19 +22,17 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.block_probe import PLAIN, TrialRuns, has_other_hooks, is_cache, random_state
 from lightning_shard.parallel.context.attention import attention_by, make_masks, over_ranks
 from lightning_shard.parallel.context.check_positions import (
     POSITIONS,
     Arguments,
-    TrialRuns,
     check_positions,
     draws,
     outputs_of,
-    random_state,
 )
 from lightning_shard.parallel.context.chunks import Cut, Part, join, share
 from lightning_shard.parallel.fsdp.units import class_name
-from lightning_shard.parallel.probe_arguments import PLAIN, has_other_hooks, is_cache
 
 _LIBRARIES = ("torch.", "lightning_shard.")
 _ONE = " Use context_parallel_size=1."
@@ -179,11 +177,7 @@ class ShardedSequences:
 
             return cut(given[0], take=few), cut(given[1], take=few)
 
-        def poison(arguments: Arguments, position: int) -> Arguments:
-            _hidden_states(block, *arguments)[:, position] = torch.nan
-            return arguments
-
-        check_positions(block, plain, of, poison, count, self._trial_runs)
+        check_positions(block, plain, of, count, self._trial_runs)
 
     def _without_caches(self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
         """Replace transformers' caches of keys and values by ``None``: each rank would append those of its own part.

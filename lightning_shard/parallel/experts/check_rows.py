@@ -3,9 +3,6 @@
 A capacity per expert, or statistics over its rows, would silently compute something else. So with its first rows an
 expert runs on a few of them alone, on one of them, and on all of these many times over: each row's results must be
 equal within rounding. Not seen: what depends on the number of rows only beyond :data:`ROWS` × :data:`TIMES`.
-
-Private: ``torch.utils._python_dispatch._disable_current_modes`` (torch 2.11 to 2.14). Selective checkpointing counts
-operations, and this check runs in a first forward only.
 """
 
 from __future__ import annotations
@@ -15,15 +12,14 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_shard.errors import PlanError
-from lightning_shard.parallel.context.check_positions import random_state
+from lightning_shard.parallel.block_probe import Result, first_apart, in_32_bits, random_state, unseen
 
 ROWS = 64
 TIMES = 8
-_APART, _APART_IN_16_BITS = 1e-2, 1e-1
-"""Tolerances relative to the largest element: matrix products of other sizes are rounded differently."""
+_APART = {True: 1e-2, False: 1e-1}
+"""Tolerance in 32 bits, and in fewer, relative to the norm: matrix products of other sizes are rounded differently."""
 
 
 class RowCheck:
@@ -51,7 +47,7 @@ class RowCheck:
         """
         if self._is_done or any(type(each) is not Tensor or each.is_meta or not len(each) for each in given):
             return
-        with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction(), _evaluating(module):
+        with torch.no_grad(), unseen(), torch._C.DisableTorchFunction(), _evaluating(module):
             few = [each[:: -(-len(each) // ROWS)] for each in given]
             before = random_state(few[0].device)
             alone = compute(*few)
@@ -61,12 +57,11 @@ class RowCheck:
             largest = alone.abs().max()
             if not largest.isfinite() or not largest:  # not yet: weights that are zero at first hide everything
                 return
-            many = compute(*(torch.cat([each] * TIMES) for each in few)).unflatten(0, (TIMES, -1))
+            many = compute(*(torch.cat([each] * TIMES) for each in few))
             one = compute(*(each[:1] for each in few))
-            is_exact = alone.dtype.itemsize > 2 and not torch.is_autocast_enabled(alone.device.type)
-            apart = torch.stack([(many - alone).abs().max(), (one - alone[:1]).abs().max()]).max()
             self._is_done = True
-            if not apart <= (_APART if is_exact else _APART_IN_16_BITS) * largest:
+            pairs = [(many, torch.cat([alone] * TIMES)), (one, alone[:1])]
+            if first_apart(((Result("", a), Result("", b)) for a, b in pairs), _APART[in_32_bits([alone])]) is not None:
                 raise PlanError(
                     f"An expert of {self._name} computes something else for a row among others than for the row alone,"
                     " as with a capacity, or with statistics over rows. Where experts are dealt to ranks each is given"
@@ -78,11 +73,10 @@ class RowCheck:
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
     """Inside, dropout is off."""
-    training = [(part, part.training) for part in module.modules()]
-    for part, _ in training:
-        part.training = False
+    training = [part for part in module.modules() if part.training]
+    module.eval()
     try:
         yield
     finally:
-        for part, was in training:
-            part.training = was
+        for part in training:
+            part.training = True

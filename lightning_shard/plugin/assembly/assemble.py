@@ -34,9 +34,7 @@ from lightning_shard.parallel.fsdp.units import sharded_units
 from lightning_shard.parallel.fsdp.unsharded import unsharded_of
 from lightning_shard.parallel.fsdp.watched_parameters import watch_parameters
 from lightning_shard.parallel.init import agree_on_weights, materialize
-from lightning_shard.parallel.tensor.check_around_blocks import AroundBlocksCheck
-from lightning_shard.parallel.tensor.check_blocks import SplitBlocksCheck, beside_blocks
-from lightning_shard.parallel.tensor.check_handed_on import mark_outputs
+from lightning_shard.parallel.tensor.check_plan import PlanCheck
 from lightning_shard.parallel.tensor.plan import apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.dataflow.taint import Hollow
 from lightning_shard.pipeline.placement import Placement
@@ -48,7 +46,6 @@ from lightning_shard.plugin.assembly.late_changes import LaidOutParameters, refu
 from lightning_shard.plugin.assembly.placing import blocks_of, place_blocks
 from lightning_shard.plugin.assembly.probe import trial_runs, trial_runs_of_step, two_runs
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.running.joint_failure import Attempts, Connect
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.metrics import SharedMetrics
@@ -147,7 +144,6 @@ def assemble(
     settings: Settings,
     schedules: Sequence[Schedule],
     groups: Groups,
-    connect: Connect,
 ) -> Assembly:
     """Cut ``module`` to this rank's stages and shard it, in place.
 
@@ -159,7 +155,6 @@ def assemble(
         seed: Seeds the initial weights of modules on meta.
         schedules: The schedules that the settings allow.
         groups: This rank's.
-        connect: Opens a connection to a store that all ranks share.
 
     Raises:
         ConfigurationError: The module can't be laid out so. Raised before anything is changed where that can be known.
@@ -183,7 +178,7 @@ def assemble(
     sequences = _sequences(module, blocks, layout, groups, device)
     agree_on_weights(module)
     held_blocks = _held_blocks(blocks, placement, schedule, layout) if blocks and placement else set()
-    split, around = _to_compare(module, held_blocks, listed, settings, styles, device, layout, connect)
+    plan_check = _plan_check(module, held_blocks, listed, settings, styles, device, layout)
     # before the cut, which replaces some calls by stand-ins
     compile_forwards(
         module,
@@ -194,7 +189,7 @@ def assemble(
         tells=layout.rank == 0,
     )
     _wrap_blocks(module, held_blocks, recomputed, settings, sequences, device)
-    split.compare(module)
+    plan_check.compare_blocks(module)
 
     named = names_of_parameters(module)
     part = OwnPart()
@@ -213,8 +208,6 @@ def assemble(
         units = _units(module, within, blocks.names, listed)
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
-        if not settings.compile_blocks:  # calls inside of compiled blocks can't be observed
-            mark_outputs(module, styles)
     data_mesh = mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]]
     stacks, sharded = _deal(module, experts, expert_mesh, data_mesh, device)
     reshards = part.stages is None if settings.reshard_after_forward is None else settings.reshard_after_forward
@@ -239,7 +232,7 @@ def assemble(
         )
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
-    around.compare(module)
+    plan_check.compare_steps(module)
     _watch(module, layout, part, units, whole_steps=module.automatic_optimization)
     return Assembly(
         layout,
@@ -402,7 +395,7 @@ def _sequences(
     return sequences
 
 
-def _to_compare(
+def _plan_check(
     module: pl.LightningModule,
     names: Collection[str],
     listed: Collection[str],
@@ -410,31 +403,27 @@ def _to_compare(
     styles: Mapping[str, ParallelStyle],
     device: torch.device,
     layout: Layout,
-    connect: Connect,
-) -> tuple[SplitBlocksCheck, AroundBlocksCheck]:
-    """Prepare the comparison of blocks, and modules outside of them that a user's own plan splits, with unsplit ones.
+) -> PlanCheck:
+    """Prepare the comparison of what a plan splits with itself whole, before anything wraps it.
 
     Args:
-        names: This stage's blocks, which nothing has wrapped yet.
-        listed: The blocks of all lists. With several stages modules outside of blocks aren't compared.
+        names: This stage's blocks.
+        listed: The blocks of all lists. With several stages a step can't run again, so what is outside isn't compared.
     """
-    if settings.compile_blocks:
-        styles = {}
-    blocks = {name: module.get_submodule(name) for name in sorted(names)}
-    runs, runs_of_step = partial(trial_runs, device), partial(trial_runs_of_step, device)
-    of_stage = Attempts(connect, layout.rank, layout.neighbours(layout.stage_size)).at
-    of_tensors = Attempts(connect, layout.rank, layout.neighbours(layout.tensor_parallel_size)).at
-    alike = of_tensors if layout.expert_parallel_size == 1 else of_stage
-    if settings.tensor_parallel_plan is None or layout.pipeline_parallel_size > 1:
-        around = AroundBlocksCheck(module, (), (), {}, (), runs, runs_of_step, of_stage)
-        numbered = settings.tensor_parallel_plan is not None
-        return SplitBlocksCheck(blocks, {}, styles, runs, alike, numbered=numbered), around
-    whole = {*listed, *(name for name in names if any(style.startswith(f"{name}.") for style in styles))}
-    parts = {name: module.get_submodule(name) for name in beside_blocks(module, whole, styles)}
-    steps = [name for name in ("validation_step", "test_step") if is_overridden(name, module)]
-    steps += ["predict_step", "training_step"] if module.automatic_optimization else ["predict_step"]
-    around = AroundBlocksCheck(module, whole, parts, styles, steps, runs, runs_of_step, of_stage)
-    return SplitBlocksCheck(blocks, parts, styles, runs, alike), around
+    is_own, steps = settings.tensor_parallel_plan is None, []
+    if not is_own and layout.pipeline_parallel_size == 1:
+        steps = [name for name in ("validation_step", "test_step") if is_overridden(name, module)]
+        steps += ["predict_step", "training_step"] if module.automatic_optimization else ["predict_step"]
+    return PlanCheck(
+        module,
+        names,
+        {*listed, *names},
+        {} if settings.compile_blocks else styles,
+        steps,
+        partial(trial_runs, device),
+        partial(trial_runs_of_step, device),
+        is_own=is_own,
+    )
 
 
 def _wrap_blocks(

@@ -157,7 +157,7 @@ def _names_on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:
 def _buffers_of_several_stages(module: pl.LightningModule, holders: Holders) -> dict[str, list[str]]:
     """Saved buffers of modules that several stages hold: the first name of each, and all of its names.
 
-    Steps may not change them (``shared_buffers.py``).
+    Steps may not change them (``checks/buffers.py``).
 
     Raises:
         PlacementError: One holds what steps surely change, or what isn't compared.

@@ -46,9 +46,9 @@ from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.alike import Alike
+from lightning_shard.plugin.steps.checks.buffers import SharedBuffers
 from lightning_shard.plugin.steps.checks.copies_of_stages import CopiesOfStages
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
-from lightning_shard.plugin.steps.checks.shared_buffers import SharedBuffers
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
 from lightning_shard.plugin.steps.checks.summed_losses import warn_of_balancing
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
@@ -197,7 +197,6 @@ class PreparedStrategy(CheckpointedStrategy):
             self._settings,
             self._schedules_for(trainer),
             self.groups,
-            self._rendezvous().connect,
         )
         replace_kept(module, names, callbacks)
         module.__dict__[_ASSEMBLY] = assembly

@@ -13,18 +13,15 @@ from lightning_shard import tree
 from lightning_shard.errors import BatchError
 from lightning_shard.layout import TENSOR_AXIS, Layout
 from lightning_shard.parallel.fsdp.calls_of_parts import finding_calls_of_parts
-from lightning_shard.parallel.tensor.check_handed_on import OutputGradients
 from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
 from lightning_shard.plugin.steps.checks import tensor_ranks
 from lightning_shard.plugin.steps.checks.agreement import check_same_batch
-from lightning_shard.plugin.steps.checks.changed_buffers import ChangedBuffers
+from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers, SharedBuffers
 from lightning_shard.plugin.steps.checks.copies_of_stages import CopiesOfStages
-from lightning_shard.plugin.steps.checks.hooks_on_features import warning_of_split_features
 from lightning_shard.plugin.steps.checks.lost_changes import refusing_lost_changes
 from lightning_shard.plugin.steps.checks.nonlinear_logs import noting_functions_of_means
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
-from lightning_shard.plugin.steps.checks.shared_buffers import SharedBuffers
-from lightning_shard.plugin.steps.checks.split_outputs import Shown, comparing_what_is_shown
+from lightning_shard.plugin.steps.checks.tensor_ranks import Shown, TensorRanks
 from lightning_shard.plugin.steps.state.counters import warning_of_numbers_kept, warning_of_tensors_changed
 
 _STEPS = 3
@@ -73,9 +70,11 @@ class FirstStepChecks:
         self._steps = 0
         self._kinds: set[str] = set()
         self._updates = 0
-        self._outputs = OutputGradients(module)
         has_copies = layout.tensor_parallel_size > 1 or layout.data_parallel_size > 1
         self._buffers = ChangedBuffers(module) if has_copies else None
+        self._tensor_ranks: TensorRanks | None = None
+        if self._buffers is not None and layout.tensor_parallel_size > 1:
+            self._tensor_ranks = TensorRanks(module, mesh[TENSOR_AXIS], self._buffers, warns=layout.data_rank == 0)
 
     @contextmanager
     def at(self, method: str, batch: object) -> Iterator[Shown]:
@@ -106,18 +105,15 @@ class FirstStepChecks:
                     looks.enter_context(noting_functions_of_means(self._samples_in(batch)))
                 if layout.data_parallel_size > 1 and layout.expert_parallel_size == 1:  # dealt lists refuse hooks
                     looks.enter_context(finding_calls_of_parts(module))
-                if layout.tensor_parallel_size > 1:
-                    axis, warns = self._mesh[TENSOR_AXIS], layout.data_rank == 0
-                    shown = looks.enter_context(comparing_what_is_shown(module, method, axis, warns=warns))
-                    looks.enter_context(tensor_ranks.refusing_parts())
-                    looks.enter_context(warning_of_split_features(module, axis, warns=warns))
+                if self._tensor_ranks is not None:
+                    looks.enter_context(self._tensor_ranks.comparing_what_is_shown(method, shown))
                 if method == "training_step":
                     refuse_parameter_hooks(module)
                 if module.automatic_optimization:
                     looks.enter_context(refusing_lost_changes(module))
-            if method == "training_step" and self._updates + 1 in tensor_ranks.STEPS:
-                looks.enter_context(self._outputs.watched())
             yield shown
+            if method == "training_step" and self._steps in tensor_ranks.STEPS:
+                self._check_losses(shown.output)
 
     def _samples_in(self, batch: object) -> int:
         """Of a microbatch; 1 of a batch that the step will refuse."""
@@ -125,17 +121,13 @@ class FirstStepChecks:
             return max(1, tree.batch_size(batch) // self._microbatches)
         return 1
 
-    def check_losses(self, output: object) -> None:
-        """Compare losses between ranks that must compute the same; a collective call over these, in some steps."""
-        layout = self._layout
-        if self._steps not in tensor_ranks.STEPS or layout.tensor_parallel_size == layout.context_parallel_size == 1:
-            return
-        in_32_bits = "16" not in str(self._module.trainer.precision)
-        if self._context is not None:
-            kind = self._mesh.device_type
-            tensor_ranks.check_losses_of_sequences(output, self._context, kind, in_32_bits=in_32_bits)
-            return
-        tensor_ranks.check_losses(output, self._mesh[TENSOR_AXIS], in_32_bits=in_32_bits)
+    def _check_losses(self, output: object) -> None:
+        """Compare losses between ranks that must compute the same; a collective call over these."""
+        axis = self._mesh[TENSOR_AXIS].get_group() if self._tensor_ranks is not None else None
+        if (ranks := self._context or axis) is not None:
+            in_32_bits = "16" not in str(self._module.trainer.precision)
+            shares = self._context is not None
+            tensor_ranks.check_losses(output, ranks, shares_sequences=shares, in_32_bits=in_32_bits)
 
     def join_copies(self, *, tolerates: bool = False) -> dict[str, str]:
         """Join what several stages hold and code between steps has changed; a collective call over the pipeline.
@@ -160,13 +152,7 @@ class FirstStepChecks:
         layout, buffers = self._layout, self._buffers
         if self._updates < _UPDATES and buffers is not None and layout.data_parallel_size > 1:
             warns = layout.data_rank == layout.tensor_rank == 0
-            buffers.warn_of_data_ranks(self._data, self._mesh.device_type, warns=warns)
-        if self._updates + 1 in tensor_ranks.STEPS and layout.tensor_parallel_size > 1:
-            axis = self._mesh[TENSOR_AXIS]
-            tensor_ranks.check_whole_gradients(self._module.named_parameters(), axis)
-            whole, added = self._outputs.take()
-            tensor_ranks.check_outputs(whole, axis)
-            tensor_ranks.check_summands(added, axis)
-            assert buffers is not None
-            buffers.check_tensor_ranks(axis)
+            buffers.warn_of_data_ranks(self._data, warns=warns)
+        if self._updates + 1 in tensor_ranks.STEPS and self._tensor_ranks is not None:
+            self._tensor_ranks.check_update()
         self._updates += 1

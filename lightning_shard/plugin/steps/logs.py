@@ -34,7 +34,7 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.mixed_samples import Number as Given
 from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.plugin.steps.checks import nonlinear_logs
-from lightning_shard.plugin.steps.checks.split_outputs import NotesLogs
+from lightning_shard.plugin.steps.checks.tensor_ranks import NotesLogs
 from lightning_shard.plugin.trainer_private import logging_by
 
 _LOOKS = 8

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard import tree
 from lightning_shard.checkpoint.storable import check_storable
+from lightning_shard.dense import dense_parts
 from lightning_shard.errors import BatchError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin import trainer_private
@@ -43,10 +44,10 @@ def check_same_batch(batch: Any, layout: Layout) -> None:
         if digest != digests[other]:
             raise BatchError(
                 f"Ranks {other} and {rank} hold parts of one model and read data rank {data_rank}'s batches, but their"
-                " batches differ: a dataset or sampler that deals by global rank must deal by data rank instead"
-                " (trainer.strategy.layout.data_rank of data_parallel_size). Data that each process makes at random"
-                " must be made from one seed: call L.seed_everything before. Nor may it depend on the process or the"
-                " time, as the order of a set of texts does (sort it)."
+                " batches differ (sentence 1 of the contract): a dataset or sampler that deals by global rank must deal"
+                " by data rank instead (trainer.strategy.layout.data_rank of data_parallel_size). Data that each"
+                " process makes at random must be made from one seed: call L.seed_everything before. Nor may it depend"
+                " on the process or the time, as the order of a set of texts does (sort it)."
             )
     batches = {digests[rank] for rank in first.values()}
     if len(batches) < len(first) and tree.tensors(batch):
@@ -79,10 +80,10 @@ def check_what_follows(own: str, told: str) -> None:
     """
     if own != told:
         raise BatchError(
-            f"This rank reads {own} next, and the last pipeline stage {told}: ranks that hold parts of one"
-            " model read the same batches. Have an IterableDataset give the same samples on all of them: deal by"
-            " trainer.strategy.layout.data_rank of data_parallel_size, not by rank, and look for files that some"
-            " machines lack."
+            f"This rank reads {own} next, and the last pipeline stage {told}: ranks that hold parts of one model read"
+            " the same batches (sentence 1 of the contract). Have an IterableDataset give the same samples on all of"
+            " them: deal by trainer.strategy.layout.data_rank of data_parallel_size, not by rank, and look for files"
+            " that some machines lack."
         )
 
 
@@ -149,10 +150,10 @@ class SameSettings:
         if _differ(of_stages) or (_differ(of_rates) and not _differ(of_groups)):
             raise StepError(
                 f"The ranks' optimizers have different settings (this rank's learning rates: {self._rates}), and each"
-                " steps its own part of the parameters, so this step's weights are wrong: resume from an earlier"
-                " checkpoint. Log what a scheduler monitors with sync_dist=True, and set what a hook sets alike on all"
-                " ranks. With several pipeline stages, a step sets rates before it calls the network: only the last"
-                " stage runs the code behind it."
+                " steps its own part of the parameters (sentence 11 of the contract), so this step's weights are wrong:"
+                " resume from an earlier checkpoint. Log what a scheduler monitors with sync_dist=True, and set what a"
+                " hook sets alike on all ranks. With several pipeline stages, a step sets rates before it calls the"
+                " network: only the last stage runs the code behind it."
             )
 
 
@@ -252,22 +253,13 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _strided(tensor: Tensor) -> Sequence[Tensor]:
-    if tensor.layout == torch.jagged:
-        nested: Any = tensor
-        return nested.values(), nested.offsets()
-    if tensor.is_nested:
-        return tensor.unbind()
-    return [tensor if tensor.layout == torch.strided else tensor.to_dense()]
-
-
 def digest_of(batch: Any) -> str:
     """A digest of a tree's tensors, texts and numbers."""
     digest = xxhash.xxh3_128()
     for path, leaf in tree.walk(batch):
         digest.update("/".join(path).encode())
         if isinstance(leaf, Tensor):
-            for part in _strided(leaf.detach()):
+            for part in dense_parts(leaf.detach()):
                 plain = part.resolve_conj().resolve_neg().cpu().contiguous()
                 digest.update(as_bytes(plain).numpy().data)
         elif isinstance(leaf, (str, int, float)):

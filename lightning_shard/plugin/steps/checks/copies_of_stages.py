@@ -8,8 +8,6 @@ date for these only. A copy that one stage has changed is the others' too.
 
 from __future__ import annotations
 
-import math
-import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -20,91 +18,20 @@ from torch import Tensor, nn
 
 from lightning_shard.dense import is_dense
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.rank_compare import by_name, fingerprints
 from lightning_shard.plugin.broadcast import values_of
 from lightning_shard.sharding import local_tensor
 
-
-class Copies:
-    """A stage's tensors of which other stages have copies. The constructor is a collective call.
-
-    Args:
-        held: This stage's, by name, as they are now.
-        refusal: What an error says of one, behind its name.
-        gather_over_stages: All-gathers a value over the pipeline.
-        pipeline: The pipeline's ranks, the last stage's first, for tensors.
-        device: Where this rank computes, which that group's backend serves.
-    """
-
-    def __init__(
-        self,
-        held: Callable[[], Mapping[str, Tensor]],
-        refusal: str,
-        gather_over_stages: Callable[[Any], list[Any]],
-        pipeline: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self._held = held
-        self._refusal = refusal
-        self._gather = gather_over_stages
-        self._pipeline = pipeline
-        self._device = device
-        own = sums_of(held())
-        holders = Counter(name for stage in gather_over_stages([*own]) for name in stage)
-        self._known = {name: sums for name, sums in own.items() if holders[name] > 1}
-        self._is_any = max(holders.values(), default=0) > 1
-        self._joined: set[str] = set()
-
-    def join(self, *, begins: bool = True, only_joined: bool = False, tolerates: bool = False) -> dict[str, str]:
-        """Have all copies be as the stage has made them that has changed its own; a collective call over the pipeline.
-
-        Args:
-            begins: Copies may part that haven't before; otherwise steps may have used them meanwhile.
-            only_joined: Look at copies that have parted before.
-            tolerates: Leave copies as they are that can't be joined, in place of an error, and if it would spread NaN.
-
-        Returns:
-            What an error would say of copies that have parted, by name.
-
-        Raises:
-            StepError: On every stage, if stages have changed their copies in different ways.
-        """
-        apart: dict[str, str] = {}
-        if not (self._joined if only_joined else self._is_any):
-            return apart
-        held = {name: t for name, t in self._held().items() if name in (self._joined if only_joined else self._known)}
-        own = sums_of(held)
-        stages = self._gather({name: (sums, sums != self._known.get(name)) for name, sums in own.items()})
-        for name in dict.fromkeys(name for stage in stages for name in stage):
-            found = [(index, *stage[name]) for index, stage in enumerate(stages) if name in stage]
-            if all(sums == found[0][1] for _, sums, _ in found):
-                continue
-            changed = [(index, sums) for index, sums, is_other in found if is_other]
-            is_one = len(found) == len(stages) and bool(changed) and all(s == changed[0][1] for _, s in changed)
-            may_join = is_one and (begins or name in self._joined)
-            if not may_join and not tolerates:
-                raise StepError(f"{name} {self._refusal}")
-            spoils = is_one and tolerates and math.isnan(_number(changed[0][1][1]))
-            if not may_join or spoils:
-                apart[name] = f"{name} {self._refusal}"
-            if not is_one or spoils:
-                continue
-            self._joined.add(name)
-            local, source = local_tensor(held[name]).detach(), len(stages) - 1 - changed[0][0]
-            local.copy_(values_of(source, local, self._pipeline, self._device))
-        self._known.update(sums_of(held))
-        return apart
-
-
 _OF_FROZEN = (
-    "is frozen, and every pipeline stage holds it; now the stages' copies differ. Code that updates it, as for a mean"
-    " teacher, sees only its own stage's parameters of the network that trains (named_parameters(), state_dict()): have"
-    " it update each weight by the one of the same name, after every batch from the first on, or use"
-    " pipeline_parallel_size=1."
+    "is frozen, and every pipeline stage holds it; now the stages' copies differ (sentence 6 of the contract). Code"
+    " that updates it, as for a mean teacher, sees only its own stage's parameters of the network that trains"
+    " (named_parameters(), state_dict()): have it update each weight by the one of the same name, after every batch"
+    " from the first on, or use pipeline_parallel_size=1."
 )
 _OF_BUFFERS = (
-    "is a buffer that every pipeline stage holds, and now the stages' copies differ: what computes it between steps"
-    " sees only its own stage's parameters (named_parameters(), state_dict()). Compute it for each parameter by itself,"
-    " or from trainer.strategy.gather_full_parameters(); or use pipeline_parallel_size=1."
+    "is a buffer that every pipeline stage holds, and now the stages' copies differ (sentence 6 of the contract): what"
+    " computes it between steps sees only its own stage's parameters (named_parameters(), state_dict()). Compute it for"
+    " each parameter by itself, or from trainer.strategy.gather_full_parameters(); or use pipeline_parallel_size=1."
 )
 
 
@@ -114,32 +41,85 @@ class CopiesOfStages:
     Args:
         module: The stage's.
         others: Names of buffers that are compared elsewhere.
-        rest: The further arguments of :class:`Copies`.
+        gather_over_stages: All-gathers a value over the pipeline.
+        pipeline: The pipeline's ranks, the last stage's first, for tensors.
+        device: Where this rank computes, which that group's backend serves.
     """
 
-    def __init__(self, module: nn.Module, others: Collection[str], *rest: Any) -> None:
-        frozen = {name: p for name, p in nn.Module.named_parameters(module) if not p.requires_grad}
-        self._frozen = Copies(lambda: frozen, _OF_FROZEN, *rest)
-        self._buffers = Copies(
-            lambda: {name: buffer for name, buffer in _saved(module).items() if name not in others}, _OF_BUFFERS, *rest
-        )
+    def __init__(
+        self,
+        module: nn.Module,
+        others: Collection[str],
+        gather_over_stages: Callable[[Any], list[Any]],
+        pipeline: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        self._others = others
+        self._frozen = {name: p for name, p in nn.Module.named_parameters(module) if not p.requires_grad}
+        self._gather = gather_over_stages
+        self._pipeline = pipeline
+        self._device = device
+        own = sums_of(self._held())
+        holders = Counter(name for stage in gather_over_stages([*own]) for name in stage)
+        self._known = {name: sums for name, sums in own.items() if holders[name] > 1}
+        self._is_any = max(holders.values(), default=0) > 1
+        self._joined: set[str] = set()
+        """Names that have parted before: the same on all stages, which all hold them."""
 
     def join(self, *, is_early: bool, tolerates: bool = False) -> dict[str, str]:
-        """Join them; a collective call over the pipeline.
+        """Have all copies be as the stage has made them that has changed its own; a collective call over the pipeline.
 
         Args:
-            is_early: In a run's first steps. Buffers may part later, too: steps on stages seldom read those that hooks
-                compute of parameters.
-            tolerates: See :meth:`Copies.join`.
+            is_early: In a run's first steps. Frozen parameters may not begin to part later, when steps may have used
+                them. Buffers may: steps on stages seldom read those that hooks compute of parameters.
+            tolerates: Leave copies as they are that can't be joined, in place of an error, and if it would spread NaN.
+
+        Returns:
+            What an error would say of copies that have parted, by name.
 
         Raises:
             StepError: On every stage, if stages have changed their copies in different ways.
         """
-        return {**self._frozen.join(begins=is_early, tolerates=tolerates), **self._buffers.join(tolerates=tolerates)}
+        if not self._is_any:
+            return {}
+        held = {name: held for name, held in self._held().items() if name in self._known}
+        return self._join(held, is_early=is_early, tolerates=tolerates)
 
     def join_for_step(self) -> None:
-        """Join those that were seen to part."""
-        self._frozen.join(only_joined=True)
+        """Join the frozen ones that were seen to part."""
+        if parted := {name: self._frozen[name] for name in self._frozen if name in self._joined}:
+            self._join(parted, is_early=False)
+
+    def _join(self, held: Mapping[str, Tensor], *, is_early: bool, tolerates: bool = False) -> dict[str, str]:
+        apart: dict[str, str] = {}
+        own = sums_of(held)
+        stages = self._gather({name: (sums, sums != self._known.get(name)) for name, sums in own.items()})
+        for name, found in by_name(stages).items():
+            if all(sums == found[0][0] for sums, _ in found):
+                continue
+            changed = {sums for sums, has_changed in found if has_changed}
+            is_one = len(found) == len(stages) and len(changed) == 1
+            may_join = is_one and (is_early or name in self._joined or name not in self._frozen)
+            text = f"{name} {_OF_FROZEN if name in self._frozen else _OF_BUFFERS}"
+            if not may_join and not tolerates:
+                raise StepError(text)
+            spoils = is_one and tolerates and "nan" in min(changed)
+            if not may_join or spoils:
+                apart[name] = text
+            if not is_one or spoils:
+                continue
+            self._joined.add(name)
+            stage = next(index for index, (_, has_changed) in enumerate(found) if has_changed)
+            local = local_tensor(held[name])
+            local.copy_(values_of(len(stages) - 1 - stage, local, self._pipeline, self._device))
+        self._known.update(sums_of(held))
+        return apart
+
+    def _held(self) -> dict[str, Tensor]:
+        return self._frozen | {
+            name: buffer for name, buffer in _saved(self._module).items() if name not in self._others
+        }
 
 
 def _saved(module: nn.Module) -> dict[str, Tensor]:
@@ -155,18 +135,6 @@ def _saved(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-@torch.no_grad()
-def sums_of(tensors: Mapping[Any, Tensor]) -> dict[Any, list[int]]:
-    """Sum and norm of each, as bits. Version counters don't show changes made through ``.data``."""
-    sums = [_sums(local_tensor(tensor).detach()) for tensor in tensors.values()]
-    together = [each.to(sums[0].device) for each in sums]
-    return dict(zip(tensors, torch.stack(together).view(torch.int64).tolist())) if sums else {}
-
-
-def _number(bits: int) -> float:
-    return struct.unpack("d", struct.pack("q", bits))[0]
-
-
-def _sums(tensor: Tensor) -> Tensor:
-    wide = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()  # one copy at a time
-    return torch.stack([wide.sum(), wide.norm()])
+def sums_of(tensors: Mapping[Any, Tensor]) -> dict[Any, str]:
+    """What each is known again by. Version counters don't show changes made through ``.data``."""
+    return {key: repr(each) for key, each in fingerprints(tensors).items()}  # equal for NaN too

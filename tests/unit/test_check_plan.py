@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lightning_shard.errors import PlanError
-from lightning_shard.parallel.tensor import check_blocks
-from lightning_shard.parallel.tensor.check_blocks import SplitBlocksCheck
+from lightning_shard.parallel import block_probe
+from lightning_shard.parallel.tensor.check_plan import PlanCheck
 from lightning_shard.plugin.assembly.probe import trial_runs
 
 Forward = Callable[..., Any]
@@ -37,16 +36,14 @@ class Block(nn.Module):
         return self.compute(self, x, *others)
 
 
-def called(block: Block, x: Tensor, *others: Any, is_part: bool = False, split: Forward | None = None) -> Any:
-    """What its first call returns, in which it is compared with itself, or with ``split``."""
+def called(block: Block, x: Tensor, *others: Any, split: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """What its first call returns, in which it is compared with itself, or where its layer computes ``split``."""
     root = nn.ModuleDict({"block": block})
-    blocks: dict[str, nn.Module] = {"block": block}
-    parts, blocks = (blocks, {}) if is_part else ({}, blocks)
-    looks, styles = partial(trial_runs, x.device), {"block.linear": ColwiseParallel()}
-    compared = SplitBlocksCheck(blocks, parts, styles, looks, lambda _: suppress(Exception))
+    runs = partial(trial_runs, x.device)
+    check = PlanCheck(root, ["block"], ["block"], {"block.linear": ColwiseParallel()}, (), runs, runs, is_own=False)
     if split is not None:
-        block.compute = split
-    compared.compare(root)
+        block.linear.forward = split  # type: ignore[method-assign]
+    check.compare_blocks(root)
     return block(x, *others)
 
 
@@ -95,29 +92,21 @@ def test_both_runs_draw_what_the_step_does() -> None:
     assert torch.equal(found, block(x))
 
 
-def test_noise_for_a_part_of_the_features_cant_be_compared() -> None:
-    def whole(block: Block, x: Tensor) -> Tensor:
-        return F.dropout(block.linear(x), 0.5).sum(-1, keepdim=True)
-
-    def split(block: Block, x: Tensor) -> Tensor:
-        return F.dropout(F.linear(x, block.linear.weight[:2], block.linear.bias[:2]), 0.5).sum(-1, keepdim=True)
-
-    called(Block(whole), torch.ones(64, 4), split=split)
-
-
 def through(block: Block, x: Tensor) -> Tensor:
     return block.linear(x)
 
 
-def of_a_part(block: Block, x: Tensor) -> Tensor:
-    return F.linear(x, block.linear.weight[:, :2], block.linear.bias)
+def test_noise_for_a_part_of_the_features_cant_be_compared() -> None:
+    def summed(block: Block, x: Tensor) -> Tensor:
+        return F.dropout(block.linear(x), 0.5).sum(-1, keepdim=True)
 
+    block = Block(summed)
+    weight, bias = block.linear.weight[:2], block.linear.bias[:2]
 
-def test_a_part_that_is_given_split_features_cant_be_compared() -> None:
-    block = Block(through)
-    called(block, torch.ones(2, 2), is_part=True, split=of_a_part)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        called(Block(through), torch.ones(2, 2), is_part=True)
+    def split(x: Tensor) -> Tensor:
+        return F.linear(x, weight, bias) if block.training else F.linear(x, block.linear.weight, block.linear.bias)
+
+    called(block, torch.ones(64, 4), split=split)
 
 
 def test_empty_outputs_are_alike() -> None:
@@ -128,39 +117,50 @@ def test_empty_outputs_are_alike() -> None:
     called(Block(none_of_it), torch.ones(2, 4))
 
 
-@pytest.mark.parametrize("is_part", [False, True])
-@pytest.mark.parametrize("compute", [through, adds_noise])
-def test_other_numbers_are_refused(compute: Forward, is_part: bool) -> None:
-    def other(block: Block, x: Tensor) -> Tensor:
-        return compute(block, x) + 3 * x
+def with_other_numbers(block: Block) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.linear(x, block.linear.weight, block.linear.bias) + 3 * x
 
-    with pytest.raises(PlanError, match="block computes something else when it is split"):
-        called(Block(compute), torch.ones(2, 4), is_part=is_part, split=other)
+
+@pytest.mark.parametrize("compute", [through, adds_noise])
+def test_other_numbers_are_refused(compute: Forward) -> None:
+    block = Block(compute)
+    with pytest.raises(PlanError, match=r"block computes something else when it is split.*what it returns"):
+        called(block, torch.ones(2, 4), split=with_other_numbers(block))
+
+
+@pytest.mark.parametrize("of", ["its input", "linear.weight"])
+def test_other_gradients_of_the_same_numbers_are_refused(of: str) -> None:
+    block = Block(through)
+
+    def split(x: Tensor) -> Tensor:
+        weight = block.linear.weight
+        twice = x if of == "its input" else weight
+        return F.linear(x, weight, block.linear.bias) + 0 * x + (twice - twice.detach()).sum()
+
+    with pytest.raises(PlanError, match=f"computes something else .* first in the gradient of {of}"):
+        called(block, torch.ones(2, 4), split=split)
 
 
 @pytest.mark.parametrize("how", ["evaluated", "without gradients"])
 def test_other_numbers_are_refused_without_training_too(how: str) -> None:
-    def other(block: Block, x: Tensor) -> Tensor:
-        return through(block, x) + 3 * x
-
     block = Block(through).train(how != "evaluated")
     with torch.no_grad(), pytest.raises(PlanError, match="block computes something else when it is split"):
-        called(block, torch.ones(2, 4), split=other)
+        called(block, torch.ones(2, 4), split=with_other_numbers(block))
 
 
 def test_after_an_evaluation_the_first_call_in_training_is_compared_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compared: list[bool] = []
-    monkeypatch.setattr(check_blocks, "_check", lambda *_, trains, **__: compared.append(trains))
+    runs: list[bool] = []  # a list of the block's would be put back
+    monkeypatch.setattr(block_probe, "random_state", lambda _: runs.append(block.training) or b"")
     block, x = Block(through).eval(), torch.ones(2, 4)
     called(block, x)
     block(x)
-    assert compared == [False]
+    assert runs == [False, False]
     block.train()(x)
     block(x)
     block.eval()(x)
-    assert compared == [False, True]
+    assert runs == [False, False, True, True]
 
 
 class Cache:

@@ -1,0 +1,517 @@
+"""Check that what a tensor-parallel plan splits computes the same as with whole layers, forward and backward.
+
+A plan that doesn't fit the code may not fail. Take a fused layer whose output is queries, keys and values, one after
+the other: with ``colwise``, each rank gets consecutive features, which the code takes for other queries, keys and
+values. Or a gate's whole output that is used on split features: the forward is right, and each rank has one summand of
+the gradient. So in the first training step a block of each kind runs twice more, as it is split and with whole layers,
+on the same input, gradient and random numbers, and what it returns and the gradients are compared. Blocks of a kind
+have the same modules with the same settings; of a model's own plan, but for layers' numbers. What runs without training
+before, in an evaluation or as a frozen network, is compared then.
+
+Split layers outside of blocks (of a user's plan, with one stage) are compared in the step that calls them, which runs
+twice more: in the second run these layers are whole, and each block returns what it returned in the first.
+
+During the comparison, trained parameters that are small everywhere have other values (``small_weights.py``).
+
+Not checked: blocks with a user's hooks inside; compiled blocks; calls with objects; blocks that are given a part on
+each rank; sequence-parallel plans; layers of a block that code outside of the block calls; gradients outside of blocks.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial, wraps
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_shard import tree
+from lightning_shard.errors import PlanError, ShardError
+from lightning_shard.layout import TENSOR_AXIS
+from lightning_shard.parallel.block_probe import (
+    PLAIN,
+    OpaqueError,
+    Result,
+    TrialRuns,
+    copied,
+    first_apart,
+    has_other_hooks,
+    in_32_bits,
+    is_cache,
+    outcome,
+)
+from lightning_shard.parallel.fsdp.units import is_unit
+from lightning_shard.parallel.fsdp.watched_parameters import others_in_place
+from lightning_shard.parallel.rank_compare import differing, exchanged, fingerprints
+from lightning_shard.parallel.tensor.small_weights import enlarged
+from lightning_shard.parallel.tensor.styles import REPLICATED, ScatterSequence, Split
+from lightning_shard.sharding import full_tensor, parameter_like
+
+_APART = {True: 0.02, False: 0.2}
+"""Tolerance in 32 bits, and in fewer, relative to the norm of what a block adds to its input; a wrong plan differs by
+about 1."""
+_SMALL_GRADIENT = {True: 1e-3, False: 5e-2}
+"""Relative to the largest norm of a gradient in a block: others may be zero but for rounding."""
+
+_Outcome = tuple[Sequence[Result], bytes]
+Forward = Callable[..., Any]
+Layers = Mapping[str, tuple[nn.Module, Forward | None]]
+"""Split layers by name, each with the forward that it had as an attribute before it was split."""
+
+
+class PlanCheck:
+    """Compares one block of each kind, and what is split around blocks.
+
+    Args:
+        root: The whole model, before anything wraps it.
+        held: Names of this rank's blocks.
+        listed: Names of all blocks.
+        styles: Styles of split modules, by name.
+        steps: Names of the methods of ``root`` that are its calls, if they can be run again.
+        trial_runs: A context for runs of a module; its :class:`RunChanges` restore what a run has changed.
+        trial_runs_of_step: The same for runs of ``root``'s ``step``.
+        is_own: Whether the plan is the model's own.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        held: Collection[str],
+        listed: Collection[str],
+        styles: Mapping[str, ParallelStyle],
+        steps: Collection[str],
+        trial_runs: TrialRuns,
+        trial_runs_of_step: TrialRuns,
+        *,
+        is_own: bool,
+    ) -> None:
+        if any(isinstance(style, ScatterSequence) for style in styles.values()):
+            styles = {}
+        modules = dict(root.named_modules())
+        self._layers: Layers = {name: (modules[name], vars(modules[name]).get("forward")) for name in styles}
+        self._returning_whole = {name for name, style in styles.items() if _is_whole(style, "output_layout")}
+        kinds: dict[str, str] = {}
+        for name in sorted(held):
+            inside = {
+                n.removeprefix(name): (type(style), vars(style))
+                for n, style in styles.items()
+                if n.startswith(f"{name}.")
+            }
+            if inside:
+                named = modules[name].named_modules()
+                parts = [(n, type(part), _sizes(part), _settings(part, numbered=not is_own)) for n, part in named]
+                kinds.setdefault(repr((parts, inside)), name)
+        self._blocks = {name: modules[name].forward for name in kinds.values()}
+        around = [name for name in listed if not (name in styles and _is_layer(modules[name]))]
+        within = tuple(f"{name}." for name in around)
+        self._around = [name for name in around if not name.startswith(within)]
+        self._outside = {name: layer for name, layer in self._layers.items() if not f"{name}.".startswith(within)}
+        is_split = (name for name in self._outside if not _is_whole(styles[name], "input_layout", "output_layout"))
+        self._steps = steps if any(is_split) else ()
+        self._runs, self._runs_of_step = trial_runs, trial_runs_of_step
+
+    def compare_blocks(self, root: nn.Module) -> None:
+        """Wrap the blocks' forwards, so that their first calls are compared; on all tensor ranks.
+
+        Call it before ``root`` is sharded or cut: what replaces a block's forward later must call this wrapper.
+        """
+        for name, plain in self._blocks.items():
+            block = root.get_submodule(name)
+            layers = {each: layer for each, layer in self._layers.items() if each.startswith(f"{name}.")}
+            compare = partial(self._compare, block, name, plain, layers, {}, self._runs)
+            _before_first_calls(block, "forward", _FirstCalls(block), compare)
+
+    def compare_steps(self, root: nn.Module) -> None:
+        """Wrap the steps of the model, if there is something to compare, after it is sharded; on all tensor ranks."""
+        first = _FirstCalls(root)
+        blocks = {each: root.get_submodule(each) for each in self._around}
+        for method in self._steps:
+            own = getattr(root, method)
+            compare = partial(self._compare, root, method, own, self._outside, blocks, self._runs_of_step)
+            _before_first_calls(root, method, first, compare)
+
+    def _compare(
+        self,
+        module: nn.Module,
+        name: str,
+        run: Forward,
+        layers: Layers,
+        blocks: Mapping[str, nn.Module],
+        trial_runs: TrialRuns,
+        given: tuple[Any, Any],
+    ) -> None:
+        """Run code twice more, and compare.
+
+        Raises:
+            PlanError: The results differ, or the code fails with whole layers.
+        """
+        if not blocks and _are_parts(given, module):
+            return
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        inner = _Blocks(blocks, device)
+        noted = {each: layer for each, layer in layers.items() if each in self._returning_whole}
+        # units inside would take such a backward for the step's
+        has_units = any(is_unit(part) for part in module.modules() if part is not module)
+        with_gradients = module.training and not blocks and not has_units
+        meshes = {p.device_mesh.mesh_dim_names for p in module.parameters() if isinstance(p, DTensor)}
+        is_local = not has_units and meshes <= {(TENSOR_AXIS,)}
+
+        def results(*, whole: bool, evaluates: bool) -> list[Result]:
+            if evaluates:
+                module.eval()
+            with _whole(layers, made) if whole else nullcontext(), _noting(noted) as found:
+                with inner.replayed(found) if whole else inner.recorded(found):
+                    found.extend(_results(module, run, given, with_gradients=with_gradients))
+                return found
+
+        around = set(module.parameters()).difference(*(block.parameters() for block in blocks.values()))
+        with enlarged(p for p in module.parameters() if p in around), trial_runs(module) as changes:
+            made = _whole_parameters(layers)
+            for evaluates in (False, True):
+                runs = (
+                    partial(outcome, partial(results, whole=each, evaluates=evaluates), changes, device)
+                    for each in (False, True)
+                )
+                (split, drawn), (whole, drawn_whole) = _outcomes(name, *runs, explains=is_local)
+                if drawn == drawn_whole:
+                    break
+                if not evaluates:
+                    _warn_of_draws(module, name)
+            else:
+                return  # what draws other numbers can't be compared
+        pairs = [*zip(split, whole)]
+        runs_alike = [each.name for each in split] == [each.name for each in whole]
+        if blocks:  # what code around blocks has is split in places, and blocks may call its layers
+            if not runs_alike:
+                return
+            pairs = [(ours, theirs) for ours, theirs in pairs if ours.values.shape == theirs.values.shape]
+        apart = first_apart(pairs, _APART[in_32_bits(module.parameters())])
+        if apart is not None or not runs_alike:
+            raise PlanError(
+                f"tensor_parallel_plan: {name} computes something else when it is split than whole, first in {apart}"
+                " (sentence 12 of the contract)."
+                " A layer whose output holds several things one after the other, such as queries, keys and values,"
+                " can't be 'colwise', which gives each rank a part of all its features. What follows a 'colwise' layer,"
+                " up to a 'rowwise' one, must work on a part of its features or heads: a norm or softmax over them"
+                " needs all. Choose 'colwise_gather_output', and 'rowwise_split_input' for the layer behind it, a layer"
+                f" for each thing, or leave both out of the plan. {_STYLES}"
+            )
+
+
+_STYLES = (
+    "Where gradients differ: what runs on split features, or on whole ones that meet them (a gate, or keys of a single"
+    ' head), has style "replicated_with_grad_allreduce" or "shared_output", which add them up, and what all ranks'
+    " compute alike has none."
+)
+
+
+def _are_parts(given: Any, block: nn.Module) -> bool:
+    """Whether ranks are given different values, such as another block's keys of their heads; a collective call."""
+    meshes = (p.device_mesh for p in block.parameters() if isinstance(p, DTensor))
+    axis = next((mesh for mesh in meshes if mesh.mesh_dim_names == (TENSOR_AXIS,)), None)
+    if axis is None:
+        return False
+    own = {str(number): each for number, each in enumerate(tree.tensors(given)) if each.is_floating_point()}
+    return bool(differing(exchanged({"": fingerprints(own)}, axis.get_group())[""], _APART[True]))
+
+
+def _outcomes(
+    name: str, split: Callable[[], _Outcome], whole: Callable[[], _Outcome], *, explains: bool
+) -> tuple[_Outcome, _Outcome]:
+    """The outcomes of both runs.
+
+    Args:
+        explains: Whether a run with whole layers makes no collective calls, so that it can follow one that failed.
+
+    Raises:
+        PlanError: One of them fails, and not the other.
+    """
+    try:
+        as_split = split()
+    except (RuntimeError, ValueError, IndexError) as error:
+        if explains and not isinstance(error, (ShardError, torch.OutOfMemoryError)) and _passes(whole):
+            text = str(error).partition("\n")[0].rstrip(".")
+            raise PlanError(
+                f"The first step fails with tensor_parallel_plan: {text}. {name} runs with whole layers. What runs"
+                " between a colwise and a rowwise layer gets this rank's features only, and a custom embedding or layer"
+                " class may not support split weights: leave out of the plan what doesn't (it comes with the model, if"
+                " you gave none), or use tensor_parallel_size=1."
+            ) from error
+        raise
+    try:
+        return as_split, whole()
+    except (OpaqueError, PlanError):
+        raise
+    except torch.OutOfMemoryError:
+        warnings.warn(f"tensor_parallel_plan: {name} isn't compared with itself whole: out of memory.", stacklevel=2)
+        raise OpaqueError from None
+    except Exception as error:
+        raise PlanError(
+            f"tensor_parallel_plan: {name} runs as it is split, but not with whole layers, with which it is compared"
+            f" ({type(error).__name__}: {error}). Have its code take sizes from tensors (x.size(-1)), not those of one"
+            " rank, or leave these layers out of the plan."
+        ) from error
+
+
+def _passes(run: Callable[[], _Outcome]) -> bool:
+    try:
+        run()
+    except Exception:
+        return False
+    return True
+
+
+def _results(module: nn.Module, run: Forward, given: Any, *, with_gradients: bool) -> Iterator[Result]:
+    """What code returns for copies of its arguments, and the gradients of these and of the module's parameters."""
+    arguments = copied(given)
+    floats = [each for each in tree.tensors(arguments) if each.is_floating_point()]
+    if with_gradients and floats:
+        floats[0].requires_grad_()  # the first block may be given a batch, and stands for those that are given more
+    leaves = [each for each in floats if each.requires_grad]
+    # code may change in place what it is given, but no leaves
+    args, kwargs = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, arguments)
+    first = next(iter(tree.tensors(given)), None)
+    returned = tree.tensors(run(*args, **kwargs))
+    for each in returned:
+        yield Result("what it returns", each.detach().clone(), None if first is None else first.detach())
+    ends = [each for each in returned if each.requires_grad]
+    if not with_gradients or not ends:
+        return
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    backs = [_noise_like(end, number) for number, end in enumerate(ends)]
+    gradients = torch.autograd.grad(ends, [*leaves, *named.values()], backs, allow_unused=True)
+    for leaf, gradient in zip(leaves, gradients):
+        yield Result("the gradient of its input", _whole_gradient(leaf, gradient), backs[0])
+    of_parameters = {
+        name: _whole_gradient(p, gradient) for (name, p), gradient in zip(named.items(), gradients[len(leaves) :])
+    }
+    largest = max((float(each.norm()) for each in of_parameters.values()), default=0.0)
+    least = _SMALL_GRADIENT[in_32_bits(named.values())] * largest
+    yield from (Result(f"the gradient of {name}", gradient, least=least) for name, gradient in of_parameters.items())
+
+
+def _noise_like(tensor: Tensor, seed: int) -> Tensor:
+    return torch.empty_like(tensor).normal_(generator=torch.Generator(tensor.device).manual_seed(seed))
+
+
+def _whole_gradient(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+    if gradient is None:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return full_tensor(gradient)
+
+
+def _whole_parameters(layers: Layers) -> dict[int, nn.Parameter]:
+    """By the ids of split ones, since tied ones are one. Collective over the tensor ranks."""
+    found = {id(p): p for layer, _ in layers.values() for p in layer.parameters() if isinstance(p, DTensor)}
+    return {number: parameter_like(full_tensor(p), p) for number, p in found.items()}
+
+
+@contextmanager
+def _whole(layers: Layers, parameters: Mapping[int, nn.Parameter]) -> Iterator[None]:
+    """Inside, split layers have their whole parameters and original forwards, and no hooks."""
+    with others_in_place(), ExitStack() as inside:
+        for layer, forward in layers.values():
+            inside.enter_context(_exchanged(layer, forward))
+            for own in (part._parameters for part in layer.modules()):
+                inside.callback(own.update, dict(own))
+                own.update({key: parameters.get(id(p), p) for key, p in own.items()})
+        yield
+
+
+@contextmanager
+def _exchanged(module: nn.Module, forward: Forward | None) -> Iterator[None]:
+    """Inside, a module has no forward hooks, and another forward; ``None`` stands for that of its class."""
+    own: dict[str, Any] = vars(module)
+    before: dict[str, Any] = {
+        name: own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "forward") if name in own
+    }
+    own.update(_forward_hooks=type(own["_forward_hooks"])(), _forward_pre_hooks=type(own["_forward_pre_hooks"])())
+    own.pop("forward", None)
+    if forward is not None:
+        own["forward"] = forward
+    try:
+        yield
+    finally:
+        own.pop("forward", None)
+        own.update(before)
+
+
+@contextmanager
+def _noting(layers: Layers) -> Iterator[list[Result]]:
+    """Yields what layers return inside, in running order."""
+    found: list[Result] = []
+
+    def note(name: str, _: nn.Module, __: Any, returned: Any) -> None:
+        found.extend(Result(f"what {name} returns", each.detach().clone()) for each in tree.tensors(returned))
+
+    with ExitStack() as inside:
+        for name, (layer, _) in layers.items():
+            inside.callback(layer.register_forward_hook(partial(note, name)).remove)
+        yield found
+
+
+class _Blocks:
+    """What blocks have returned in one run of the code around them, so that a second run needs none of them.
+
+    In both runs they draw no random numbers that the code around them would notice.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
+        self._blocks = blocks
+        self._device = device
+        self._returned: list[tuple[str, Any]] = []
+
+    @contextmanager
+    def recorded(self, found: list[Result]) -> Iterator[None]:
+        """Blocks that run inside are recorded."""
+        self._returned.clear()
+        states: list[Tensor] = []
+        on_gpu = self._device.type == "cuda"
+
+        def before(name: str, _: nn.Module, *given: Any) -> None:
+            states.append(torch.cuda.get_rng_state(self._device) if on_gpu else torch.get_rng_state())
+            self._note_given(found, name, given)
+
+        def after(name: str, _: nn.Module, __: Any, returned: Any) -> None:
+            state = states.pop()
+            torch.cuda.set_rng_state(state, self._device) if on_gpu else torch.set_rng_state(state)
+            self._returned.append((name, copied(returned)))
+
+        with ExitStack() as inside:
+            for name, block in self._blocks.items():
+                looks = partial(before, name)
+                inside.callback(block.register_forward_pre_hook(looks, prepend=True, with_kwargs=True).remove)
+                inside.callback(block.register_forward_hook(partial(after, name)).remove)
+            yield
+
+    @contextmanager
+    def replayed(self, found: list[Result]) -> Iterator[None]:
+        """Inside, each call of a block returns what it returned when it was recorded."""
+        calls = iter(self._returned)
+
+        def forward(name: str, *args: Any, **kwargs: Any) -> Any:
+            self._note_given(found, name, (args, kwargs))
+            called, returned = next(calls, ("", None))
+            if called != name:
+                raise OpaqueError
+            return returned
+
+        with ExitStack() as inside:
+            for name, block in self._blocks.items():
+                inside.enter_context(_exchanged(block, partial(forward, name)))
+            yield
+
+    @staticmethod
+    def _note_given(found: list[Result], name: str, given: Any) -> None:
+        """Of the first block only: later ones are given outputs of blocks, and all of them need much memory."""
+        if not any(each.name.endswith(_GIVEN) for each in found):
+            found.extend(Result(f"what {name}{_GIVEN}", each.detach().clone()) for each in tree.tensors(given))
+
+
+_GIVEN = " is given"
+
+
+class _FirstCalls:
+    """Tells which calls of a module to compare: its first in training, and one before that without training."""
+
+    _is_comparing = False  # any module: what runs for a comparison isn't compared itself
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._compared: bool | None = None  # whether in training
+
+    def is_due(self) -> bool:
+        if _FirstCalls._is_comparing or self._compared or (self._compared is not None and not self._trains):
+            return False
+        # hooks of users would see the additional runs
+        inside = (part for part in self._module.modules() if part is not self._module)
+        return not any(has_other_hooks(part, _PACKAGES) for part in inside)
+
+    @contextmanager
+    def comparing(self) -> Iterator[bool]:
+        """Context in which a call that is due is compared; its value is whether it is in training."""
+        self._compared = self._trains
+        _FirstCalls._is_comparing = True
+        try:
+            yield self._compared
+        finally:
+            _FirstCalls._is_comparing = False
+
+    @property
+    def _trains(self) -> bool:
+        return self._module.training and torch.is_grad_enabled()
+
+
+_PACKAGES = ("torch.", "lightning_shard.", "lightning.")
+
+
+def _before_first_calls(
+    module: nn.Module, method: str, first: _FirstCalls, compare: Callable[[tuple[Any, Any]], None]
+) -> None:
+    """Wrap a method, so that its first calls are compared."""
+    own, had = getattr(module, method), method in vars(module)
+
+    @wraps(own)
+    def compared(*args: Any, **kwargs: Any) -> Any:
+        if first.is_due():
+            with first.comparing() as trains:
+                # otherwise a later replacement calls this wrapper, and stays
+                if trains and vars(module).get(method) is compared:
+                    if had:
+                        vars(module)[method] = own
+                    else:
+                        del vars(module)[method]
+                has_cache = any(map(is_cache, (*args, *kwargs.values())))  # which an evaluation may need
+                with suppress(OpaqueError, *([] if trains or not has_cache else [Exception])):
+                    compare((args, kwargs))
+        return own(*args, **kwargs)
+
+    vars(module)[method] = compared
+
+
+def _warn_of_draws(module: nn.Module, name: str) -> None:
+    """Warn, on the first of the ranks that hold parts of a module, that it draws random numbers for split features."""
+    meshes = (parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor))
+    coordinate = next((mesh.get_coordinate() for mesh in meshes), None)
+    if coordinate is not None and not any(coordinate):
+        warnings.warn(
+            f"tensor_parallel_plan: {name} draws random numbers, as for dropout, for features or heads that the plan"
+            " splits. All tensor ranks draw the same ones, each for its part: every feature is dropped as often as on"
+            " one process, but features of different ranks are dropped together. Where that matters, drop features"
+            " where they are whole (behind the 'rowwise' layer), or give the layers around it the styles"
+            " 'colwise_gather_output' and 'rowwise_split_input'.",
+            stacklevel=2,
+        )
+
+
+def _sizes(module: nn.Module) -> Mapping[str, Any]:
+    tensors = chain(module._parameters.items(), module._buffers.items())
+    return {name: None if tensor is None else tuple(tensor.shape) for name, tensor in tensors}
+
+
+def _settings(module: nn.Module, *, numbered: bool) -> Mapping[str, Any]:
+    """What code may decide by: a module's plain values, such as a layer's number, and its functions."""
+    values = vars(module).items()
+    return {name: each for name, each in values if _is_setting(each) and (numbered or name != "layer_idx")}
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(isinstance(entry, PLAIN) for entry in value)
+    return isinstance(value, (*PLAIN, types.FunctionType, types.BuiltinFunctionType))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a block is a layer, as in a list of linear layers: its own code can't misread how it is split."""
+    return not any(True for _ in module.children())
+
+
+def _is_whole(style: ParallelStyle, *sides: str) -> bool:
+    return isinstance(style, Split) and all(getattr(style, side) == REPLICATED for side in sides)
