@@ -229,7 +229,7 @@ class PreparedStrategy(CheckpointedStrategy):
         context = groups.context if layout.context_parallel_size > 1 else None
         own_calls = OwnCalls(known.stages)
         self._first_checks = FirstStepChecks(
-            *(module, layout, self.device_mesh, groups.data, parts, self._check_saved),
+            *(module, layout, self.device_mesh, groups.data, self._check_saved),
             *(copies, shared, own_calls, context),
         )
         if known.stages is None:

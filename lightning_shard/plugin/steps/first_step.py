@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard import tree
-from lightning_shard.errors import BatchError
 from lightning_shard.layout import TENSOR_AXIS, Layout
 from lightning_shard.parallel.fsdp.calls_of_parts import finding_calls_of_parts
 from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
@@ -19,10 +17,8 @@ from lightning_shard.plugin.steps.checks.agreement import check_same_batch
 from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers, SharedBuffers
 from lightning_shard.plugin.steps.checks.copies_of_stages import CopiesOfStages
 from lightning_shard.plugin.steps.checks.lost_changes import refusing_lost_changes
-from lightning_shard.plugin.steps.checks.nonlinear_logs import noting_functions_of_means
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
 from lightning_shard.plugin.steps.checks.tensor_ranks import Shown, TensorRanks
-from lightning_shard.plugin.steps.state.counters import warning_of_numbers_kept, warning_of_tensors_changed
 
 _STEPS = 3
 """Number of training steps in which copies on stages are compared; they also are at every save."""
@@ -36,7 +32,6 @@ class FirstStepChecks:
 
     Args:
         data: The data ranks.
-        microbatches: How many microbatches a batch is split into.
         check_saved: Refuses what could not be saved; a collective call over all ranks.
         copies: Joins frozen parameters and buffers that every stage holds; ``None`` with one stage.
         shared: Buffers of modules that several stages hold.
@@ -50,7 +45,6 @@ class FirstStepChecks:
         layout: Layout,
         mesh: DeviceMesh,
         data: dist.ProcessGroup,
-        microbatches: int,
         check_saved: Callable[[], None],
         copies: CopiesOfStages | None,
         shared: SharedBuffers,
@@ -61,7 +55,6 @@ class FirstStepChecks:
         self._layout = layout
         self._mesh = mesh
         self._data = data
-        self._microbatches = microbatches
         self._check_saved = check_saved
         self._copies = copies
         self._shared = shared
@@ -92,17 +85,10 @@ class FirstStepChecks:
         with ExitStack() as looks:
             first = method not in self._kinds or (method == "training_step" and self._steps <= _STEPS)
             looks.enter_context(self._shared.unchanged(method, compares=first))
-            if method == "training_step" and self._steps <= 2 and self._microbatches > 1:
-                looks.enter_context(warning_of_tensors_changed(module, self._microbatches))
-                if self._steps == 2:
-                    looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches, within=True))
             if method not in self._kinds:
                 self._kinds.add(method)
                 check_same_batch(batch, layout)
                 looks.enter_context(self._own_calls.watched())
-                if self._microbatches > 1:
-                    looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
-                    looks.enter_context(noting_functions_of_means(self._samples_in(batch)))
                 if layout.data_parallel_size > 1 and layout.expert_parallel_size == 1:  # dealt lists refuse hooks
                     looks.enter_context(finding_calls_of_parts(module))
                 if self._tensor_ranks is not None:
@@ -114,12 +100,6 @@ class FirstStepChecks:
             yield shown
             if method == "training_step" and self._steps in tensor_ranks.STEPS:
                 self._check_losses(shown.output)
-
-    def _samples_in(self, batch: object) -> int:
-        """Of a microbatch; 1 of a batch that the step will refuse."""
-        with suppress(BatchError):
-            return max(1, tree.batch_size(batch) // self._microbatches)
-        return 1
 
     def _check_losses(self, output: object) -> None:
         """Compare losses between ranks that must compute the same; a collective call over these."""
