@@ -122,6 +122,8 @@ _REASONS = {
     " layers gets this rank's features only and doesn't know that: sizes don't match.",
     r"first step fails with tensor_parallel_plan: Given normalized_shape": "Under the model's own plan a norm over all"
     " features gets this rank's features only.",
+    r"computes something else when it is split than whole": "Under the model's own plan a block computes something else"
+    " than whole, as where its code takes statistics over features that are split.",
     r"computes with parameters that are sharded \(aten\.convolution": "Code outside a block's call uses the block's"
     " parameters, which are sharded then: a convolution with them.",
     r"computes with parameters that are sharded": "Code outside a module's call uses its sharded parameters.",

@@ -222,7 +222,8 @@ def _small(kind: Any, sizes: Sequence[tuple[str, Any]], own: Mapping[str, Any], 
         if now is None or isinstance(now, (list, tuple)) == isinstance(value, (list, tuple)):
             settings[name] = value[: len(now)] if isinstance(now, (list, tuple)) else value
     if keeps_kinds:
-        settings |= {name: most for name, most in AT_MOST.items() if (getattr(base, name, None) or 0) > most}
+        whole = base.to_dict()
+        settings |= {name: most for name, most in AT_MOST.items() if (whole.get(name) or 0) > most}
         few = few_layers(base)
         settings |= {} if few.keys() & own.keys() else few
     for name, value in base.to_dict().items():
