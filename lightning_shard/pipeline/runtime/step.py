@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_shard import tree
-from lightning_shard.errors import StepError
+from lightning_shard.errors import RankFailure, StepError
 from lightning_shard.pipeline.dataflow.backward_hooks import refusing_earlier_graphs
 from lightning_shard.pipeline.dataflow.crossing import Crossing
 from lightning_shard.pipeline.dataflow.messages import Key, Request, Slot
@@ -193,6 +193,8 @@ class PipelinedStep:
         def attempt(stage: Stage, _: int) -> Any:
             try:
                 return run(stage)
+            except RankFailure:
+                raise
             except Exception as error:
                 errors.append(error)
                 stage.passage.missing = Request(done=False)

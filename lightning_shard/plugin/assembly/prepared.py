@@ -50,8 +50,7 @@ from lightning_shard.plugin.steps.checks.buffers import SharedBuffers
 from lightning_shard.plugin.steps.checks.copies_of_stages import CopiesOfStages
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
-from lightning_shard.plugin.steps.checks.summed_losses import warn_of_balancing
-from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
+from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans, warn_of_balancing
 from lightning_shard.plugin.steps.first_step import FirstStepChecks
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.gradients import Gradients
