@@ -308,41 +308,26 @@ def _slice(tree: Any, size: int, start: int, stop: int) -> Any:
     return rebuild(tree, [_slice(child, size, start, stop) for _, child in children(tree)])
 
 
-def with_half_of(tree: Any, other: Any, size: int) -> Any:
-    """A copy of a batch of ``size`` samples whose first half is another batch's; of what :func:`split` cuts.
-
-    Raises:
-        BatchError: The batches are of different structures, or hold tensors that aren't dense.
-    """
-    return _of_both(tree, other, size, lambda one, two: (two[: size // 2], one[size // 2 :]))
-
-
 def joined(tree: Any, other: Any, size: int) -> Any:
     """A batch of the samples of two batches of ``size`` samples: the inverse of :func:`split`.
 
     Raises:
-        BatchError: As for :func:`with_half_of`.
+        BatchError: The batches are of different structures, or hold tensors that aren't dense.
     """
-    return _of_both(tree, other, size, lambda one, two: (one, two))
-
-
-def _of_both(tree: Any, other: Any, size: int, parts: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
-    """A batch of samples of two; ``parts`` takes those of one tensor, array or list of each."""
     if isinstance(tree, Tensor):
         if tree.shape != other.shape or tree.layout != torch.strided or tree.is_nested:
             raise BatchError("The batches hold tensors of other shapes, or that aren't dense.")
-        return torch.cat(parts(tree, other)) if tree.ndim else tree
+        return torch.cat([tree, other]) if tree.ndim else tree
     if isinstance(tree, np.ndarray):
-        return np.concatenate(parts(tree, other)) if tree.ndim and len(tree) == size else tree
+        return np.concatenate([tree, other]) if tree.ndim and len(tree) == size else tree
     if _is_a_column(tree, size):
-        first, second = parts(tree, other)
-        return type(tree)([*first, *second])
+        return type(tree)([*tree, *other])
     if not is_node(tree):
         return tree
     pairs = list(zip(children(tree), children(other)))
     if type(tree) is not type(other) or len(children(tree)) != len(children(other)):
         raise BatchError("The batches are of different structures.")
-    return rebuild(tree, [_of_both(child, twin, size, parts) for (_, child), (_, twin) in pairs])
+    return rebuild(tree, [joined(child, twin, size) for (_, child), (_, twin) in pairs])
 
 
 def _sparse_slice(tensor: Tensor, start: int, stop: int) -> Tensor:

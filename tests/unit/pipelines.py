@@ -16,7 +16,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.errors import StepError
+from lightning_shard import tree
+from lightning_shard.errors import BatchError, StepError
 from lightning_shard.parallel.blocks import find_blocks, names_of_parameters
 from lightning_shard.pipeline.cost import measure
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
@@ -32,6 +33,7 @@ from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.pipeline.stages.tied import find_ties
 from lightning_shard.plugin.assembly.cutting import Holders, cut_to
+from lightning_shard.plugin.steps.checks.rehearsal import rehearse
 from lightning_shard.plugin.steps.randomness import derive, seed_own
 from lightning_shard.plugin.steps.state.kept_states import KeptStates
 from lightning_shard.plugin.steps.state.per_stage import StatesApart
@@ -305,13 +307,28 @@ def _run(
                 loss_of=lambda _, loss: loss / len(parts),
                 before_backward=lambda *_: None,
             )
+            if not start:
+                _rehearse(pipelined, run, batch, partial(_remember, root, stages, apart, kept))
             _agree(kept, channels, rank, len(schedule.rows), len(batch))
     return losses
 
 
-def _remember(root: nn.Module, stages: Stages, apart: StatesApart) -> MemoryBeside:
-    put_back = apart.remember()
-    return MemoryBeside(Memory(root, len(stages)), put_back)
+def _rehearse(step: PipelinedStep, run: Any, parts: Sequence[Any], remember: Callable[[], MemoryBeside]) -> None:
+    try:
+        joined = tree.joined(parts[0], parts[1], tree.batch_size(parts[1]))
+    except (BatchError, IndexError):
+        return
+    rehearse(step, "train", run, (parts[0], parts[1]), joined, remember()).refuse_carried(len(parts))
+
+
+def _remember(root: nn.Module, stages: Stages, apart: StatesApart, kept: KeptStates | None = None) -> MemoryBeside:
+    put_back = [each.remember() for each in (apart, kept) if each is not None]
+
+    def put_all_back() -> None:
+        for each in put_back:
+            each()
+
+    return MemoryBeside(Memory(root, len(stages)), put_all_back)
 
 
 def _agree(kept: KeptStates, channels: Sequence[QueueChannel], rank: int, ranks: int, microbatches: int) -> None:

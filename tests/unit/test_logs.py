@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 from torchmetrics import MaxMetric, Metric, SumMetric
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.crossing import Passage
-from lightning_shard.pipeline.dataflow.trace import Trace
-from lightning_shard.plugin.steps.checks.nonlinear_logs import noting_functions_of_means
 from lightning_shard.plugin.steps.logs import HeldLogs, LoggedMetric
 
 
@@ -167,61 +160,6 @@ def test_what_cant_be_logged_is_lightnings_to_say() -> None:
         module.log("x", "text")  # type: ignore[arg-type]
 
 
-def traced() -> AbstractContextManager[None]:
-    return Trace(Passage(0, {}, searching=True)).running()
-
-
-def test_functions_of_means_are_warned_of_and_means_of_functions_not() -> None:
-    samples = torch.rand(2, 4) + 1
-    temperature = torch.tensor(2.0)
-    ways = {
-        "exp": lambda x: x.mean().exp(),
-        "sqrt": lambda x: (x.square().mean() + 1).sqrt().detach() * 2,
-        "log10": lambda x: 10 * torch.log10(4 / x.mean()),
-        "pow": lambda x: x.mean() ** 0.5,
-        "std": lambda x: x.std() / 2,
-        "max": lambda x: torch.stack([each.mean() for each in x.split(2)]).max(),
-        "norm": lambda x: x.norm(dim=-1),
-    }
-    for name, way in ways.items():
-        with noting_functions_of_means(4), traced():
-            values = [way(part) for part in samples]
-        with pytest.warns(
-            UserWarning, match=rf"'x'.* logs ({name}|rtruediv|rdiv) (of a number|over the values) of each"
-        ):
-            combined(values)
-    with noting_functions_of_means(4), traced():
-        plain = [[x.exp().mean() * 3 + x.mean(), x.unflatten(0, (2, 2)).std(-1).mean()] for x in samples]
-        same = [temperature.exp() for _ in samples]
-        learned = [nn.Parameter(torch.rand(())).exp() for _ in samples]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for values in (*zip(*plain), same, learned):
-            combined([*values])
-
-
-def test_sums_over_samples_are_warned_of_and_sums_of_losses_not() -> None:
-    samples = torch.rand(2, 4)
-    ways = {
-        "count": lambda x: (x >= 0).sum().float(),
-        "of losses": lambda x: F.mse_loss(x, x + 1, reduction="sum").detach(),
-        "two": lambda x: x.sum() + x.square().sum(),
-    }
-    for way in ways.values():
-        with noting_functions_of_means(4), traced():
-            values = [way(part) for part in samples]
-        with pytest.warns(UserWarning, match=r"'x'.* logs a sum over samples of each microbatch"):
-            combined(values)
-    weight = nn.Parameter(torch.rand(4))
-    with noting_functions_of_means(2), traced():
-        plain = [[x.sum() / 4, (x > 0.5).sum() / len(x), x.sum() * 0.25, weight.sum()] for x in samples]
-        tasks = [(torch.stack([x.mean(), x.square().mean()]) * 2 + 1).sum() for x in samples]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for values in (*zip(*plain), tasks):
-            combined([*values])
-
-
 @pytest.mark.parametrize("name", ["step", "epoch"])
 def test_where_a_log_stands_may_be_an_integer(name: str) -> None:
     logs = HeldLogs(module := Module())
@@ -232,23 +170,3 @@ def test_where_a_log_stands_may_be_an_integer(name: str) -> None:
     assert logs.combined()[0][:2] == (name, 7.0)
     with logs.holding(2), pytest.raises(StepError, match="can't be combined"):
         module.log("samples", 7)
-
-
-def test_functions_are_warned_of_in_a_later_batch_if_microbatches_had_equal_values_in_the_first() -> None:
-    logs = HeldLogs(module := Module())
-
-    def step(values: Sequence[float]) -> None:
-        with logs.holding(2), noting_functions_of_means(4), traced():
-            for value in values:
-                logs.begin_microbatch()
-                module.log("x", torch.tensor(value).exp())
-        logs.combined()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step([1.0, 1.0])
-    with pytest.warns(UserWarning, match=r"'x'.* logs exp of a number"):
-        step([1.0, 2.0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step([1.0, 3.0])

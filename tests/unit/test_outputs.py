@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.mixed_samples import LENGTH, Number, _Lengths, _Run
 from lightning_shard.pipeline.runtime.outputs import Lengths, lengths, merge, with_losses
+from lightning_shard.plugin.steps.checks.rehearsal import LENGTH, Number, as_long
 
 Pair = namedtuple("Pair", "x y")
 X = torch.arange(24.0).reshape(8, 3)
@@ -132,18 +132,9 @@ def test_what_is_as_long_for_twice_as_many_samples_is_refused(step: str) -> None
 )
 def test_what_varies_in_length_is_no_vector_of_classes(one: int, other: int, joined: int, known: str) -> None:
     """Detections were refused in a later batch, in which a microbatch had as many as samples."""
-    runs = [_Run(0, {}, {}, {(LENGTH, ("x",)): Number(torch.tensor(float(n)))}) for n in (one, other, joined)]
-    seen = _Lengths()
-    seen.add(*runs)
-    assert [bool(seen.fixed), bool(seen.growing)] == [known == "fixed", known == "growing"]
-
-
-def test_a_reading_that_lengthens_a_result_shows_that_others_were_wrong() -> None:
-    seen = _Lengths()
-    for joined in (4, 8):
-        runs = [_Run(0, {}, {}, {(LENGTH, ("x",)): Number(torch.tensor(float(n)))}) for n in (4, 4, joined)]
-        seen.add(*runs)
-    assert (seen.fixed, seen.growing) == (set(), {("x",)})
+    runs = [{(LENGTH, ("x",)): Number(torch.tensor(float(n)))} for n in (one, other, joined)]
+    fixed, growing = as_long(*runs)
+    assert [bool(fixed), bool(growing)] == [known == "fixed", known == "growing"]
 
 
 @pytest.mark.parametrize("step", [lambda x: x[::2], lambda x: [float(v) for v in x[::2, 0]]], ids=["rows", "floats"])

@@ -197,18 +197,6 @@ def test_fields_that_check_their_values_hold_slots_in_messages() -> None:
     assert torch.equal(tree.map_leaves(torch.zeros, skeleton).image, torch.zeros(2))
 
 
-def test_half_of_a_batch_is_exchanged_in_all_that_is_cut() -> None:
-    one = {"x": torch.arange(4), "names": list("abcd"), "constant": torch.tensor(5.0), "kind": "train"}
-    other = {"x": torch.arange(4) + 10, "names": list("efgh"), "constant": torch.tensor(5.0), "kind": "train"}
-    mixed = tree.with_half_of(one, other, 4)
-    assert mixed["x"].tolist() == [10, 11, 2, 3]
-    assert mixed["names"] == list("efcd")
-    assert mixed["constant"] == 5
-    assert mixed["kind"] == "train"
-    with pytest.raises(BatchError):
-        tree.with_half_of(one, other | {"x": torch.zeros(4, 2)}, 4)
-
-
 def test_an_outline_has_what_shapes_may_depend_on_wherever_it_lies() -> None:
     class Graph:
         def __init__(self, nodes: int) -> None:

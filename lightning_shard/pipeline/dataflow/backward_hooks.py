@@ -1,4 +1,5 @@
-"""Refuses modules' backward hooks (``register_full_backward_hook``, ``…_pre_hook``) where they would act wrongly.
+"""Refuses modules' backward hooks (``register_full_backward_hook``, ``…_pre_hook``) where they would act wrongly, and
+backwards that reach another microbatch.
 
 Hooks of a single module and global hooks of all modules are checked. torch attaches them to a module's output after all
 of its forward hooks have run, and the value sent to another stage is taken in a forward hook. So a backward hook would
@@ -11,12 +12,14 @@ Private in torch 2.13: a module's ``_backward_hooks`` and ``_backward_pre_hooks`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
-from lightning_shard.errors import StepError
+from lightning_shard.errors import WHOLE_BATCHES, StepError
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -76,3 +79,27 @@ def _found(own: Any, of_all: Any) -> str:
     if own:
         return "{0}"
     return "torch.nn.modules.module.register_module_{1}, of all modules" if of_all else ""
+
+
+_OF_AN_EARLIER_ONE = "backward through the graph a second time"
+"""torch's message (2.11 to 2.14)."""
+
+
+@contextmanager
+def refusing_earlier_graphs() -> Iterator[None]:
+    """Context of a backward.
+
+    Raises:
+        StepError: It reaches another microbatch's graph, by a value that the step has kept.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _OF_AN_EARLIER_ONE not in str(error):
+            raise
+        raise StepError(
+            "The result of a step depends on what the step before has left, with its graph. State that a step changes"
+            " counts once per microbatch (sentence 6 of the contract), and an earlier stage leaves the step after its"
+            " last block: set it anew where the step begins, keep it without a graph (detach()), or use"
+            f" {WHOLE_BATCHES} or pipeline_parallel_size=1."
+        ) from error

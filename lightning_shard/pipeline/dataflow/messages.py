@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -162,22 +161,6 @@ class BlockCall(tree.Leaf):
     changed: tuple[int, ...] = ()
     returned_containers: tuple[tuple[int | None, int], ...] = ()
     objects: tuple[Change, ...] = ()
-
-    def of_shapes(self, shape_of: Callable[[tuple[int, ...]], tuple[int, ...]]) -> BlockCall:
-        """The same call, for a microbatch whose tensors have other shapes."""
-
-        def reshaped(values: Any) -> Any:
-            return tree.map_leaves(
-                lambda leaf: replace(leaf, shape=shape_of(leaf.shape)) if isinstance(leaf, Slot) else leaf, values
-            )
-
-        return replace(
-            self,
-            output=reshaped(self.output),
-            inside=reshaped(self.inside),
-            kept=tuple(replace(each, value=reshaped(each.value)) for each in self.kept),
-            objects=tuple(replace(each, entries=reshaped(each.entries)) for each in self.objects),
-        )
 
 
 @dataclass(frozen=True)

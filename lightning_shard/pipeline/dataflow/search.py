@@ -14,7 +14,7 @@ stages hold. In the next round it leaves after the last block that was called, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Crossing, Passage
-from lightning_shard.pipeline.dataflow.messages import BlockCall, Delivery, End, Key, Request
+from lightning_shard.pipeline.dataflow.messages import Delivery, End, Key, Request
 from lightning_shard.pipeline.dataflow.uncalled import called_now, missing_now, none_called
 from lightning_shard.pipeline.runtime.channel import Channel
 from lightning_shard.pipeline.stages.stage import Stage
@@ -86,10 +86,6 @@ class Ran:
     passage: Passage
     result: Any
 
-    def after(self, calls: dict[int, BlockCall]) -> Ran:
-        """The same, to run again after other calls of earlier stages' blocks, as in a microbatch of other shapes."""
-        return replace(self, crossing=replace(self.crossing, incoming=replace(self.crossing.incoming, blocks=calls)))
-
 
 @dataclass
 class Search:
@@ -119,6 +115,10 @@ class Search:
         """Send what another signature's search has found, where that was simply sent."""
         others = other.unavailable or other.leaves_after or any(key[0] == "inside" for key in other.asked)
         self.asked = [] if others else [*other.asked]
+
+    def resume(self, other: Crossing) -> None:
+        """Send what was found before, whatever it is."""
+        self.asked, self.unavailable, self.leaves_after = [*other.asked], {*other.unavailable}, other.leaves_after
 
     def begin_anew(self) -> None:
         self.asked, self.unavailable, self.leaves_after = [], set(), None
@@ -235,12 +235,11 @@ def find_crossing(
     _check_complete(searches, run, i, memory, of_any)
 
 
-def rerun(ran: Ran, run: RunStep, i: int, given: Mapping[Key, Tensor] | None = None) -> Ran:
-    """Rerun a stage's part of a microbatch, on the values received for it, or on ``given`` ones."""
+def rerun(ran: Ran, run: RunStep, i: int) -> Ran:
+    """Rerun a stage's part of a microbatch, on the values received for it."""
     stage, crossing = ran.stage, ran.crossing
     received = {
-        key: tensor.detach().requires_grad_(ran.passage.received[key].requires_grad)
-        for key, tensor in (ran.passage.received if given is None else given).items()
+        key: tensor.detach().requires_grad_(tensor.requires_grad) for key, tensor in ran.passage.received.items()
     }
     with stage.microbatch(received, crossing) as again:
         result = run(stage, i)

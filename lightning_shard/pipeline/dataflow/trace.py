@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -31,27 +30,6 @@ from lightning_shard.pipeline.dataflow.taint import (
 )
 
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-
-
-Observer = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
-"""Called with a torch function, its arguments and its result."""
-
-
-class _Of(threading.local):
-    observer: Observer | None = None
-
-
-_of_thread = _Of()
-
-
-@contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """Context in which what a trace counts is also shown to an observer; nothing inside of blocks and parts is."""
-    before, _of_thread.observer = _of_thread.observer, observer
-    try:
-        yield
-    finally:
-        _of_thread.observer = before
 
 
 class Trace(TorchFunctionMode):
@@ -91,8 +69,6 @@ class Trace(TorchFunctionMode):
         if self._passage.searching:
             unknown = [leaf for leaf in changed if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow)]
             self._written.update((memory_of(leaf), leaf) for leaf in unknown)
-        if _of_thread.observer is not None:
-            _of_thread.observer(func, args, kwargs, result)
         return result
 
     def mark_written_aliases(self, value: Any) -> None:

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_shard import tree
+from lightning_shard.errors import RankFailure, StepError
+from lightning_shard.pipeline.dataflow.backward_hooks import refusing_earlier_graphs
 from lightning_shard.pipeline.dataflow.crossing import Crossing
-from lightning_shard.pipeline.dataflow.messages import Key, Slot
-from lightning_shard.pipeline.dataflow.mixed_samples import ALONE, MixedSamples, NumbersOf, Peers, RunOn
+from lightning_shard.pipeline.dataflow.messages import Key, Request, Slot
 from lightning_shard.pipeline.dataflow.search import (
     CallsAgain,
     Memory,
@@ -30,7 +31,6 @@ from lightning_shard.pipeline.dataflow.search import (
     check_ran,
     find_crossing,
 )
-from lightning_shard.pipeline.dataflow.state_between_microbatches import LeftState
 from lightning_shard.pipeline.runtime.call_by_call import CallByCall
 from lightning_shard.pipeline.runtime.channel import Channel, Signature, signature
 from lightning_shard.pipeline.runtime.split_backward import Product, backward_but_products, backward_of_products
@@ -41,6 +41,8 @@ from lightning_shard.pipeline.stages.stage import Stage
 _KNOWN = 1024
 """Of so many signatures it is remembered what crosses."""
 
+#: Calls the user's step for a stage on a microbatch, with the random numbers of the microbatch of this number.
+RunOn = Callable[[Stage, int, Any], Any]
 #: Waits for posted receives, and returns what was received.
 Arriving = Callable[[], Any]
 
@@ -87,7 +89,6 @@ class PipelinedStep:
         remember: Takes a snapshot of what a step may change beside gradients.
         of_any: Whether a condition holds on any data rank, where forwards make collective calls over data ranks: then
             all ranks run a microbatch as often as the one that runs it most often.
-        peers: The data ranks, which a step and its forwards may call.
     """
 
     def __init__(
@@ -96,7 +97,6 @@ class PipelinedStep:
         channels: Iterable[Channel],
         remember: Callable[[], Memory],
         of_any: OfAny = bool,
-        peers: Peers = ALONE,
     ) -> None:
         self._ends = {stage.index: _Ends(stage, channel) for stage, channel in zip(stages, channels, strict=True)}
         self._remember = remember
@@ -108,8 +108,6 @@ class PipelinedStep:
         self.found_other = False  # when it last looked again
         self._call_by_call: set[Signature] = set()
         self._of_any = of_any
-        self._left = LeftState(remember, of_any)
-        self.mixed = MixedSamples(remember, peers)
         self.call_by_call = CallByCall([(end.stage, end.channel) for end in self._ends.values()], remember)
 
     def train(
@@ -119,7 +117,6 @@ class PipelinedStep:
         actions: Sequence[Action],
         *,
         loss_of: Callable[[int, Any], Tensor],
-        numbers_of: NumbersOf | None = None,
         before_backward: Callable[[Stage, int, bool], None],
         after_backward: Callable[[], None] = lambda: None,
     ) -> list[Any]:
@@ -129,7 +126,6 @@ class PipelinedStep:
             run_on: Calls the step for a stage on a microbatch, with the random numbers of that of a number.
             microbatches: The microbatches, the same on every stage.
             actions: This rank's row of the schedule.
-            numbers_of: What to look at for :attr:`mixed`, if anything.
             loss_of: Gives a microbatch's loss from its number and the step's return value, scaled so that microbatches'
                 losses add up. Called on the last stage only.
             before_backward: Called before each backward, or its first part, with the stage, the microbatch's number,
@@ -153,39 +149,74 @@ class PipelinedStep:
             started = in_flight.get((action.stage, action.microbatch))
             return started.crossing if started is not None else None
 
-        try:
-            for action, ran in self._in_order(run, microbatches, actions, "train", self.watch, arriving, crossing_of):
-                end = self._ends[action.stage]
-                i = action.microbatch
-                if ran is not None:
-                    if numbers_of is not None:
-                        self.mixed.ran("train", i, ran, microbatches, run_on, numbers_of)
-                    loss = None
-                    if end.stage.is_last:
-                        loss = loss_of(i, ran.result)
-                        results[i] = tree.map_leaves(_detached, ran.result)  # keep no graph alive
-                    in_flight[action.stage, i] = _InFlight(ran.crossing, ran.passage.received, ran.passage.sent, loss)
-                    continue
-                with _named(f"{action.kind}{i}"):
-                    if action.kind == "W":
-                        self._backward_of_weights(end.stage, owed.pop((action.stage, i)))
-                    else:
-                        before_backward(end.stage, i, action == last_backward)
-                        microbatch = in_flight.pop((action.stage, i))
-                        products = self._backward(
-                            end, microbatch, arriving.pop(action, None), splits=action.kind == "I"
-                        )
-                        if action.kind == "I":
-                            parameters = {key: t for key, t in microbatch.received.items() if key[0] == "parameter"}
-                            owed[action.stage, i] = _Owed(parameters, products)
-                        del microbatch, products  # frees the graph; products must be freed by their second part
-                    if action.kind != "I":
-                        after_backward()
-        finally:
-            self.mixed.ends()
+        for action, ran in self._in_order(run, microbatches, actions, "train", self.watch, arriving, crossing_of):
+            end = self._ends[action.stage]
+            i = action.microbatch
+            if ran is not None:
+                loss = None
+                if end.stage.is_last:
+                    loss = loss_of(i, ran.result)
+                    results[i] = tree.map_leaves(_detached, ran.result)  # keep no graph alive
+                in_flight[action.stage, i] = _InFlight(ran.crossing, ran.passage.received, ran.passage.sent, loss)
+                continue
+            with _named(f"{action.kind}{i}"):
+                if action.kind == "W":
+                    self._backward_of_weights(end.stage, owed.pop((action.stage, i)))
+                else:
+                    before_backward(end.stage, i, action == last_backward)
+                    microbatch = in_flight.pop((action.stage, i))
+                    products = self._backward(end, microbatch, arriving.pop(action, None), splits=action.kind == "I")
+                    if action.kind == "I":
+                        parameters = {key: t for key, t in microbatch.received.items() if key[0] == "parameter"}
+                        owed[action.stage, i] = _Owed(parameters, products)
+                    del microbatch, products  # frees the graph; products must be freed by their second part
+                if action.kind != "I":
+                    after_backward()
         self.watch.ends()
         self.flush()
         return [results[i] for i in sorted(results)]
+
+    def rehearse(self, run: Callable[[Stage], Any], kind: str) -> Exception | None:
+        """Run one more microbatch forward through all stages, one after the other, in a single round of a search.
+
+        Each stage sends what it last sent for this kind of step. Of a microbatch of other shapes more may be needed, or
+        the code may not take it.
+
+        Args:
+            run: Calls the step for a stage.
+
+        Returns:
+            ``None`` on all ranks if the microbatch has passed all stages; else an error on all ranks.
+        """
+        errors: list[Exception] = []
+
+        def attempt(stage: Stage, _: int) -> Any:
+            try:
+                return run(stage)
+            except RankFailure:
+                raise
+            except Exception as error:
+                errors.append(error)
+                stage.passage.missing = Request(done=False)
+
+        passed = True
+        for end in self._ends.values():
+            search = Search(end.stage, end.channel)
+            search.resume(end.latest[kind])
+            try:
+                search.run(attempt, 0)
+            except StepError as error:
+                errors.append(error)
+                if not end.stage.is_last:
+                    end.channel.announce(None)
+            passed &= search.passage is not None and search.passage.missing is None
+        all_passed = all(self.gather(passed and not errors))
+        self.flush()
+        return None if all_passed else next(iter(errors), StepError("Another stage's run failed."))
+
+    def gather(self, value: Any) -> list[Any]:
+        """All ranks' values, the last stage's last; a collective call over the pipeline."""
+        return [*self._ends.values()][-1].channel.gather(value)
 
     def look_again(self, step: str) -> None:
         """Search once more for what crosses, in the next batch of each kind that begins with ``step``: at a new epoch.
@@ -219,7 +250,6 @@ class PipelinedStep:
         actions: Sequence[Action],
         kind: str,
         *,
-        numbers_of: NumbersOf | None = None,
         waits: bool = True,
     ) -> list[Any] | None:
         """Run forwards only: microbatches stream through the stages.
@@ -229,7 +259,6 @@ class PipelinedStep:
             microbatches: The microbatches, the same on every stage.
             actions: This rank's row of the schedule; backwards are left out.
             kind: The kind of step.
-            numbers_of: What to look at for :attr:`mixed`, if anything.
             waits: Whether to wait until all sends have completed.
 
         Returns:
@@ -250,15 +279,11 @@ class PipelinedStep:
             for action, ran in self._in_order(run, microbatches, forwards, kind, UNWATCHED, {}, lambda _: None):
                 if ran is None:
                     continue
-                if numbers_of is not None:
-                    self.mixed.ran(kind, action.microbatch, ran, microbatches, run_on, numbers_of)
                 if ran.stage.is_last:
                     results[action.microbatch] = ran.result
         except CallsAgain:
             self._call_by_call.add(first)
             return None
-        finally:
-            self.mixed.ends()
         if waits:
             self.flush()
         return [results[i] for i in sorted(results)]
@@ -323,14 +348,11 @@ class PipelinedStep:
                     break  # first, flags tell which gradients follow on this link
             if action.kind == "F":
                 i, end = action.microbatch, self._ends[action.stage]
-                self._left.begins(kind, keys, i)
                 with _named(f"F{i}"):
                     ran = self._forward(end, run, i, keys[i], arriving.pop(action, None))
-                    self._left.ran(kind, keys, i, ran, len(self._ends), run)
                 yield action, ran
             else:
                 yield action, None
-        self._left.ends()
 
     def _is_settled(self, key: Signature) -> bool:
         """Whether the values that cross are final for this signature; the same answer on all stages."""
@@ -354,7 +376,7 @@ class PipelinedStep:
             end.crossings[keys[i]] = end.latest[kind] = crossing
             _forget_oldest(end.crossings, keys)
             ran[end.stage.index] = search.ran
-        self._left.searched(kind, keys, i, memory, [*ran.values()], run)
+        memory.forget()
         return ran
 
     def _forward(self, end: _Ends, run: RunStep, i: int, key: Signature, arriving: Arriving | None = None) -> Ran:
@@ -379,7 +401,7 @@ class PipelinedStep:
     ) -> Sequence[Product]:
         """Run a whole backward; or its first part, and return the products that are left for the second."""
         products: Sequence[Product] = ()
-        with end.stage.backward(microbatch.received):
+        with end.stage.backward(microbatch.received), refusing_earlier_graphs():
             if microbatch.loss is not None:
                 outputs: list[Tensor] = [microbatch.loss]
                 gradients: list[Tensor | None] = [None]

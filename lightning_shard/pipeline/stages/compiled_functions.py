@@ -8,6 +8,8 @@ compiled loss.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,3 +29,14 @@ class CompiledFunctions:
         eager, self._eager = self._eager, None
         if eager is not None:
             eager.__exit__(None, None, None)
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Context in which no function runs compiled, blocks included."""
+    functions = CompiledFunctions()
+    functions.run_as_written()
+    try:
+        yield
+    finally:
+        functions.run_compiled()

@@ -50,8 +50,7 @@ from lightning_shard.plugin.steps.checks.copies_of_stages import CopiesOfStages
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
 from lightning_shard.plugin.steps.checks.shared_buffers import SharedBuffers
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
-from lightning_shard.plugin.steps.checks.summed_losses import warn_of_balancing
-from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
+from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans, warn_of_balancing
 from lightning_shard.plugin.steps.first_step import FirstStepChecks
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.gradients import Gradients
@@ -230,7 +229,7 @@ class PreparedStrategy(CheckpointedStrategy):
         context = groups.context if layout.context_parallel_size > 1 else None
         own_calls = OwnCalls(known.stages)
         self._first_checks = FirstStepChecks(
-            *(module, layout, self.device_mesh, groups.data, parts, self._check_saved),
+            *(module, layout, self.device_mesh, groups.data, self._check_saved),
             *(copies, shared, own_calls, context),
         )
         if known.stages is None:

@@ -7,7 +7,6 @@ first batch of each kind of step.
 
 from __future__ import annotations
 
-from lightning_shard.pipeline.dataflow.mixed_samples import Peers
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
 
@@ -30,7 +29,6 @@ class Alike:
         self._has_peers = data_ranks > 1
         self._forwards_call = self._runs_alike = forwards_call and self._has_peers
         self._begun: set[str] = set()
-        self.peers = Peers(self._holds_on_any, lambda: self._has_peers and (forwards_call or own_calls.made))
 
     @property
     def is_needed(self) -> bool:
@@ -56,10 +54,12 @@ class Alike:
                 made = self._groups.of_any_peer(self._own_calls.made)
                 self._runs_alike |= any(self._groups.gather_over_stages(made))
 
-    def _holds_on_any(self, kind: str, condition: bool) -> bool:
-        """Evaluations are looked at in other batches on each data rank, unless forwards call the others."""
-        if not self._has_peers:
-            return condition
-        if kind == TRAIN or self._forwards_call:
-            return self._groups.of_any_peer(condition)
-        return condition or self._own_calls.made
+    def rehearses(self, kind: str, *, can: bool) -> bool:
+        """Whether a rank that can rehearse a kind of step does: all that have to run alike do, or none.
+
+        A collective call of these. In training all have to, since parameters are gathered for it. Evaluations whose
+        steps themselves call other data ranks aren't rehearsed: each may see a loader's first batch at another time.
+        """
+        if kind == TRAIN:
+            return not self._groups.of_any_peer(not can)
+        return (self._forwards_call or not self._runs_alike) and not self.of_any(not can)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard import tree
-from lightning_shard.errors import BatchError
 from lightning_shard.layout import TENSOR_AXIS, Layout
 from lightning_shard.parallel.fsdp.calls_of_parts import finding_calls_of_parts
 from lightning_shard.parallel.tensor.check_handed_on import OutputGradients
@@ -21,11 +19,9 @@ from lightning_shard.plugin.steps.checks.changed_buffers import ChangedBuffers
 from lightning_shard.plugin.steps.checks.copies_of_stages import CopiesOfStages
 from lightning_shard.plugin.steps.checks.hooks_on_features import warning_of_split_features
 from lightning_shard.plugin.steps.checks.lost_changes import refusing_lost_changes
-from lightning_shard.plugin.steps.checks.nonlinear_logs import noting_functions_of_means
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
 from lightning_shard.plugin.steps.checks.shared_buffers import SharedBuffers
 from lightning_shard.plugin.steps.checks.split_outputs import Shown, comparing_what_is_shown
-from lightning_shard.plugin.steps.state.counters import warning_of_numbers_kept, warning_of_tensors_changed
 
 _STEPS = 3
 """Number of training steps in which copies on stages are compared; they also are at every save."""
@@ -39,7 +35,6 @@ class FirstStepChecks:
 
     Args:
         data: The data ranks.
-        microbatches: How many microbatches a batch is split into.
         check_saved: Refuses what could not be saved; a collective call over all ranks.
         copies: Joins frozen parameters and buffers that every stage holds; ``None`` with one stage.
         shared: Buffers of modules that several stages hold.
@@ -53,7 +48,6 @@ class FirstStepChecks:
         layout: Layout,
         mesh: DeviceMesh,
         data: dist.ProcessGroup,
-        microbatches: int,
         check_saved: Callable[[], None],
         copies: CopiesOfStages | None,
         shared: SharedBuffers,
@@ -64,7 +58,6 @@ class FirstStepChecks:
         self._layout = layout
         self._mesh = mesh
         self._data = data
-        self._microbatches = microbatches
         self._check_saved = check_saved
         self._copies = copies
         self._shared = shared
@@ -93,17 +86,10 @@ class FirstStepChecks:
         with ExitStack() as looks:
             first = method not in self._kinds or (method == "training_step" and self._steps <= _STEPS)
             looks.enter_context(self._shared.unchanged(method, compares=first))
-            if method == "training_step" and self._steps <= 2 and self._microbatches > 1:
-                looks.enter_context(warning_of_tensors_changed(module, self._microbatches))
-                if self._steps == 2:
-                    looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches, within=True))
             if method not in self._kinds:
                 self._kinds.add(method)
                 check_same_batch(batch, layout)
                 looks.enter_context(self._own_calls.watched())
-                if self._microbatches > 1:
-                    looks.enter_context(warning_of_numbers_kept(module, method, self._microbatches))
-                    looks.enter_context(noting_functions_of_means(self._samples_in(batch)))
                 if layout.data_parallel_size > 1 and layout.expert_parallel_size == 1:  # dealt lists refuse hooks
                     looks.enter_context(finding_calls_of_parts(module))
                 if layout.tensor_parallel_size > 1:
@@ -118,12 +104,6 @@ class FirstStepChecks:
             if method == "training_step" and self._updates + 1 in tensor_ranks.STEPS:
                 looks.enter_context(self._outputs.watched())
             yield shown
-
-    def _samples_in(self, batch: object) -> int:
-        """Of a microbatch; 1 of a batch that the step will refuse."""
-        with suppress(BatchError):
-            return max(1, tree.batch_size(batch) // self._microbatches)
-        return 1
 
     def check_losses(self, output: object) -> None:
         """Compare losses between ranks that must compute the same; a collective call over these, in some steps."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Number
@@ -31,14 +31,10 @@ from torch import Tensor
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.mixed_samples import Number as Given
 from lightning_shard.pipeline.dataflow.taint import refuse
-from lightning_shard.plugin.steps.checks import nonlinear_logs
+from lightning_shard.plugin.steps.checks.rehearsal import Number as Given
 from lightning_shard.plugin.steps.checks.split_outputs import NotesLogs
 from lightning_shard.plugin.trainer_private import logging_by
-
-_LOOKS = 8
-"""In so many batches a log is looked at that was noted to be a function of a mean."""
 
 
 @dataclass
@@ -49,7 +45,6 @@ class Record:
     options: dict[str, Any]
     values: list[Any] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
-    function_of_mean: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,10 +77,8 @@ class HeldLogs:
         self._times: Counter[str] = Counter()
         self._now: dict[str, tuple[Any, int, dict[str, Any]]] = {}  # of this microbatch: value, batch_size, options
         self._step = ""
-        self._suspected: dict[tuple[str, str], tuple[str, int]] = {}
         self._microbatches = 1
         self._warned_of_sums: set[str] = set()
-        self._warned_of_logs: set[str] = set()
         self._notes: Any = None
 
     @contextmanager
@@ -136,29 +129,13 @@ class HeldLogs:
             elif value.of_step is not None and value.of_step.numel() == 1 and self._is_of_step(options):
                 reduce = self._reduce(value.path)
                 if reduce in (torch.mean, torch.sum):
-                    found[name] = Given(value.of_step.reshape(()), adds_up=reduce is torch.sum)
+                    found[name] = Given(value.of_step.reshape(()), adds_up=reduce is torch.sum, is_metrics=True)
         return found
 
     def _is_of_step(self, options: dict[str, Any]) -> bool:
         """Whether a log has a value for the step; by default it has one in training."""
         on_step = options.get("on_step")
         return bool(self._step == "training_step" if on_step is None else on_step)
-
-    def trust(self, names: Iterable[str]) -> None:
-        """Don't warn of logs of this step that are known to be the mean of their parts'."""
-        self._suspected |= dict.fromkeys(((self._step, name) for name in names), ("", 0))
-
-    def warn_of_compared(self, names: Iterable[str]) -> None:
-        """Warn of logs of this step that aren't the mean of their parts, of which no other warning tells."""
-        for name in names:
-            if self._suspected.get((self._step, name), ("", 1))[1]:
-                self._suspected[self._step, name] = "", 0
-                value = next(record.values[0] for record in self._records.values() if record.name == name)
-                if isinstance(value, LoggedMetric):
-                    text = nonlinear_logs.text_of_metric(name, adds_up=self._reduce(value.path) is torch.sum)
-                else:
-                    text = nonlinear_logs.text(name, "something other than a mean over samples")
-                self._warn_of_log(name, text)
 
     def combined(self) -> list[tuple[str, Any, dict[str, Any]]]:
         """Return ``(name, value, options)`` of each log, in the order of first calls."""
@@ -190,24 +167,6 @@ class HeldLogs:
         if isinstance(on_object, NotesLogs):
             on_object = on_object.log
         return on_object or MethodType(type(self._module).log, self._module)
-
-    def _warn_of_function(self, record: Record) -> None:
-        """Noted in the first batch, in which microbatches may have had equal values by chance."""
-        if record.function_of_mean:
-            self._suspected.setdefault((self._step, record.name), (record.function_of_mean, _LOOKS))
-        if (suspected := self._suspected.get((self._step, record.name))) is None or not suspected[1]:
-            return
-        function, left = suspected
-        is_another = nonlinear_logs.is_another(function, record.values)
-        self._suspected[self._step, record.name] = function, 0 if is_another else left - 1
-        if is_another:
-            self._warn_of_log(record.name, nonlinear_logs.text(record.name, function))
-
-    def _warn_of_log(self, name: str, text: str) -> None:
-        """Once, in whatever steps it is logged."""
-        if name not in self._warned_of_logs:
-            self._warned_of_logs.add(name)
-            rank_zero_warn(text)
 
     def _warn_of_sum(self, name: str) -> None:
         if name not in self._warned_of_sums:
@@ -241,7 +200,6 @@ class HeldLogs:
         self._times[name] += 1
         if self._microbatches > 1 and not isinstance(value, LoggedMetric):
             _check_combinable(record, value)
-        record.function_of_mean = record.function_of_mean or nonlinear_logs.function_of_mean(value)
         record.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
         if size is not None:
             record.batch_sizes.append(int(size))
@@ -257,7 +215,6 @@ class HeldLogs:
         values = _together(record.values, self._module.device)
         if _reduction(record.options) == "sum":
             return values.sum().to(torch.get_default_dtype())
-        self._warn_of_function(record)
         mean = values.mean()
         if len(record.batch_sizes) == len(values):
             counted = [value * size for value, size in zip(values, record.batch_sizes) if size]

@@ -50,11 +50,10 @@ from lightning_shard.plugin.steps.alike import TRAIN, Alike
 from lightning_shard.plugin.steps.batches import Batches
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows, what_follows
 from lightning_shard.plugin.steps.checks.changed_batches import ChangedBatches
-from lightning_shard.plugin.steps.checks.compared_samples import ComparedSamples
 from lightning_shard.plugin.steps.checks.stepped_schedulers import steps_no_scheduler
-from lightning_shard.plugin.steps.checks.summed_losses import SummedLosses
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.direct_output import DirectOutput
+from lightning_shard.plugin.steps.first_batches import FirstBatches
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.inference_mode import inference_mode_as_no_grad
 from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_logged_by_last_stage
@@ -76,7 +75,6 @@ _RESULT_HOOKS = {
     "test_step": "on_test_batch_end",
 }
 """The hooks that receive what a step returned."""
-
 
 _CUT = (
     "With several pipeline stages a step gets a part of the batch at a time (here one of {parts}): a network or step"
@@ -151,9 +149,8 @@ class PipelinedSteps:
         self._over_steps = over_steps
         self._uneven_lists = UnevenLists()
         self._bypassed = bypassed
-        self._sums = SummedLosses(schedule.microbatches)
-        warns = layout.data_rank == layout.tensor_rank == 0
-        self._compared = ComparedSamples(module, self._logs, weights, _loss, warns=warns)
+        warns = stages.is_last and layout.data_rank == layout.tensor_rank == 0
+        self._first_batches = FirstBatches(module, self._logs.latest, weights.number, _loss, alike, warns=warns)
 
     def reset_crossings(self) -> None:
         """Forget what crosses between stages, to find it again: when other parameters train. On all stages together."""
@@ -161,7 +158,7 @@ class PipelinedSteps:
         ranks = [rank_of[stage] for stage in range(len(rank_of))]
         first = Channel(groups.forward, groups.backward, groups.control, 0, ranks, self._device)
         channels = [replace(first, stage=stage.index) for stage in self._stages]
-        self._step = PipelinedStep(self._stages, channels, self._remember, self._alike.of_any, self._alike.peers)
+        self._step = PipelinedStep(self._stages, channels, self._remember, self._alike.of_any)
 
     def watch(self, watch: Watch) -> str:
         """Call ``watch`` for each action of training steps from now on; returns the schedule's name."""
@@ -184,14 +181,16 @@ class PipelinedSteps:
 
         def scaled(i: int, result: Any) -> Tensor:
             self._means.note(_loss(result))
-            if len(parts) > 1:
-                self._sums.note(_loss(result), tree.batch_size(parts[i]))
             loss = weighted_for_backward(_loss(result), weights[i].of_gradient) * scale
             return loss if scaler is None else scaler.scale(loss)
 
         def run(stage: Stage, i: int, part: Any) -> Any:
             with precision.train_step_context():
                 return self._run(stage, "training_step", draw, i, part, args, kwargs)
+
+        def run_again(stage: Stage, i: int, part: Any) -> Any:
+            with precision.train_step_context():
+                return self._run_inside(stage, "training_step", draw, i, part, args, kwargs)
 
         def before_backward(stage: Stage, i: int, is_last: bool) -> None:
             self._seeds.of_part(stage, draw, i)
@@ -205,34 +204,32 @@ class PipelinedSteps:
                 accumulate_late_gradients(units)
 
         with self._apart.batch():
-            with (
-                self._around_steps("training_step", len(parts)),
-                self._ties.adding(first=trainer_private.begins_accumulation(trainer), last=not accumulating),
-                # overlaps with the transfer of the stage's input
-                prefetching(module, all_units=not self._reshards_each) if self._has_trained else nullcontext(),
-            ):
-                results = self._step.train(
-                    run,
-                    parts,
-                    self._order(len(parts)),
-                    loss_of=scaled,
-                    numbers_of=self._compared.looks("training_step", args, len(parts)),
-                    before_backward=before_backward,
-                    after_backward=after_backward,
-                )
-                self._end_backwards(accumulating)
+            with self._around_steps("training_step", len(parts)):
+                with (
+                    self._ties.adding(first=trainer_private.begins_accumulation(trainer), last=not accumulating),
+                    # overlaps with the transfer of the stage's input
+                    prefetching(module, all_units=not self._reshards_each) if self._has_trained else nullcontext(),
+                ):
+                    results = self._step.train(
+                        run,
+                        parts,
+                        self._order(len(parts)),
+                        loss_of=scaled,
+                        before_backward=before_backward,
+                        after_backward=after_backward,
+                    )
+                    self._end_backwards(accumulating)
+                self._alike.begin(TRAIN)
+                if self._rehearse(TRAIN, "training_step", args, parts, run_again, is_known=self._means.warn()):
+                    reshard(module)  # the optimizer's step follows
             if self._logs_whole_backwards and self._has_trained:  # the first batch runs its first backwards whole
                 log_whole_backwards(self._schedule, self._step)
                 self._logs_whole_backwards = False
             self._has_trained = True
-            found = self._step.mixed.take()
-            told = self._stages.is_last and any((self._means.warn(), self._sums.end_step(found.loss)))
-            self._compared.tell("training_step", args, found, len(parts), is_known=told)
             losses = [weighted(_loss(result), weight.of_mean) for result, weight in zip(results, weights)]
             # where no hook receives the other results, only the losses are shared
             results = losses if "training_step" in self._unused_results else with_losses(results, losses)
             result = self._share(results, parts, self._logs.in_blocks(of_last=False), "training_step", args)
-        self._alike.begin(TRAIN)
         loss = _loss(result) / trainer.accumulate_grad_batches
         precision.pre_backward(loss, module)
         precision.post_backward(loss, module)
@@ -352,14 +349,17 @@ class PipelinedSteps:
         def run(stage: Stage, i: int, part: Any) -> Any:
             return self._run_inside(stage, method, seed, i, part, tuple(args), kwargs)
 
-        uses_results = method not in self._unused_results
-        order = self._order(len(parts))
-        numbers_of = self._compared.looks(method, args, len(parts), uses_results=uses_results)
-        step = partial(self._step.evaluate, run, parts, order, kind, numbers_of=numbers_of, waits=waits)
+        step = partial(self._step.evaluate, run, parts, self._order(len(parts)), kind, waits=waits)
         with self._around_steps(method, len(parts)):
             results = call_through(self._module, step)
-        self._compared.tell(method, args, self._step.mixed.take(), len(parts))
+            if results is not None and not self._alike.knows(kind):
+                self._alike.begin(kind)
+                self._rehearse(kind, method, args, parts, run)
         return _Begun(parts, results, self._step.sent, self._logs.in_blocks(of_last=False))
+
+    def _rehearse(self, kind: str, method: str, *what: Any, is_known: bool = False) -> bool:
+        what = (self._step, kind, method, *what, self._remember)
+        return self._first_batches.rehearse(*what, uses_results=method not in self._unused_results, is_known=is_known)
 
     def _order(self, microbatches: int) -> Row:
         """This rank's actions for this number of microbatches."""
@@ -468,7 +468,7 @@ class PipelinedSteps:
         follows = what_follows(self._module.trainer)
         if self._stages.is_last:
             size = tree.batch_size(parts[0]) if len(parts) > 1 else 0
-            merged = tree.map_leaves(_detached, merge(results, size, self._compared.lengths(method, args)))
+            merged = tree.map_leaves(_detached, merge(results, size, self._first_batches.lengths(method, args)))
             in_blocks = sorted(self._logs.in_blocks(of_last=True))  # the broadcaster takes no set for an equal value
             changes = self._kept.changes()
             self._uneven_lists.look(changes, len(results))

@@ -1,0 +1,207 @@
+"""Rehearses the first batch of each kind of step, and reports by name what its split into microbatches changes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_shard import tree
+from lightning_shard.errors import WHOLE_BATCHES, BatchError, StepError
+from lightning_shard.parallel.batch_norm import batch_norms
+from lightning_shard.parallel.fsdp.shard import prefetching
+from lightning_shard.pipeline.dataflow.search import Memory
+from lightning_shard.pipeline.runtime.outputs import Lengths, lengths
+from lightning_shard.pipeline.runtime.step import PipelinedStep, RunOn
+from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.plugin.steps.alike import Alike
+from lightning_shard.plugin.steps.checks.rehearsal import (
+    LENGTH,
+    LOG,
+    LOSS,
+    Name,
+    Number,
+    Numbers,
+    Unlike,
+    few,
+    rehearse,
+)
+from lightning_shard.plugin.steps.redirect import call_through
+from lightning_shard.plugin.steps.state.counters import numbers_kept
+
+
+class FirstBatches:
+    """The rehearsals of one LightningModule's steps on this rank, one for each kind of step, and what they report.
+
+    Args:
+        logged: Gives what the microbatch has logged, by name.
+        weight: Gives how much a microbatch's loss counts.
+        loss_of: The loss of what a training step returned.
+        alike: The data ranks, which agree on runs that they take part in.
+        warns: Whether this rank reports.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        logged: Callable[[], Mapping[str, Number]],
+        weight: Callable[[Any], float],
+        loss_of: Callable[[Any], Tensor],
+        alike: Alike,
+        *,
+        warns: bool,
+    ) -> None:
+        self._module = module
+        self._logged = logged
+        self._weight = weight
+        self._loss_of = loss_of
+        self._alike = alike
+        self._warns = warns
+        self._lengths: dict[tuple[Any, ...], Lengths] = {}
+        self._told: set[Name] = set()
+
+    def lengths(self, method: str, args: Sequence[Any]) -> Lengths:
+        """What is known of the lengths of what a step with these arguments returns."""
+        return self._lengths.get((method, *args[1:]), Lengths())
+
+    def rehearse(
+        self,
+        step: PipelinedStep,
+        kind: str,
+        method: str,
+        args: Sequence[Any],
+        parts: Sequence[Any],
+        run_on: RunOn,
+        remember: Callable[[], Memory],
+        *,
+        uses_results: bool,
+        is_known: bool = False,
+    ) -> bool:
+        """Rehearse a step that has run on the microbatches of a batch, if none with these arguments was before.
+
+        A collective call over the pipeline, and over data ranks that have to run alike.
+
+        Args:
+            kind: The kind of step.
+            method: Its name.
+            args: Its arguments.
+            parts: The microbatches.
+            run_on: Calls it on a microbatch, inside of a call of the root, with the random numbers of that of a number.
+            remember: Takes a snapshot of what it may change.
+            uses_results: Whether what it returns is used.
+            is_known: Whether it was said already why the loss isn't a mean; logs are then none for the same reason.
+
+        Returns:
+            Whether it was rehearsed.
+
+        Raises:
+            StepError: Its result depends on what the step before has left. Or it failed, and data ranks would wait.
+        """
+        if len(parts) == 1 or (method, *args[1:]) in self._lengths:  # the same on data ranks that run alike
+            return False
+        self._lengths[method, *args[1:]] = known = Lengths()
+        joined = _joined(parts)
+        if not self._alike.rehearses(kind, can=joined is not None):
+            return False
+
+        def numbers_of(result: Any, microbatch: Any) -> Numbers:
+            found: dict[Name, Number] = {(LOG, name): number for name, number in self._logged().items()}
+            if uses_results:
+                sizes = lengths(result, tree.batch_size(microbatch))
+                found |= {(LENGTH, path): Number(torch.tensor(float(size))) for path, size in sizes.items()}
+            if self._module.trainer.training:
+                found[LOSS, ""] = Number(self._loss_of(result).detach().clone(), self._weight(microbatch))
+            return found
+
+        def run(stage: Stage, i: int, part: Any) -> Any:
+            with _with_running_statistics(self._module):
+                return call_through(self._module, partial(run_on, stage, i, part))
+
+        is_gathered = not self._module.trainer.training  # else, its backward has freed the parameters
+        pair, state = (parts[0], parts[1]), partial(numbers_kept, self._module)
+        with nullcontext() if is_gathered else prefetching(self._module, all_units=not self._alike.is_needed):
+            found = rehearse(step, kind, run, pair, joined, remember(), numbers_of, state)
+        found.refuse_carried(len(parts))
+        if found.failure is not None and self._alike.is_needed:
+            raise StepError(_FAILED) from found.failure
+        known.add(found.fixed, found.growing)
+        if self._warns:
+            self._report(method, found.counted, {} if is_known else found.unlike, len(parts))
+        return True
+
+    def _report(self, method: str, counted: Sequence[str], unlike: Mapping[Name, Unlike], microbatches: int) -> None:
+        """Warn of what was found, of each name once."""
+        counted = [name for name in counted if ("kept", name) not in self._told]
+        lines = [_text(key, each, microbatches) for key, each in unlike.items() if key not in self._told]
+        self._told |= {*unlike, *(("kept", name) for name in counted)}
+        if counted:
+            lines.append(
+                f"{few(counted)}: two microbatches leave something else than both as one. State that a step changes"
+                " counts once per microbatch (sentence 6 of the contract): count batches in on_train_batch_end"
+                " (on_validation_batch_end, …), and samples by a torchmetrics metric."
+            )
+        if lines:
+            warnings.warn(
+                f"{method} runs once for each of {microbatches} microbatches, and two of them run as one give something"
+                f" else. {WHOLE_BATCHES} or pipeline_parallel_size=1 is as in one process; else:\n- "
+                + "\n- ".join(lines),
+                stacklevel=2,
+            )
+
+
+_FAILED = (
+    "The step calls other data ranks (itself, or in its forwards), and failed when two microbatches of the first batch"
+    " ran as one, as they do to find out what the split changes. The others would wait for this rank: make it"
+    " independent of the number of samples, or use microbatches=1 or data_parallel_size=1."
+)
+_MEANS = "Losses and logs are means over samples (sentence 5 of the contract)"
+
+
+def _text(key: Name, found: Unlike, microbatches: int) -> str:
+    what = "The training loss" if key[0] == LOSS else f"self.log({key[1]!r}, …)"
+    by = "sum" if found.of.adds_up else "mean"
+    values = f"{found.joined:.6g} for both as one, and {found.combined:.6g} as the {by} of each"
+    if found.is_sum:
+        remedy = f"this is 1/{microbatches} of one process's. Divide it by the number of samples (reduction='mean')"
+    elif key[0] == LOSS:
+        remedy = (
+            "for a mean over a number that varies, as of tokens, pass loss_weight, a function of the batch that returns"
+            " it; a loss or network that compares samples (contrastive, a Dice, attention over the batch) sees a"
+            " microbatch"
+        )
+    elif found.of.is_metrics:
+        remedy = "a metric's value of the epoch is right: log it with on_step=False, on_epoch=True"
+    else:
+        remedy = (
+            "log what it is computed from, and compute it in on_train_batch_end or on_train_epoch_end (on_validation_…)"
+            " of these; for a mean over a number that varies, give batch_size=that number; or log a torchmetrics.Metric"
+        )
+    isnt = "a sum" if found.is_sum else f"no {by}"
+    return f"{what} is {isnt} over samples ({values}). {_MEANS}: {remedy}."
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """The first two microbatches as one; ``None`` if they can't be joined."""
+    try:
+        return tree.joined(parts[0], parts[1], tree.batch_size(parts[1]))
+    except BatchError:
+        return None
+
+
+@contextmanager
+def _with_running_statistics(module: nn.Module) -> Iterator[None]:
+    """Context in which BatchNorm compares no samples: that it does is warned of at setup."""
+    layers = [layer for layer in batch_norms(module).values() if layer.training and layer.track_running_stats]
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True
