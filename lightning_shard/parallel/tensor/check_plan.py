@@ -48,11 +48,17 @@ from lightning_shard.parallel.block_probe import (
     outcome,
 )
 from lightning_shard.parallel.fsdp.units import is_unit
-from lightning_shard.parallel.fsdp.watched_parameters import others_in_place
 from lightning_shard.parallel.rank_compare import differing, exchanged, fingerprints
 from lightning_shard.parallel.tensor.small_weights import enlarged
 from lightning_shard.parallel.tensor.styles import REPLICATED, ScatterSequence, Split
-from lightning_shard.sharding import full_tensor, parameter_like
+from lightning_shard.parallel.tensor.whole_layers import (
+    Forward,
+    Layers,
+    exchanged_forward,
+    whole_parameters,
+    with_whole_layers,
+)
+from lightning_shard.sharding import full_tensor
 
 _APART = {True: 0.02, False: 0.2}
 """Tolerance in 32 bits, and in fewer, relative to the norm of what a block adds to its input; a wrong plan differs by
@@ -61,9 +67,6 @@ _SMALL_GRADIENT = {True: 1e-3, False: 5e-2}
 """Relative to the largest norm of a gradient in a block: others may be zero but for rounding."""
 
 _Outcome = tuple[Sequence[Result], bytes]
-Forward = Callable[..., Any]
-Layers = Mapping[str, tuple[nn.Module, Forward | None]]
-"""Split layers by name, each with the forward that it had as an attribute before it was split."""
 
 
 class PlanCheck:
@@ -166,14 +169,14 @@ class PlanCheck:
         def results(*, whole: bool, evaluates: bool) -> list[Result]:
             if evaluates:
                 module.eval()
-            with _whole(layers, made) if whole else nullcontext(), _noting(noted) as found:
+            with with_whole_layers(layers, made) if whole else nullcontext(), _noting(noted) as found:
                 with inner.replayed(found) if whole else inner.recorded(found):
                     found.extend(_results(module, run, given, with_gradients=with_gradients))
                 return found
 
         around = set(module.parameters()).difference(*(block.parameters() for block in blocks.values()))
         with enlarged(p for p in module.parameters() if p in around), trial_runs(module) as changes:
-            made = _whole_parameters(layers)
+            made = whole_parameters(layers)
             for evaluates in (False, True):
                 runs = (
                     partial(outcome, partial(results, whole=each, evaluates=evaluates), changes, device)
@@ -307,42 +310,6 @@ def _whole_gradient(tensor: Tensor, gradient: Tensor | None) -> Tensor:
     return full_tensor(gradient)
 
 
-def _whole_parameters(layers: Layers) -> dict[int, nn.Parameter]:
-    """By the ids of split ones, since tied ones are one. Collective over the tensor ranks."""
-    found = {id(p): p for layer, _ in layers.values() for p in layer.parameters() if isinstance(p, DTensor)}
-    return {number: parameter_like(full_tensor(p), p) for number, p in found.items()}
-
-
-@contextmanager
-def _whole(layers: Layers, parameters: Mapping[int, nn.Parameter]) -> Iterator[None]:
-    """Inside, split layers have their whole parameters and original forwards, and no hooks."""
-    with others_in_place(), ExitStack() as inside:
-        for layer, forward in layers.values():
-            inside.enter_context(_exchanged(layer, forward))
-            for own in (part._parameters for part in layer.modules()):
-                inside.callback(own.update, dict(own))
-                own.update({key: parameters.get(id(p), p) for key, p in own.items()})
-        yield
-
-
-@contextmanager
-def _exchanged(module: nn.Module, forward: Forward | None) -> Iterator[None]:
-    """Inside, a module has no forward hooks, and another forward; ``None`` stands for that of its class."""
-    own: dict[str, Any] = vars(module)
-    before: dict[str, Any] = {
-        name: own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "forward") if name in own
-    }
-    own.update(_forward_hooks=type(own["_forward_hooks"])(), _forward_pre_hooks=type(own["_forward_pre_hooks"])())
-    own.pop("forward", None)
-    if forward is not None:
-        own["forward"] = forward
-    try:
-        yield
-    finally:
-        own.pop("forward", None)
-        own.update(before)
-
-
 @contextmanager
 def _noting(layers: Layers) -> Iterator[list[Result]]:
     """Yields what layers return inside, in running order."""
@@ -405,7 +372,7 @@ class _Blocks:
 
         with ExitStack() as inside:
             for name, block in self._blocks.items():
-                inside.enter_context(_exchanged(block, partial(forward, name)))
+                inside.enter_context(exchanged_forward(block, partial(forward, name)))
             yield
 
     @staticmethod
