@@ -24,10 +24,11 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -214,6 +215,26 @@ def _said(settings: dict[str, Any]) -> str:
 # -- a run ------------------------------------------------------------------------------------------------------------
 
 
+class RunsLedger(Ledger):
+    """Also counts tensors that were made before, and storages that are resized in place, as FSDP2 does to free them."""
+
+    def adopt(self, tensor: Tensor, label: Hashable) -> None:
+        self._enter(tensor, label)
+
+    def seeing_resizes(self) -> Any:
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> Any:
+            result = plain(storage, size)
+            known = self._made.get(storage._cdata)
+            if known is not None:
+                self._made[storage._cdata] = known[0], size, known[2]
+                self._grow(size - known[1])
+            return result
+
+        return mock.patch.object(torch.UntypedStorage, "resize_", resize)
+
+
 class Watch(L.Callback):
     """Follows all storages in the second step of a run, and tells them apart at its peak."""
 
@@ -224,7 +245,7 @@ class Watch(L.Callback):
         if batch_idx != 1:
             return
         self._module = module
-        self.ledger = Ledger(self._look)
+        self.ledger = RunsLedger(self._look)
         for _, parameter in module.named_parameters():
             self.ledger.adopt(_local(parameter), "parameters")
         for optimizer in trainer.optimizers:

@@ -3,7 +3,6 @@
 * ``torch.distributed``'s collective calls: which ones users' code makes is seen.
 * ``distributed_c10d.ProcessGroupGloo``: torch creates groups by it, without a way to pass options (``gloo.py``).
 * ``F.scaled_dot_product_attention``: blocks call it, and it attends over ranks (``parallel/context/attention.py``).
-* ``UntypedStorage.resize_``: FSDP2 frees and refills memory by it, which a plan counts.
 * ``Optimizer.__init__``: it refuses no parameters, and a stage may train none.
 * ``torch.nn.utils.parametrize._maybe_set``: see :func:`parametrizations_leaving_what_is_given`.
 
@@ -75,10 +74,6 @@ def attention_replaced(by: Callable[..., Tensor]) -> AbstractContextManager[None
 
 def gloo_groups_replaced(kind: type) -> AbstractContextManager[None]:
     return replaced((distributed_c10d, "ProcessGroupGloo", kind))
-
-
-def resizes_replaced(by: Callable[..., Any]) -> AbstractContextManager[None]:
-    return replaced((torch.UntypedStorage, "resize_", by))
 
 
 def allowing_empty_optimizers() -> AbstractContextManager[None]:

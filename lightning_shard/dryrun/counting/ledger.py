@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-
-from lightning_shard.torch_private import resizes_replaced
 
 _aten = torch.ops.aten
 _BETWEEN_RANKS = ("_c10d_functional", "c10d", "_c10d_functional_autograd")
@@ -145,10 +142,6 @@ class Ledger(TorchDispatchMode):
             work.moved += moved
             work.beside += moved if counted is None else 0
 
-    def adopt(self, tensor: Tensor, label: Hashable) -> None:
-        """Count a tensor that was created before."""
-        self._enter(tensor, label)
-
     def _enter(self, tensor: Tensor, label: Hashable) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -173,23 +166,6 @@ class Ledger(TorchDispatchMode):
         if entry is not None:
             self.live -= entry[1]
         self._gradients -= self._marked.pop(key, 0)
-
-    @contextmanager
-    def seeing_resizes(self) -> Iterator[Ledger]:
-        """Context: also count storages that are resized in place, as FSDP2 frees and refills them."""
-        plain = torch.UntypedStorage.resize_
-
-        def resize(storage: Any, size: int) -> Any:
-            result = plain(storage, size)
-            key = storage._cdata
-            known = self._made.get(key)
-            if known is not None:
-                self._made[key] = known[0], size, known[2]
-                self._grow(size - known[1])
-            return result
-
-        with resizes_replaced(resize):
-            yield self
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -68,7 +68,6 @@ class Assembly:
         saved_elsewhere: State-dict names that this rank holds and another one saves: tied parameters, and what every
             rank holds, such as a frozen module outside of the network.
         ties: Parameters that both this rank and another one of its pipeline hold.
-        is_tied_over_stages: Whether any ranks hold such a parameter.
         places: Each parameter's index in the whole module.
         names: All names of parameters, in the whole module's order, each mapped to the first name of that parameter.
         parameters: The module's parameters when it was assembled; ``None`` if the module shards itself.
@@ -84,7 +83,6 @@ class Assembly:
     placement: Placement | None
     saved_elsewhere: frozenset[str]
     ties: tuple[Tie, ...]
-    is_tied_over_stages: bool
     places: Mapping[str, int]
     names: Mapping[str, str]
     parameters: LaidOutParameters | None
@@ -242,7 +240,6 @@ def assemble(
         placement,
         part.saved_elsewhere,
         part.ties,
-        part.is_tied_over_ranks,
         places,
         names,
         LaidOutParameters(module),
@@ -342,7 +339,7 @@ def _as_it_shards_itself(
         )
     materialize(module, (), device, seed)
     module.to(device)
-    return Assembly(layout, settings, None, schedule, None, frozenset(), (), False, places, names, None)
+    return Assembly(layout, settings, None, schedule, None, frozenset(), (), places, names, None)
 
 
 def _deal(

@@ -34,7 +34,6 @@ class OwnPart:
     stages: Stages | None = None
     saved_elsewhere: frozenset[str] = frozenset()
     ties: tuple[Tie, ...] = ()
-    is_tied_over_ranks: bool = False
     ties_of_stages: Sequence[Tie] = ()
     beside: frozenset[nn.Module] = frozenset()
 
@@ -61,7 +60,7 @@ def cut_to_rank(
     elsewhere |= {name for name, of in stages_of_names.items() if of and schedule.rank_of[max(of)] != rank}
     stages = cut_to(module, holders, schedule.stages_of(rank), of_stages, device)
     stages.shared_buffers.update(shared)
-    return OwnPart(stages, frozenset(elsewhere), ties, bool(of_ranks), of_stages, _beside_the_network(module, blocks))
+    return OwnPart(stages, frozenset(elsewhere), ties, of_stages, _beside_the_network(module, blocks))
 
 
 class Holders:

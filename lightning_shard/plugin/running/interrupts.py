@@ -48,6 +48,8 @@ class Interrupts:
         self._world_size = world_size
         self._reads, self._writes = os.pipe()
         os.set_blocking(self._writes, False)
+        self._poll = select.poll()
+        self._poll.register(self._reads, select.POLLIN)
         self._lock = threading.Lock()
         self._decided = threading.Event()
         self._passed: Position = ()
@@ -122,8 +124,7 @@ class Interrupts:
         """Wait, at most until a signal comes, or :meth:`wake`."""
         if self._asked_at is not None:
             seconds = min(seconds, 0.1)
-        ready, _, _ = select.select([self._reads], [], [], seconds)
-        if ready:
+        if self._poll.poll(1000 * seconds):
             self._presses += os.read(self._reads, 4096).count(signal.SIGINT)
 
     def wake(self) -> None:
