@@ -263,6 +263,8 @@ class PipelinedSteps:
                 known what crosses the cuts, until as many batches are in flight as stages follow.
         """
         arguments = (batch, *args)
+        # after the first batch of a kind it is known what it changes that the next one reads
+        is_known = self._alike.knows(self._kind(method, args))
         with self._apart.batch():
             begun = self._under_way.popleft() if self._under_way else self._begin(method, draw, arguments, kwargs)
             parts, results, logged = begun.parts, begun.results, begun.logged
@@ -281,7 +283,7 @@ class PipelinedSteps:
                     results = [call_through(self._module, of_calls)]
                 self._apart.begin()  # the step ran once, not once per stage
                 logged = self._logs.in_blocks(of_last=False)
-            elif len(self._stages) == 1 and not self._alike.is_needed and not self._late_changes:
+            elif is_known and len(self._stages) == 1 and not self._alike.is_needed and not self._late_changes:
                 # with several stages on a rank, states are versioned per batch
                 self._look_ahead(method, draw, upcoming)
             if method in self._unused_results:
