@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint as LightningsOwn
 
-from lightning_shard import HybridShardStrategy, ShardedCheckpointIO, checkpoint
+from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint.store.remote import RemoteStore
 from lightning_shard.errors import CheckpointError, ConfigurationError
 from lightning_shard.testing import run_ranks
@@ -36,7 +36,7 @@ def failing(self: RemoteStore, name: str, *args: Any, original: Any = RemoteStor
     original(self, name, *args, **kwargs)
 
 
-def fit(callbacks: list[Any], steps: int, io: ShardedCheckpointIO, **settings: Any) -> None:
+def fit(callbacks: list[Any], steps: int, io: ShardedCheckpointIO, **settings: Any) -> L.Trainer:
     resume = settings.pop("ckpt_path", None)
     settings = {"strategy": HybridShardStrategy(checkpoint_io=io), **settings}
     trainer = L.Trainer(
@@ -48,6 +48,7 @@ def fit(callbacks: list[Any], steps: int, io: ShardedCheckpointIO, **settings: A
     )
     with mock.patch.object(RemoteStore, "publish", slow):
         trainer.fit(Scripted(), data(2), data(1), ckpt_path=resume)
+    return trainer
 
 
 def listed(keep: Any, options: dict[str, Any] | None = None) -> dict[str, int]:
@@ -67,8 +68,9 @@ def with_names_that_repeat(root: str, asynchronous: bool) -> None:
         return ShardedCheckpointIO(None, asynchronous, fsync=False)
 
     keep = LightningsOwn(f"{root}/two", "best", save_top_k=2, save_last=True, **AT_EACH)
-    fit([keep], 6, io())
+    trainer = fit([keep], 6, io())
     assert listed(keep) == {"best.ckpt": 4, "best-v1.ckpt": 5, "last.ckpt": 5}
+    assert [type(each) for each in trainer.checkpoint_callbacks] == [ModelCheckpoint]
     keep = LightningsOwn(f"{root}/all", "best", save_top_k=-1, **AT_EACH)
     fit([keep], 3, io())
     assert sorted(listed(keep).values()) == [1, 2, 3]
