@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.loggers import LitLogger, Logger, MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.testing import run_ranks
@@ -84,6 +85,7 @@ def fit(folder: str, asynchronous: bool, log_model: Any) -> tuple[dict[str, Any]
     sys.modules["wandb"] = types.ModuleType("wandb")
     sys.modules["wandb"].Artifact = Artifact  # type: ignore[attr-defined]
     loggers = [made(kind, log_model) for kind in (MLFlowLogger, WandbLogger, LitLogger)]
+    loggers.append(DummyLogger())  # has every name that it is asked for, as fast_dev_run's; no word about it
     keep = ModelCheckpoint(folder, "{step}", monitor="val_loss", save_last=True, save_top_k=2)
     strategy = HybridShardStrategy(data_parallel_size=1, checkpoint_io=ShardedCheckpointIO(asynchronous=asynchronous))
     settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "logger": loggers}

@@ -35,7 +35,7 @@ def upload_folders(trainer: pl.Trainer, io: ShardedCheckpointIO) -> None:
     folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
     remote = [folder for folder in folders if folder and local_path(str(folder)) is None]
     for logger in trainer.loggers:
-        if not (hasattr(logger, "_scan_and_log_checkpoints") and getattr(logger, "_log_model", False)):
+        if not (hasattr(type(logger), "_scan_and_log_checkpoints") and getattr(logger, "_log_model", False)):
             continue
         kind = type(logger).__name__
         send = next((send for of, send in _SENT_BY.items() if isinstance(logger, of)), None)
