@@ -75,7 +75,6 @@ class TakingNorms(Tied):
         made = {
             "copies": [gradient.float().clone() for gradient in gradients],
             "scaled": [gradient / 8 for gradient in gradients],
-            "some": [gradient * 1.0 for gradient in gradients if gradient.ndim == 2],
             "clamped": [gradient.clamp(-1e-3, 1e-3) for gradient in gradients],
             "weights": [p.detach() for _, p in self.model.named_parameters()],
         }
@@ -86,7 +85,7 @@ class TakingNorms(Tied):
 class NotTellable(Tied):
     def on_before_optimizer_step(self, _: Any) -> None:
         training = [p for _, p in self.model.named_parameters() if p.grad is not None]
-        get_total_norm([p.grad + p for p in training if p.ndim == 2])
+        get_total_norm([p.grad * 1.0 for p in training if p.ndim == 2])
 
 
 def take_norms(kind: Any, sizes: dict[str, int] | None) -> Seen:

@@ -191,7 +191,7 @@ class WholeNorms:
         counted, said = given, None
         try:
             named = dict(nn.Module.named_parameters(self._module))
-            counted = counted_once(given, named, self._mesh, self._device)
+            counted = counted_once(given, named)
         except StepError as error:
             said = str(error)
         for of_stage in self._groups.gather_over_stages(said):
