@@ -1,4 +1,4 @@
-"""The command line ``lightning-shard``: inspect, list, verify, gather and compare checkpoints, and plan runs.
+"""The command line ``lightning-shard``: inspect, list, verify, gather and compare checkpoints, plan and train recipes.
 
 Prints tables for people, and JSON for machines with ``--json``. The exit code is 0 on success, 1 if a fault or a
 difference was found or the command failed, and 2 for an invalid command line.
@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -26,7 +27,8 @@ from rich.text import Text
 
 from lightning_shard import checkpoint
 from lightning_shard.cli_plan import add_plan
-from lightning_shard.errors import ShardError
+from lightning_shard.errors import ConfigurationError, ShardError
+from lightning_shard.installed import how_to_install, lacks, own_conf, recipes, version
 
 FAULTS_SHOWN = 20
 RANKS_SHOWN = 8
@@ -62,8 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-shard",
-        description="Look into sharded checkpoints, check and compare them, and make one file of them; plan a run.",
+        description="Look into sharded checkpoints, check and compare them, make one file of them; plan and train.",
     )
+    parser.add_argument("--version", action="version", version=f"lightning-shard {version()}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
     inspect = _verb(verbs, "inspect", _inspect, "show layout, step, sizes and the biggest tensors")
@@ -115,7 +118,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     _option_of(diff, "--other-storage-option", "for the other checkpoint, where it needs others")
     add_plan(verbs, _size)
+
+    train = verbs.add_parser("train", help="train a recipe: train recipe=demo, and key=value", prefix_chars=" ")
+    train.set_defaults(verb=_train, json=False)
+    train.add_argument("settings", nargs="*", help="of conf/, as key=value; a folder conf/ here is searched too")
     return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    if lacks("recipes"):
+        raise ConfigurationError(f"Recipes are configured by Hydra, which isn't installed: {how_to_install('recipes')}")
+    own = own_conf()
+    added = ["--config-dir", str(own)] if own is not None else []
+    # this process becomes the recipe's, so that signals and the launcher's other ranks see what they would without it
+    os.execv(sys.executable, [sys.executable, str(recipes() / "train.py"), *added, *arguments.settings])
 
 
 def _verb(

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lightning_shard.errors import ConfigurationError, ShardError
+from lightning_shard.installed import how_to_install, lacks, own_conf, recipes
 
 if TYPE_CHECKING:
     from lightning_shard.dryrun.planned import Plan
@@ -88,7 +89,11 @@ def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
     )
     parser.add_argument("--most", type=int, default=10, metavar="N", help="for --search: how many to list (10)")
     parser.add_argument(
-        "--recipes", default="recipes", metavar="FOLDER", help="where train.py is, conf/ beside it (recipes)"
+        "--recipes",
+        type=Path,
+        default=recipes(),
+        metavar="FOLDER",
+        help="where train.py is, conf/ beside it (those that are installed)",
     )
     parser.add_argument("--html", metavar="FILE", help="write the table and pictures as a page that needs no network")
     parser.add_argument("--picture", metavar="FILE", help="write the pictures as .svg or .png (needs matplotlib)")
@@ -112,7 +117,7 @@ def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
     if function is not None:
         settings = dict(_settings_of_function(function, arguments))
     else:
-        settings = dict(_settings_of_recipe(arguments.what, Path(arguments.recipes)))
+        settings = dict(_settings_of_recipe(arguments.what, arguments.recipes))
     sizes = {setting: given[name] for name, setting in _SIZES.items() if name in given}
     settings["layout"] = _sizes({**settings.pop("layout", {}), **sizes}, settings.pop("world_size", None))
     if "data" in settings:
@@ -244,6 +249,8 @@ def _parameters(build: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _settings_of_recipe(overrides: list[str], recipes: Path) -> Iterator[tuple[str, Any]]:
     """Yield a plan's settings: what ``recipes/train.py`` would train with these overrides."""
+    if lacks("recipes"):
+        raise ConfigurationError(f"Recipes are configured by Hydra, which isn't installed: {how_to_install('recipes')}")
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from hydra.utils import instantiate
@@ -258,13 +265,14 @@ def _settings_of_recipe(overrides: list[str], recipes: Path) -> Iterator[tuple[s
     folder = recipes.resolve().parent / "conf"
     if not folder.is_dir():
         raise ConfigurationError(
-            f"{folder} isn't there: run this where recipes/ and conf/ are, name recipes/ by --recipes, or plan a"
-            " function's module by package.module:function."
+            f"{folder} isn't there: --recipes names the folder recipes/ beside it; or plan a function's module by"
+            " package.module:function."
         )
     sys.path.insert(0, str(recipes.resolve()))
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
-            config = compose("config", overrides)
+            own = own_conf()
+            config = compose("config", [*overrides, *([f"hydra.searchpath=[file://{own}]"] if own else [])])
         strategy: Any = OmegaConf.to_container(config.strategy, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         reason = " ".join(str(error).partition("Config search path")[0].split())

@@ -32,6 +32,7 @@ from lightning_shard.checkpoint.store.protocol import (
     too_short,
 )
 from lightning_shard.errors import CheckpointError
+from lightning_shard.installed import how_to_install, lacks
 
 # Few long ranges: each request costs money, and some servers hash the whole object for each.
 RANGE_BYTES = 32 * 2**20
@@ -100,6 +101,8 @@ class RemoteStore:
             self.fs, self.base = fsspec.core.url_to_fs(root, **options)
         except (ImportError, ValueError, TypeError) as error:
             text = redact(f"{error}", storage_options)
+            if isinstance(error, ImportError) and root.startswith("s3") and lacks("s3"):
+                text += f": {how_to_install('s3')}"
             raise CheckpointError(f"{root} can't be opened: {text}.") from (error if text == f"{error}" else None)
         self._calls = Calls(self.fs, root, dict(storage_options), stall_s)
         protocol = self.fs.protocol

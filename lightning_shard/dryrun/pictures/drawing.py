@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.installed import how_to_install
 
 FONT_SIZE = 11
 FONT = "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
@@ -211,8 +212,8 @@ def save_png(picture: Picture, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError(
-            f"{path}: PNG files are drawn by matplotlib, which isn't installed ({error}): pip install"
-            " 'lightning-shard[plot]', or write an .svg or .html file, which need nothing."
+            f"{path}: PNG files are drawn by matplotlib, which isn't installed ({error}):"
+            f" {how_to_install('plot')}, or write an .svg or .html file, which need nothing."
         ) from error
     dpi = min(PNG_DPI, int(MAX_PNG_PIXELS * 96 / max(picture.width, picture.height)))
     figure = Figure(figsize=(picture.width / 96, picture.height / 96), dpi=dpi, facecolor=COLORS["paper"][0])

@@ -1,0 +1,42 @@
+"""What is installed: the version, the recipes that come with the package, and the packages of an extra."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+_NAME = "lightning-shard"
+_MODULES = {"hydra-core": "hydra"}
+"""Of packages whose module has another name."""
+
+
+def version() -> str:
+    return metadata.version(_NAME)
+
+
+def recipes() -> Path:
+    """The folder of ``train.py``, with ``conf`` beside it: the wheel's, or in a clone that at its top level."""
+    package = Path(__file__).parent
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parent / "recipes"
+
+
+def own_conf() -> Path | None:
+    """The working folder's ``conf``, whose files are found in addition to those of the recipes; not in a clone."""
+    own = Path("conf").resolve()
+    return own if own.is_dir() and own != (recipes().parent / "conf").resolve() else None
+
+
+def how_to_install(extra: str) -> str:
+    """What to run if a package of this extra isn't installed, which needs no index that has this package."""
+    marked = re.compile(rf"(.+?) *; *extra == ['\"]{extra}['\"]")
+    packages = [found[1] for found in map(marked.fullmatch, metadata.requires(_NAME) or ()) if found]
+    return f"pip install {' '.join(repr(each) for each in packages)}"
+
+
+def lacks(extra: str) -> bool:
+    """Whether a package of an extra isn't installed."""
+    names = re.findall(r"'([\w-]+)", how_to_install(extra))
+    return any(find_spec(_MODULES.get(name, name.replace("-", "_"))) is None for name in names)

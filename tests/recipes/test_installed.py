@@ -1,0 +1,101 @@
+"""The package as it is installed from a wheel, without a clone: commands from any folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import venv
+from pathlib import Path
+
+import pytest
+
+from lightning_shard import cli, installed
+from tests.recipes.test_documented_commands import ROOT, copy_of_the_repository, plain_shell
+
+MINE = """# @package _global_
+defaults:
+  - override /model: gpt_tiny
+run: mine
+trainer:
+  max_steps: 2
+  devices: 2
+  enable_progress_bar: false
+strategy:
+  pipeline_parallel_size: 2
+checkpoint:
+  every_n_train_steps: 2
+"""
+
+
+def shell(command: str, folder: Path, **environment: str) -> str:
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env=plain_shell(**environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout + done.stderr
+
+
+def wheel_of_a_copy(folder: Path) -> Path:
+    copy = copy_of_the_repository(folder / "clone")
+    shell(f"{sys.executable} -m pip wheel --quiet --no-deps --no-build-isolation -w {folder / 'wheels'} .", copy)
+    (wheel,) = (folder / "wheels").glob("*.whl")
+    return wheel
+
+
+def commands_run(command: str, folder: Path, **environment: str) -> None:
+    """The commands of one who has installed the package, in a folder with a recipe of theirs and no other file."""
+    own = folder / "conf" / "recipe" / "mine.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text(MINE)
+    assert shell(f"{command} --version", folder, **environment) == f"lightning-shard {installed.version()}\n"
+    said = shell(f"{command} train recipe=mine", folder, **environment)
+    assert "1 (1)   norm, head" in said
+    assert "embedding" in shell(f"{command} inspect outputs/mine/checkpoints/last.ckpt", folder, **environment)
+    assert "2 pipeline × 1 data" in shell(f"{command} plan recipe=mine", folder, **environment)
+
+
+def test_a_wheel_trains_and_plans_recipes_in_any_folder(tmp_path: Path) -> None:
+    wheel = wheel_of_a_copy(tmp_path)
+    site = tmp_path / "site"
+    shell(f"{sys.executable} -m pip install --quiet --no-deps --target {site} {wheel}", tmp_path)
+    commands_run(str(site / "bin" / "lightning-shard"), tmp_path / "work", PYTHONPATH=str(site))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_wheel_works_in_an_environment_with_nothing_else(tmp_path: Path) -> None:
+    wheel = wheel_of_a_copy(tmp_path)
+    venv.create(tmp_path / "venv", with_pip=True)
+    programs = tmp_path / "venv" / "bin"
+    install = [programs / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt"]
+    subprocess.run([*install, f"{wheel}[recipes]"], check=True)
+    commands_run(str(programs / "lightning-shard"), tmp_path / "work", PATH=f"{programs}:/usr/bin:/bin")
+
+
+def test_a_source_distribution_has_the_recipes(tmp_path: Path) -> None:
+    copy = copy_of_the_repository(tmp_path / "clone")
+    shell(f"{sys.executable} setup.py --quiet sdist", copy)
+    (archive,) = (copy / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    assert {"recipes/train.py", "conf/config.yaml", "conf/recipe/demo.yaml", "setup.py"} <= names
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_a_missing_extra_is_named_by_what_installs_it(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(installed._MODULES, "hydra-core", "not_installed")
+    assert cli.main([verb, "recipe=demo"]) == 1
+    assert capsys.readouterr().err == (
+        "lightning-shard: Recipes are configured by Hydra, which isn't installed: pip install 'hydra-core<1.4,>=1.3'\n"
+    )
