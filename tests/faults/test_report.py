@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.report import collect, page, read
+from tests.faults.report import Row, collect, joined, page, read
 
 
 def entry(group: str, fault: str, tried: int, **more: Any) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def test_entries_of_one_fault_are_one_row_and_samples_count_only_by_themselves()
 def test_the_page_has_the_peer_beside_ours_and_names_no_path(tmp_path: Path) -> None:
     text = page(ENTRIES, command="make reliability")
     assert "| a save \\| killed | 42 | 0 | at calls | 11 of 20 lost (9 × gone); threads=2: 10 of 10 lost |" in text
-    assert "| only sampled | 7 | 0 |  |  |" in text
-    assert "| two saves | 40 | 0 |  |\n" in text
+    assert "| only sampled | 7 | 0 |\n" in text
+    assert "| two saves | 40 | 0 |\n" in text
     assert "**89 points were tried, and 0 lost.**" in text
     assert str(tmp_path.home()) not in text
 
@@ -48,3 +48,9 @@ def test_a_ledger_is_read_from_all_its_files_and_an_empty_one_is_an_error(tmp_pa
     for number, one in enumerate(ENTRIES):
         (tmp_path / f"{number % 2}.jsonl").open("a").write(json.dumps(one) + "\n")
     assert sorted(map(str, read(tmp_path))) == sorted(map(str, ENTRIES))
+
+
+def test_kinds_of_faults_of_one_operation_are_one_row_unless_something_was_lost() -> None:
+    rows = {f"S3, a save: {kind} at one request": Row({"": 5}, {"": 0}) for kind in ("cut", "403")}
+    lost = {"S3, a save: 500 at one request": Row({"": 5}, {"": 1})}
+    assert joined({**rows, **lost}) == {**lost, "S3, a save: (403, cut) at one request": Row({"": 10}, {"": 0})}
