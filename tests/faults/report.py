@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -23,6 +24,8 @@ GROUPS = (
     "Malicious checkpoints",
 )
 """The order of the page; others follow."""
+
+_OF_A_KIND = re.compile(r"(?P<operation>.+): (?P<kind>.+) (?P<when>(?:at|from) one request.*)")
 
 INTRODUCTION = """\
 # Reliability
@@ -108,6 +111,22 @@ def collect(entries: Iterable[dict[str, object]]) -> dict[str, dict[str, Row]]:
     return dict(sorted(groups.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
 
 
+def joined(rows: Mapping[str, Row]) -> dict[str, Row]:
+    """Rows that differ in the kind of fault alone as one, unless something was lost or a peer tried it."""
+    found: dict[str, Row] = {}
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for fault, row in rows.items():
+        alike = _OF_A_KIND.fullmatch(fault)
+        if alike is None or set(row.tried) != {""} or row.lost[""] or row.notes:
+            found[fault] = row
+        else:
+            kinds.setdefault((alike["operation"], alike["when"]), []).append(alike["kind"])
+    for (operation, when), each in kinds.items():
+        tried = sum(rows[f"{operation}: {kind} {when}"].tried[""] for kind in each)
+        found[f"{operation}, {when}: {', '.join(sorted(each))}"] = Row({"": tried}, {"": 0})
+    return found
+
+
 def page(entries: Iterable[dict[str, object]], *, command: str) -> str:
     """The page of all entries, with today's date and this machine."""
     groups = collect(entries)
@@ -115,7 +134,7 @@ def page(entries: Iterable[dict[str, object]], *, command: str) -> str:
     tried, lost = sum(row.tried[""] for row in ours), sum(row.lost[""] for row in ours)
     parts = [INTRODUCTION, f"**{tried:,} points were tried, and {lost:,} lost.** {_circumstances(command)}\n"]
     for group, rows in groups.items():
-        parts.append(f"## {group}\n\n{_table(rows)}")
+        parts.append(f"## {group}\n\n{_table(joined(rows))}")
     return "\n".join(parts)
 
 
