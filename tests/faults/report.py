@@ -25,14 +25,17 @@ GROUPS = (
 )
 """The order of the page; others follow."""
 
-_OF_A_KIND = re.compile(r"(?P<operation>.+): (?P<kind>.+) (?P<when>(?:at|from) one request.*)")
+_KINDS = (
+    re.compile(r".+: (?P<kind>.+) (?:at|from) one request.*"),
+    re.compile(r".+, (?P<kind>all|rank \d) killed"),
+    re.compile(r"(?P<kind>\w+) fails in a save, .+"),
+)
+"""Faults that are alike but for the kind."""
 
 INTRODUCTION = """\
 # Reliability
 
 <!-- Written by `make reliability` from the tests' own counts. Change tests/faults/, not this page. -->
-
-Four promises:
 
 1. **A committed checkpoint stays loadable whatever happens during a later save.** A save that fails, is killed or loses
    power leaves the earlier checkpoint or the new one, whole; never a mixture, and never neither.
@@ -40,27 +43,20 @@ Four promises:
 3. **Loading a checkpoint from a stranger runs no code, and reads and writes nowhere else.**
 4. **No rank waits for ever.** When one fails, dies or stops, the others stop within a deadline with the first cause.
 
-Each is kept by tests that try the fault, at every point where these can be counted. Below is what they counted.
+*Points tried* are separate trials, each from a fresh start: calls at which a process was killed, images of a disk after
+a power cut, bytes flipped, answers of a store spoiled. *Lost* are those after which a promise didn't hold; one fails
+the tests. The last column is the same fault on torch.distributed.checkpoint by its defaults, which promises none of it:
+neither checkpoint could be loaded, or wrong values were loaded without an error. There a new path for each save is
+safer, which is tried too.
 
-**How to read it.** *Points tried* are separate trials, each from a fresh start: calls at which a process was killed,
-images of a disk after a power cut, bytes flipped, answers of a store spoiled. *Lost* are those after which something
-promised didn't hold; one of them fails the tests. The last column is the same fault, tried by the same code on
-torch.distributed.checkpoint by its defaults: lost is where neither the earlier checkpoint nor the new one could be
-loaded, or wrong values were loaded without an error. It makes no such promise: whoever uses it is safer with a new
-path for each save, which is tried too.
+Not promised:
 
-**What isn't promised.**
-
-- With `fsync=False`, a power cut may take the new checkpoint and the one that it replaces. A killed process takes
-  neither.
+- With `fsync=False`, a power cut may take the new checkpoint and the one that it replaces; a killed process takes none.
 - With `digests=False`, or `verify=False` in a load, damaged tensors are loaded as they are.
-- A disk that says that it has synced and hasn't, and a store that forgets what it acknowledged, lose what they were
-  given.
-- A process that is killed in mid-upload leaves parts on S3 that can't be seen and cost money. A later save to the same
-  path, or its removal, aborts them when they are an hour old; those of a killed `gather`, or an upload that it began
-  twice because an answer was lost, stay: let a lifecycle rule of the bucket abort incomplete uploads.
-- What a killed save leaves, or one that failed while it was carried from a local folder, is removed by a later save to
-  the same path, once it is an hour old, and not at once.
+- A disk that says that it has synced and hasn't, and a store that forgets what it acknowledged, lose data.
+- What a killed save leaves, or one that failed on its way from a local folder, uploads on S3 too, is removed by a later
+  save to the same path once it is an hour old. Uploads of a killed `gather`, or doubled ones, stay: let a lifecycle rule
+  of the bucket abort them.
 """
 
 
@@ -114,16 +110,18 @@ def collect(entries: Iterable[dict[str, object]]) -> dict[str, dict[str, Row]]:
 def joined(rows: Mapping[str, Row]) -> dict[str, Row]:
     """Rows that differ in the kind of fault alone as one, unless something was lost or a peer tried it."""
     found: dict[str, Row] = {}
-    kinds: dict[tuple[str, str], list[str]] = {}
+    alike: dict[tuple[str, str], dict[str, Row]] = {}
     for fault, row in rows.items():
-        alike = _OF_A_KIND.fullmatch(fault)
-        if alike is None or set(row.tried) != {""} or row.lost[""] or row.notes:
+        match = next(filter(None, (kind.fullmatch(fault) for kind in _KINDS)), None)
+        if match is None or set(row.tried) != {""} or row.lost[""] or row.notes:
             found[fault] = row
         else:
-            kinds.setdefault((alike["operation"], alike["when"]), []).append(alike["kind"])
-    for (operation, when), each in kinds.items():
-        tried = sum(rows[f"{operation}: {kind} {when}"].tried[""] for kind in each)
-        found[f"{operation}, {when}: {', '.join(sorted(each))}"] = Row({"": tried}, {"": 0})
+            begin, end = match.span("kind")
+            alike.setdefault((fault[:begin], fault[end:]), {})[match["kind"]] = row
+    for (before, after), kinds in alike.items():
+        tried = sum(row.tried[""] for row in kinds.values())
+        names = ", ".join(sorted(kinds))
+        found[f"{before}{f'({names})' if len(kinds) > 1 else names}{after}"] = Row({"": tried}, {"": 0})
     return found
 
 

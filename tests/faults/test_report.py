@@ -53,4 +53,4 @@ def test_a_ledger_is_read_from_all_its_files_and_an_empty_one_is_an_error(tmp_pa
 def test_kinds_of_faults_of_one_operation_are_one_row_unless_something_was_lost() -> None:
     rows = {f"S3, a save: {kind} at one request": Row({"": 5}, {"": 0}) for kind in ("cut", "403")}
     lost = {"S3, a save: 500 at one request": Row({"": 5}, {"": 1})}
-    assert joined({**rows, **lost}) == {**lost, "S3, a save, at one request: 403, cut": Row({"": 10}, {"": 0})}
+    assert joined({**rows, **lost}) == {**lost, "S3, a save: (403, cut) at one request": Row({"": 10}, {"": 0})}
