@@ -55,8 +55,8 @@ Not promised:
 - With `digests=False`, or `verify=False` in a load, damaged tensors are loaded as they are.
 - A disk that says that it has synced and hasn't, and a store that forgets what it acknowledged, lose data.
 - What a killed save leaves, or one that failed on its way from a local folder, uploads on S3 too, is removed by a later
-  save to the same path once it is an hour old. Uploads of a killed `gather`, or doubled ones, stay: let a lifecycle rule
-  of the bucket abort them.
+  save to the same path once it is an hour old. Uploads of a killed `gather`, or doubled ones, stay: let a lifecycle
+  rule of the bucket abort them.
 """
 
 
