@@ -29,6 +29,8 @@ _KINDS = (
     re.compile(r".+: (?P<kind>.+) (?:at|from) one request.*"),
     re.compile(r".+, (?P<kind>all|rank \d) killed"),
     re.compile(r"(?P<kind>\w+) fails in a save, .+"),
+    re.compile(r"fuzzing of (?P<kind>.+)"),
+    re.compile(r"one of three ranks .+ in a (?P<kind>\w+)"),
 )
 """Faults that are alike but for the kind."""
 
@@ -156,6 +158,8 @@ def _table(rows: dict[str, Row]) -> str:
         cells = [fault, *mine, "; ".join(row.notes.get("", []))]
         if with_peer:
             cells.append("; ".join(_of_peer(row, system) for system in sorted(row.tried) if system))
+        while not cells[-1]:
+            cells.pop()
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
