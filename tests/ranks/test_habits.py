@@ -63,7 +63,6 @@ def test_the_document_lists_them_as_they_are() -> None:
         rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", section, re.M)]
         found = {row[0].replace("`", ""): tuple(row[1:3]) for row in rows[2:]}
         expected = {
-            habit.name: tuple("refused" if layout in habit.refused else "✓" for layout in LAYOUTS)
-            for habit in kind
+            habit.name: tuple("refused" if layout in habit.refused else "✓" for layout in LAYOUTS) for habit in kind
         }
         assert found == expected, kind.title
