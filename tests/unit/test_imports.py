@@ -13,7 +13,18 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A room is a folder or a single module of the package; it may import itself and these.
 TRADES = {"parallel", "pipeline", "checkpoint"}
 GROUND = {
-    *("arguments", "dense", "errors", "gloo", "layout", "namespaces", "processors", "scripted", "sharding"),
+    *(
+        "arguments",
+        "dense",
+        "errors",
+        "gloo",
+        "installed",
+        "layout",
+        "namespaces",
+        "processors",
+        "scripted",
+        "sharding",
+    ),
     *("subclasses", "torch_private", "tree", "user_hooks", "versions"),
 }
 ROOMS: dict[str, set[str]] = {
@@ -21,6 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "dense": {"tree"},
     "errors": set(),
     "gloo": {"torch_private"},
+    "installed": set(),
     "layout": {"errors"},
     "lightning_private": {"torch_private"},
     "namespaces": set(),
