@@ -3,27 +3,22 @@
 The callbacks copy the module in their setup, which is before it is sharded. Here that copy is suppressed. Once the
 module is assembled, the callbacks get an average of its sharded parameters, with the same sharding on the same device.
 
-Private in Lightning 2.6, used here: ``_average_model`` of both callbacks, the names by which their modules copy,
+Private in Lightning 2.6, used here: ``_average_model`` of both callbacks,
 ``StochasticWeightAveraging._scheduler_state``, ``fit_loop.restarted_mid_epoch``.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    StochasticWeightAveraging,
-    WeightAveraging,
-    stochastic_weight_avg,
-    weight_averaging,
-)
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
+from lightning_shard.lightning_private import averages_made_by
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.plugin.saving.state import fill
 from lightning_shard.plugin.steps.checks.stage_parameters import seen_as_parts
@@ -83,23 +78,8 @@ class _Postponed:
 
 def _set_up(callback: Any, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
     del vars(callback)["setup"]
-    with (
-        _in_place_of(weight_averaging, "AveragedModel", _Postponed),
-        # otherwise it would call configure_model, which the Trainer does next, so that there is a model to copy
-        _in_place_of(weight_averaging, "is_overridden", lambda *_: False),
-        _in_place_of(stochastic_weight_avg, "deepcopy", lambda _: None),
-    ):
+    with averages_made_by(_Postponed):
         callback.setup(trainer, pl_module, stage)
-
-
-@contextlib.contextmanager
-def _in_place_of(module: Any, name: str, value: Any) -> Iterator[None]:
-    own = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, own)
 
 
 class ShardedCopy(nn.Module):
