@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -65,7 +66,7 @@ def _open_by(installer: str) -> None:
     getattr(private, installer)(partial(importlib.import_module, "lightning_shard.plugin.saving.plain_lightning"))
 
 
-_ONCE_IMPORTED = {
+_ONCE_IMPORTED: dict[str, tuple[str, Callable[[], None]]] = {
     _REGISTRY: ("StrategyRegistry", _register),
     "lightning.pytorch.core.module": ("LightningModule", partial(_open_by, "open_folders")),
     "lightning.pytorch.cli": ("LightningCLI", partial(_open_by, "take_hyperparameters")),
