@@ -17,8 +17,7 @@ For as long as it is needed:
 * ``BaseFinetuning.filter_on_optimizer``, during a fit: it compares parameters by value, which for sharded ones is a
   collective call over the world, and stages would make different numbers of these.
 * ``torchmetrics.Metric.__init__``, during a run: torchmetrics reduces over the world by default.
-* ``AveragedModel``, ``deepcopy`` and ``is_overridden`` in the modules of the averaging callbacks, during their setup:
-  they copy the module before it is sharded.
+* The averaging callbacks' ``setup``, while it is called: it copies the module, which isn't sharded yet.
 """
 
 from __future__ import annotations
@@ -177,13 +176,8 @@ def told_of_new_metrics(tell: Callable[[Metric], None]) -> AbstractContextManage
     return replaced((Metric, "__init__", made))
 
 
-def averages_made_by(stand_in: type) -> AbstractContextManager[None]:
-    """Inside, averaging callbacks make ``stand_in`` of a module where they would copy it."""
-    from lightning.pytorch.callbacks import stochastic_weight_avg, weight_averaging
+def averages_postponed() -> AbstractContextManager[None]:
+    """Inside, averaging callbacks' own setup does nothing."""
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
-    return replaced(
-        (weight_averaging, "AveragedModel", stand_in),
-        # otherwise it would call configure_model, which the Trainer does next, so that there is a model to copy
-        (weight_averaging, "is_overridden", lambda *_: False),
-        (stochastic_weight_avg, "deepcopy", lambda _: None),
-    )
+    return replaced(*((kind, "setup", lambda *_, **__: None) for kind in (StochasticWeightAveraging, WeightAveraging)))

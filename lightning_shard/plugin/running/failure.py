@@ -30,8 +30,7 @@ import torch.distributed as dist
 from lightning_shard.errors import RankFailure, ShardError
 from lightning_shard.plugin.running.interrupts import Interrupts
 from lightning_shard.plugin.running.last_words import briefly, say, take_over_from_observer
-from lightning_shard.plugin.running.rendezvous import Rendezvous
-from lightning_shard.plugin.running.votes import collect
+from lightning_shard.plugin.running.rendezvous import Rendezvous, collect
 
 _KEY = "lightning_shard/watch"
 _POLL_S = 1.0

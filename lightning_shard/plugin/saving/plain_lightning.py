@@ -18,10 +18,9 @@ from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.names import as_compiled
 from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.errors import CheckpointNotFoundError
-from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
+from lightning_shard.plugin.saving.checkpoint_io import WEIGHTS_ALONE, ShardedCheckpointIO
 from lightning_shard.plugin.saving.hyperparameters import find_types
 from lightning_shard.plugin.saving.local_folders import next_version, remove_folder
-from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE
 
 
 def read(path: Any, map_location: Any) -> dict[str, Any] | None:
