@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
-
-from lightning_shard.plugin.saving.plain_lightning import take_over_command_line, take_over_reading
 
 if TYPE_CHECKING:
     from lightning_shard.dryrun.planning import plan
@@ -60,10 +60,16 @@ def _register() -> None:
         )
 
 
-_ONCE_IMPORTED = {
+def _open_by(installer: str) -> None:
+    """Have Lightning open our folders; what does so is imported where one is opened."""
+    private = importlib.import_module("lightning_shard.lightning_private")
+    getattr(private, installer)(partial(importlib.import_module, "lightning_shard.plugin.saving.plain_lightning"))
+
+
+_ONCE_IMPORTED: dict[str, tuple[str, Callable[[], None]]] = {
     _REGISTRY: ("StrategyRegistry", _register),
-    "lightning.pytorch.core.module": ("LightningModule", take_over_reading),
-    "lightning.pytorch.cli": ("LightningCLI", take_over_command_line),
+    "lightning.pytorch.core.module": ("LightningModule", partial(_open_by, "open_folders")),
+    "lightning.pytorch.cli": ("LightningCLI", partial(_open_by, "take_hyperparameters")),
 }
 """What to do once a module of Lightning's has been imported, and the name that it has then."""
 

@@ -4,16 +4,19 @@
 * ``distributed_c10d.ProcessGroupGloo``: torch creates groups by it, without a way to pass options (``gloo.py``).
 * ``F.scaled_dot_product_attention``: blocks call it, and it attends over ranks (``parallel/context/attention.py``).
 * ``Optimizer.__init__``: it refuses no parameters, and a stage may train none.
+* ``torch.nn.utils.clip_grad``'s functions, and Lightning's ``grad_norm`` (``gradient_norms.py``).
 * ``torch.nn.utils.parametrize._maybe_set``: see :func:`parametrizations_leaving_what_is_given`.
 
-Others (``dtensor_writes.py``, ``opaque_functions.py``, ``gradient_norms.py``) say themselves what they replace.
+Others (``dtensor_writes.py``, ``opaque_functions.py``) say themselves what they replace.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -56,6 +59,19 @@ def replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
                     setattr(holder, name, stack[-1])
                 if len(stack) == 1:
                     del _stacks[id(holder), name]
+
+
+def functions_replaced(pairs: Iterable[tuple[Any, Any]]) -> AbstractContextManager[None]:
+    """Context in which every module that holds a function, as after ``from … import``, holds another in its place."""
+    by = dict(pairs)
+    held = (
+        (module, name, by[value])
+        for module in [*sys.modules.values()]
+        if isinstance(module, ModuleType)
+        for name, value in [*vars(module).items()]
+        if type(value) is FunctionType and value in by
+    )
+    return replaced(*held)
 
 
 def calls_replaced(by: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[None]:

@@ -31,7 +31,6 @@ from lightning_shard.plugin.data.streams import iterates_collectively
 from lightning_shard.plugin.full_parameters import gather_parameters
 from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.reporting.memory import HeldMemory, held_memory
-from lightning_shard.plugin.running.failure import note_missing_state
 from lightning_shard.plugin.saving.averaging import postpone_copies, resume_averaging
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.settings import Settings, check_kinds
@@ -40,7 +39,6 @@ from lightning_shard.plugin.steps.checks.stage_parameters import (
     by_parts,
     guard_of,
     missing_parameter,
-    note_missing_parameter,
 )
 from lightning_shard.plugin.steps.look_ahead import BatchesAhead, runs_in_order
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
@@ -282,11 +280,7 @@ class HybridShardStrategy(PreparedStrategy):
             self._loaders = []
 
     def _report(self, exception: BaseException) -> None:
-        if self._assembly is not None and self._assembly.stages is not None and not self._assembly.stages.is_last:
-            note_missing_state(exception)
         note_sharded(exception)
-        if self.lightning_module is not None:
-            note_missing_parameter(exception, self.lightning_module)
         super()._report(exception)
 
     def _refusal(self, error: Exception) -> ShardError | None:

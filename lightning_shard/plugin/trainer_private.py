@@ -39,9 +39,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
 from torch.utils.data import default_collate
+from torchmetrics import Metric
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.data.loader import drop_repeated
+from lightning_shard.torch_private import replaced
 
 GATHERED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """The dtype to which autocast casts weights, by the name of the precision."""
@@ -206,11 +208,23 @@ def logging_by(module: pl.LightningModule, log: Callable[..., None]) -> Iterator
     if results is None:  # nothing may be logged
         yield
         return
-    vars(results)["log"] = log
-    try:
+    with replaced((results, "log", log)):
         yield
-    finally:
-        del vars(results)["log"]
+
+
+@contextmanager
+def logs_noted(module: pl.LightningModule, note: Callable[[str, Any], None]) -> Iterator[None]:
+    """Inside, call ``note`` with the name and value of all that is logged; of a metric, its value of the step."""
+    results = None if module._trainer is None else module._trainer._results
+    own = None if results is None else results.log
+
+    def log(hook: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        assert own is not None
+        note(name, value._forward_cache if isinstance(value, Metric) else value)
+        own(hook, name, value, *args, **kwargs)
+
+    with logging_by(module, log):
+        yield
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -66,30 +65,6 @@ def test_an_error_that_lightning_raises_headlines_the_first_cause(watches: list[
     assert str(lost).endswith(LOST)
 
 
-def on_train_epoch_end(error: Exception) -> None:
-    raise error
-
-
-def some_hook(error: Exception) -> None:
-    raise error
-
-
-@pytest.mark.parametrize(
-    ("hook", "error", "told"),
-    [
-        (on_train_epoch_end, RuntimeError("stack expects a non-empty TensorList"), 1),
-        (on_train_epoch_end, RuntimeError(LOST), 0),
-        (some_hook, ValueError("elsewhere"), 0),
-    ],
-)
-def test_state_that_steps_keep_on_another_stage_is_explained_once(hook: Any, error: Exception, told: int) -> None:
-    with contextlib.suppress(Exception):
-        hook(error)
-    for _ in range(2):
-        failure.note_missing_state(error)
-    assert len(getattr(error, "__notes__", ())) == told
-
-
 def die(watch: FailureWatch) -> None:
     """As its thread stops with its process."""
     watch._stopped.set()
@@ -107,7 +82,7 @@ def test_a_rank_without_a_sign_of_life_is_named(ended: list[int], watches: list[
 
 def test_where_only_ranks_that_ended_well_are_gone_they_are_named(watches: list[FailureWatch]) -> None:
     watches[1].stop()
-    watches[2]._store.set(watches[2]._lost_key(2), "1")  # it has lost them too
+    watches[2]._store.set(watches[2]._key("lost", 2), "1")  # it has lost them too
     watches[0].report(lost := RuntimeError(LOST))
     assert "on rank 1: ended before the others" in str(watches[0].failure_elsewhere(lost))
 
@@ -122,7 +97,7 @@ def test_all_that_lost_a_rank_tell_the_same(watches: list[FailureWatch]) -> None
 
 
 def test_a_rank_that_hangs_is_named_with_its_place(watches: list[FailureWatch]) -> None:
-    watches[1]._store.set(watches[1]._lost_key(1), "1")  # it has lost the others too
+    watches[1]._store.set(watches[1]._key("lost", 1), "1")  # it has lost the others too
     watches[0].report(lost := dist.DistBackendError("timed out"))
     said = str(watches[0].failure_elsewhere(lost))
     assert "The first failure was on rank 2: alive, but not in the collective that the others waited in" in said
@@ -133,7 +108,7 @@ def test_a_rank_that_lost_the_others_first_keeps_its_error_where_nobody_is_to_bl
     watches: list[FailureWatch],
 ) -> None:
     for watch in watches[1:]:
-        watch._store.set(watch._lost_key(watch._rank), "1")
+        watch._store.set(watch._key("lost", watch._rank), "1")
     watches[0].report(lost := RuntimeError(LOST))
     assert watches[0].failure_elsewhere(lost) is None
     assert not hasattr(lost, "__notes__")

@@ -24,7 +24,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial, wraps
-from itertools import chain
 from typing import Any
 
 import torch
@@ -108,9 +107,7 @@ class PlanCheck:
                 if n.startswith(f"{name}.")
             }
             if inside:
-                named = modules[name].named_modules()
-                parts = [(n, type(part), _sizes(part), _settings(part, numbered=not is_own)) for n, part in named]
-                kinds.setdefault(repr((parts, inside)), name)
+                kinds.setdefault(repr((_kind(modules[name], numbered=not is_own), inside)), name)
         self._blocks = {name: modules[name].forward for name in kinds.values()}
         around = [name for name in listed if not (name in styles and _is_layer(modules[name]))]
         within = tuple(f"{name}." for name in around)
@@ -129,7 +126,7 @@ class PlanCheck:
             block = root.get_submodule(name)
             layers = {each: layer for each, layer in self._layers.items() if each.startswith(f"{name}.")}
             compare = partial(self._compare, block, name, plain, layers, {}, self._runs)
-            _before_first_calls(block, "forward", _FirstCalls(block), compare)
+            _FirstCalls(block).compare("forward", compare)
 
     def compare_steps(self, root: nn.Module) -> None:
         """Wrap the steps of the model, if there is something to compare, after it is sharded; on all tensor ranks."""
@@ -137,8 +134,7 @@ class PlanCheck:
         blocks = {each: root.get_submodule(each) for each in self._around}
         for method in self._steps:
             own = getattr(root, method)
-            compare = partial(self._compare, root, method, own, self._outside, blocks, self._runs_of_step)
-            _before_first_calls(root, method, first, compare)
+            first.compare(method, partial(self._compare, root, method, own, self._outside, blocks, self._runs_of_step))
 
     def _compare(
         self,
@@ -236,39 +232,40 @@ def _outcomes(
     Raises:
         PlanError: One of them fails, and not the other.
     """
+    failed: Exception | None = None
+    as_split: _Outcome = ((), b"")
     try:
         as_split = split()
     except (RuntimeError, ValueError, IndexError) as error:
-        if explains and not isinstance(error, (ShardError, torch.OutOfMemoryError)) and _passes(whole):
-            text = str(error).partition("\n")[0].rstrip(".")
-            raise PlanError(
-                f"The first step fails with tensor_parallel_plan: {text}. {name} runs with whole layers. What runs"
-                " between a colwise and a rowwise layer gets this rank's features only, and a custom embedding or layer"
-                " class may not support split weights: leave out of the plan what doesn't (it comes with the model, if"
-                " you gave none), or use tensor_parallel_size=1."
-            ) from error
-        raise
+        if not explains or isinstance(error, (ShardError, torch.OutOfMemoryError)):
+            raise
+        failed = error
     try:
-        return as_split, whole()
-    except (OpaqueError, PlanError):
-        raise
-    except torch.OutOfMemoryError:
-        warnings.warn(f"tensor_parallel_plan: {name} isn't compared with itself whole: out of memory.", stacklevel=2)
-        raise OpaqueError from None
+        as_whole = whole()
     except Exception as error:
+        if failed is not None:
+            raise failed from None
+        if isinstance(error, (OpaqueError, PlanError)):
+            raise
+        if isinstance(error, torch.OutOfMemoryError):
+            warnings.warn(
+                f"tensor_parallel_plan: {name} isn't compared with itself whole: out of memory.", stacklevel=2
+            )
+            raise OpaqueError from None
         raise PlanError(
             f"tensor_parallel_plan: {name} runs as it is split, but not with whole layers, with which it is compared"
             f" ({type(error).__name__}: {error}). Have its code take sizes from tensors (x.size(-1)), not those of one"
             " rank, or leave these layers out of the plan."
         ) from error
-
-
-def _passes(run: Callable[[], _Outcome]) -> bool:
-    try:
-        run()
-    except Exception:
-        return False
-    return True
+    if failed is None:
+        return as_split, as_whole
+    text = str(failed).partition("\n")[0].rstrip(".")
+    raise PlanError(
+        f"The first step fails with tensor_parallel_plan: {text}. {name} runs with whole layers. What runs between a"
+        " colwise and a rowwise layer gets this rank's features only, and a custom embedding or layer class may not"
+        " support split weights: leave out of the plan what doesn't (it comes with the model, if you gave none), or use"
+        " tensor_parallel_size=1."
+    ) from failed
 
 
 def _results(module: nn.Module, run: Forward, given: Any, *, with_gradients: bool) -> Iterator[Result]:
@@ -386,7 +383,7 @@ _GIVEN = " is given"
 
 
 class _FirstCalls:
-    """Tells which calls of a module to compare: its first in training, and one before that without training."""
+    """Compares a module's first call in training, and one before that without training."""
 
     _is_comparing = False  # any module: what runs for a comparison isn't compared itself
 
@@ -394,53 +391,40 @@ class _FirstCalls:
         self._module = module
         self._compared: bool | None = None  # whether in training
 
-    def is_due(self) -> bool:
+    def compare(self, method: str, by: Callable[[tuple[Any, Any]], None]) -> None:
+        """Wrap one of the module's methods, until its call in training was compared."""
+        module = self._module
+        own, had = getattr(module, method), method in vars(module)
+
+        @wraps(own)
+        def compared(*args: Any, **kwargs: Any) -> Any:
+            if self._is_due():
+                trains = self._compared = self._trains
+                # otherwise a later replacement calls this wrapper, and stays
+                if trains and vars(module).get(method) is compared:
+                    del vars(module)[method]
+                    vars(module).update({method: own} if had else {})
+                has_cache = any(map(is_cache, (*args, *kwargs.values())))  # which an evaluation may need
+                _FirstCalls._is_comparing = True
+                try:
+                    with suppress(OpaqueError, *([] if trains or not has_cache else [Exception])):
+                        by((args, kwargs))
+                finally:
+                    _FirstCalls._is_comparing = False
+            return own(*args, **kwargs)
+
+        vars(module)[method] = compared
+
+    def _is_due(self) -> bool:
         if _FirstCalls._is_comparing or self._compared or (self._compared is not None and not self._trains):
             return False
         # hooks of users would see the additional runs
         inside = (part for part in self._module.modules() if part is not self._module)
-        return not any(has_other_hooks(part, _PACKAGES) for part in inside)
-
-    @contextmanager
-    def comparing(self) -> Iterator[bool]:
-        """Context in which a call that is due is compared; its value is whether it is in training."""
-        self._compared = self._trains
-        _FirstCalls._is_comparing = True
-        try:
-            yield self._compared
-        finally:
-            _FirstCalls._is_comparing = False
+        return not any(has_other_hooks(part, ("torch.", "lightning_shard.", "lightning.")) for part in inside)
 
     @property
     def _trains(self) -> bool:
         return self._module.training and torch.is_grad_enabled()
-
-
-_PACKAGES = ("torch.", "lightning_shard.", "lightning.")
-
-
-def _before_first_calls(
-    module: nn.Module, method: str, first: _FirstCalls, compare: Callable[[tuple[Any, Any]], None]
-) -> None:
-    """Wrap a method, so that its first calls are compared."""
-    own, had = getattr(module, method), method in vars(module)
-
-    @wraps(own)
-    def compared(*args: Any, **kwargs: Any) -> Any:
-        if first.is_due():
-            with first.comparing() as trains:
-                # otherwise a later replacement calls this wrapper, and stays
-                if trains and vars(module).get(method) is compared:
-                    if had:
-                        vars(module)[method] = own
-                    else:
-                        del vars(module)[method]
-                has_cache = any(map(is_cache, (*args, *kwargs.values())))  # which an evaluation may need
-                with suppress(OpaqueError, *([] if trains or not has_cache else [Exception])):
-                    compare((args, kwargs))
-        return own(*args, **kwargs)
-
-    vars(module)[method] = compared
 
 
 def _warn_of_draws(module: nn.Module, name: str) -> None:
@@ -458,15 +442,20 @@ def _warn_of_draws(module: nn.Module, name: str) -> None:
         )
 
 
-def _sizes(module: nn.Module) -> Mapping[str, Any]:
-    tensors = chain(module._parameters.items(), module._buffers.items())
-    return {name: None if tensor is None else tuple(tensor.shape) for name, tensor in tensors}
-
-
-def _settings(module: nn.Module, *, numbered: bool) -> Mapping[str, Any]:
-    """What code may decide by: a module's plain values, such as a layer's number, and its functions."""
-    values = vars(module).items()
-    return {name: each for name, each in values if _is_setting(each) and (numbered or name != "layer_idx")}
+def _kind(module: nn.Module, *, numbered: bool) -> list[Any]:
+    """What code may decide by: modules' classes and sizes, plain values, such as a layer's number, and functions."""
+    return [
+        (
+            name,
+            type(part),
+            [
+                (key, each if each is None else each.shape)
+                for key, each in (*part._parameters.items(), *part._buffers.items())
+            ],
+            [(key, each) for key, each in vars(part).items() if _is_setting(each) and (numbered or key != "layer_idx")],
+        )
+        for name, part in module.named_modules()
+    ]
 
 
 def _is_setting(value: Any) -> bool:

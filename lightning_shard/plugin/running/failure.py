@@ -30,8 +30,7 @@ import torch.distributed as dist
 from lightning_shard.errors import RankFailure, ShardError
 from lightning_shard.plugin.running.interrupts import Interrupts
 from lightning_shard.plugin.running.last_words import briefly, say, take_over_from_observer
-from lightning_shard.plugin.running.rendezvous import Rendezvous
-from lightning_shard.plugin.running.votes import collect
+from lightning_shard.plugin.running.rendezvous import Rendezvous, collect
 
 _KEY = "lightning_shard/watch"
 _POLL_S = 1.0
@@ -101,7 +100,7 @@ class FailureWatch:
         try:
             if lost:
                 mine = self._who_was_first() or mine
-            first = self._store.compare_set(self._first_key, "", mine).decode()
+            first = self._store.compare_set(self._key("first_failure"), "", mine).decode()
         except (RuntimeError, dist.DistError):
             first = self._seen or self._store_lost
         if lost:
@@ -148,12 +147,12 @@ class FailureWatch:
         """
         if not self._refused:
             self._asked += 1
-            keys = [self._answer_key(self._asked, rank) for rank in range(self._rendezvous.world_size)]
+            keys = [self._key("saves", self._asked, rank) for rank in range(self._rendezvous.world_size)]
             try:
                 self._store.set(keys[self._rank], f"{_NO}{self._fault}" if self._fault else position)
                 answers = collect(self._store, keys, _ANSWER_S, lambda answer: answer.startswith(_NO))
                 mine = _refusal({rank: answers[key] for rank, key in enumerate(keys) if key in answers}, len(keys))
-                verdict_key = f"{self._prefix}/saves/{self._asked}/verdict"
+                verdict_key = self._key("saves", self._asked, "verdict")
                 verdict = self._store.compare_set(verdict_key, "", mine or _YES).decode()
             except (RuntimeError, dist.DistError):
                 verdict = f"{self._seen or self._store_lost}"
@@ -163,7 +162,7 @@ class FailureWatch:
     def is_first_to_say(self, what: str) -> bool:
         """Whether no other rank has said this; False if the store is lost, and rank 0 with it, which has then."""
         try:
-            said = self._store.compare_set(f"{self._prefix}/said/{what}", "", str(self._rank)).decode()
+            said = self._store.compare_set(self._key("said", what), "", str(self._rank)).decode()
         except (RuntimeError, dist.DistError):
             return False
         return said == str(self._rank)
@@ -186,14 +185,14 @@ class FailureWatch:
                 ranks = [*range(1, self._rendezvous.world_size)]
             else:
                 ranks = [launcher] if launcher != self._rank else []
-            collect(self._store, [f"{self._prefix}/heard/{rank}" for rank in ranks], 2 * _POLL_S)
+            collect(self._store, [self._key("heard", rank) for rank in ranks], 2 * _POLL_S)
         self._end_thread()
 
     def stop(self) -> None:
         """Stop watching: the run ended well."""
         if not self._stopped.is_set():
             with suppress(RuntimeError, dist.DistError):
-                self._store.set(self._ended_key(self._rank), "1")  # a missing heartbeat is no failure then
+                self._store.set(self._key("ended", self._rank), "1")  # a missing heartbeat is no failure then
             self._end_thread()
 
     def _end_thread(self) -> None:
@@ -203,24 +202,21 @@ class FailureWatch:
         self._thread.join(2 * _CONNECT_S)
         self.interrupts.close()
 
-    @property
-    def _first_key(self) -> str:
-        return f"{self._prefix}/first_failure"
-
     def _connect(self) -> dist.Store:
         # a separate connection, since a waiting call may hold the process group's
         return self._rendezvous.connect(timedelta(seconds=_CONNECT_S))
 
-    def _answer_key(self, number: int, rank: int) -> str:
-        return f"{self._prefix}/saves/{number}/{rank}"
+    def _key(self, *parts: object) -> str:
+        """Of what is in the store."""
+        return "/".join(map(str, (self._prefix, *parts)))
 
     def _decline(self, reason: str) -> None:
         """Answer ranks that ask, now or later, whether this one saves as well."""
-        self._store.set(self._answer_key(self._asked + 1, self._rank), f"{_NO}{reason}")
+        self._store.set(self._key("saves", self._asked + 1, self._rank), f"{_NO}{reason}")
 
     def _heard(self) -> None:
         """Tell that this rank knows the first failure."""
-        self._store.set(f"{self._prefix}/heard/{self._rank}", "1")
+        self._store.set(self._key("heard", self._rank), "1")
 
     # The thread
 
@@ -264,16 +260,16 @@ class FailureWatch:
 
     def _look(self, beat: str = "") -> str | None:
         """Write a heartbeat; returns the first failure, if any. A lost connection counts if a new one can't be made."""
-        at_once_key = f"{self._first_key}/at_once"
+        at_once_key = self._key("at_once")
         try:
-            self._store.set(self._beat_key(self._rank), beat)
+            self._store.set(self._key("alive", self._rank), beat)
             if reason := self.interrupts.look(self._store):
                 self._store.set(at_once_key, "1")
-                self._store.compare_set(self._first_key, "", f"rank {self._rank}: {reason}")
-            if not self._store.check([self._first_key]):
+                self._store.compare_set(self._key("first_failure"), "", f"rank {self._rank}: {reason}")
+            if not self._store.check([self._key("first_failure")]):
                 return None
             self._at_once = self._at_once or self._store.check([at_once_key])
-            return self._store.get(self._first_key).decode()
+            return self._store.get(self._key("first_failure")).decode()
         except (RuntimeError, dist.DistError):
             if self._stopped.is_set():
                 return None
@@ -300,20 +296,20 @@ class FailureWatch:
 
     def _who_was_first(self) -> str | None:
         """The first failure that another rank reports, or what can be found out about ranks that don't report."""
-        self._store.set(self._lost_key(self._rank), "1")
+        self._store.set(self._key("lost", self._rank), "1")
         # only one rank examines heartbeats, and the others wait for its report
-        looks = self._store.compare_set(f"{self._prefix}/looks", "", str(self._rank)).decode() == str(self._rank)
+        looks = self._store.compare_set(self._key("looks"), "", str(self._rank)).decode() == str(self._rank)
         before = self._beats() if looks else {}
         stop = time.monotonic() + (_SETTLE_S if looks else 2 * _SETTLE_S)
         while time.monotonic() < stop:
-            if self._store.check([self._first_key]):
-                return self._store.get(self._first_key).decode()
+            if self._store.check([self._key("first_failure")]):
+                return self._store.get(self._key("first_failure")).decode()
             time.sleep(_POLL_S / 4)
         if not looks:
             return None
         beats = self._beats()
-        ended = [rank for rank in beats if self._store.check([self._ended_key(rank)])]
-        others = [rank for rank in beats if rank not in ended and not self._store.check([self._lost_key(rank)])]
+        ended = [rank for rank in beats if self._store.check([self._key("ended", rank)])]
+        others = [rank for rank in beats if rank not in ended and not self._store.check([self._key("lost", rank)])]
         if silent := [rank for rank in others if beats[rank] == before[rank]]:
             return f"{_ranks(silent)}: no sign of life; ended by force or stopped, or its machine is gone."
         if others:
@@ -327,18 +323,9 @@ class FailureWatch:
         """Each rank's last heartbeat."""
         beats = {}
         for rank in range(self._rendezvous.world_size):
-            key = self._beat_key(rank)
+            key = self._key("alive", rank)
             beats[rank] = self._store.get(key).decode() if self._store.check([key]) else ""
         return beats
-
-    def _beat_key(self, rank: int) -> str:
-        return f"{self._prefix}/alive/{rank}"
-
-    def _ended_key(self, rank: int) -> str:
-        return f"{self._prefix}/ended/{rank}"
-
-    def _lost_key(self, rank: int) -> str:
-        return f"{self._prefix}/lost/{rank}"
 
 
 def _refusal(answers: dict[int, str], world_size: int) -> str:
@@ -381,21 +368,6 @@ def lost_the_others(exception: BaseException) -> bool:
             return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
-
-
-def note_missing_state(exception: BaseException) -> None:
-    """If a user's ``on_…_end`` hook fails on a stage before the last: note why state that steps keep may be missing."""
-    note = (
-        "With several pipeline stages, what a step does after calling the network runs on the last stage only. What it"
-        " logs, and keeps in attributes of modules, reaches the other stages at the end of the batch: numbers, texts,"
-        " tensors, and lists, dicts and plain objects of these; anything else doesn't."
-    )
-    frames = (frame for frame, _ in traceback.walk_tb(exception.__traceback__))
-    hooks = (f for f in frames if f.f_code.co_name.startswith("on_") and f.f_code.co_name.endswith("_end"))
-    of_user = any(not str(hook.f_globals.get("__name__")).startswith("lightning") for hook in hooks)
-    says_why = isinstance(exception, ShardError)
-    if of_user and not says_why and not lost_the_others(exception) and note not in getattr(exception, "__notes__", ()):
-        exception.add_note(note)
 
 
 def _ranks(ranks: Collection[int]) -> str:

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from lightning_shard.plugin.running.last_words import say
-from lightning_shard.plugin.running.votes import collect
+from lightning_shard.plugin.running.rendezvous import collect
 
 Position = tuple[int, ...]
 """Where a rank is between two batches, the same on all ranks: ordered by time."""

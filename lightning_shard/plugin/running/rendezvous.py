@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -86,14 +87,14 @@ def _lead(store: dist.Store, world_size: int, timeout: timedelta) -> str:
     pause_s = _POLL_S
     while missing:
         for rank in sorted(missing):
-            if not store.check([_asks(rank)]):
+            if not store.check([f"asks/{rank}"]):
                 continue
-            process = store.get(_asks(rank)).decode()
+            process = store.get(f"asks/{rank}").decode()
             if answered.get(rank) != process:  # the key may stem from a process of an earlier round, which is gone
                 answered[rank] = process
-                store.set(_answer(process), name)
+                store.set(f"answer/{process}", name)
                 pause_s = _POLL_S
-            elif store.check([_present(name, process)]):
+            elif store.check([f"{name}/present/{process}"]):
                 missing.discard(rank)
         if time.monotonic() > stop:
             raise RankFailure(_absent(f"ranks {sorted(missing)} of {world_size}", timeout))
@@ -104,26 +105,14 @@ def _lead(store: dist.Store, world_size: int, timeout: timedelta) -> str:
 
 def _follow(store: dist.Store, rank: int, timeout: timedelta) -> str:
     process = uuid.uuid4().hex
-    store.set(_asks(rank), process)
+    store.set(f"asks/{rank}", process)
     try:
-        store.wait([_answer(process)], timeout)
+        store.wait([f"answer/{process}"], timeout)
     except (RuntimeError, dist.DistError) as error:
         raise RankFailure(_absent("rank 0", timeout)) from error
-    name = store.get(_answer(process)).decode()
-    store.set(_present(name, process), "1")
+    name = store.get(f"answer/{process}").decode()
+    store.set(f"{name}/present/{process}", "1")
     return name
-
-
-def _asks(rank: int) -> str:
-    return f"asks/{rank}"
-
-
-def _answer(process: str) -> str:
-    return f"answer/{process}"
-
-
-def _present(name: str, process: str) -> str:
-    return f"{name}/present/{process}"
 
 
 def _absent(who: str, timeout: timedelta) -> str:
@@ -134,3 +123,23 @@ def _absent(who: str, timeout: timedelta) -> str:
         " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: its agents may take an earlier round's address for this one's"
         " otherwise."
     )
+
+
+def collect(
+    store: dist.Store, keys: Sequence[str], within_s: float, settles: Callable[[str], bool] = lambda _: False
+) -> dict[str, str]:
+    """Read these keys' values, as far as they are set in time; returns early once a value settles the matter.
+
+    So ranks agree where some of them may not join a collective.
+    """
+    found: dict[str, str] = {}
+    stop = time.monotonic() + within_s
+    while True:
+        for key in keys:
+            if key not in found and store.check([key]):
+                found[key] = store.get(key).decode()
+                if settles(found[key]):
+                    return found
+        if len(found) == len(keys) or time.monotonic() > stop:
+            return found
+        time.sleep(2 * _POLL_S)

@@ -3,27 +3,22 @@
 The callbacks copy the module in their setup, which is before it is sharded. Here that copy is suppressed. Once the
 module is assembled, the callbacks get an average of its sharded parameters, with the same sharding on the same device.
 
-Private in Lightning 2.6, used here: ``_average_model`` of both callbacks, the names by which their modules copy,
-``StochasticWeightAveraging._scheduler_state``, ``fit_loop.restarted_mid_epoch``.
+Private in Lightning 2.6, used here: ``_average_model`` of both callbacks, ``WeightAveraging._kwargs`` and
+``_use_buffers``, ``StochasticWeightAveraging._scheduler_state``, ``fit_loop.restarted_mid_epoch``.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    StochasticWeightAveraging,
-    WeightAveraging,
-    stochastic_weight_avg,
-    weight_averaging,
-)
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
+from lightning_shard.lightning_private import averages_postponed
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.plugin.saving.state import fill
 from lightning_shard.plugin.steps.checks.stage_parameters import seen_as_parts
@@ -41,8 +36,8 @@ def average_shards(callbacks: Iterable[pl.Callback], module: pl.LightningModule)
     for callback in callbacks:
         if isinstance(callback, StochasticWeightAveraging):
             callback._average_model = ShardedCopy(module)  # type: ignore[assignment]
-        elif isinstance(callback, WeightAveraging) and isinstance(callback._average_model, _Postponed):
-            callback._average_model = ShardedAverage(module, callback._average_model)
+        elif isinstance(callback, WeightAveraging) and callback._average_model is None:
+            callback._average_model = ShardedAverage(module, callback._use_buffers, **callback._kwargs)
 
 
 def resume_averaging(trainer: pl.Trainer) -> None:
@@ -65,41 +60,12 @@ def resume_averaging(trainer: pl.Trainer) -> None:
                 group["lr"] = rate
 
 
-class _Postponed:
-    """Replaces an AveragedModel that would copy the module; keeps the arguments."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        device: Any = None,
-        avg_fn: Any = None,
-        multi_avg_fn: Any = None,
-        use_buffers: bool = False,
-    ) -> None:
-        self.avg_fn = avg_fn
-        self.multi_avg_fn = multi_avg_fn
-        self.use_buffers = use_buffers
-
-
 def _set_up(callback: Any, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
     del vars(callback)["setup"]
-    with (
-        _in_place_of(weight_averaging, "AveragedModel", _Postponed),
-        # otherwise it would call configure_model, which the Trainer does next, so that there is a model to copy
-        _in_place_of(weight_averaging, "is_overridden", lambda *_: False),
-        _in_place_of(stochastic_weight_avg, "deepcopy", lambda _: None),
-    ):
+    if stage == "fit":
+        callback._average_model = None  # an earlier fit's
+    with averages_postponed():
         callback.setup(trainer, pl_module, stage)
-
-
-@contextlib.contextmanager
-def _in_place_of(module: Any, name: str, value: Any) -> Iterator[None]:
-    own = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, own)
 
 
 class ShardedCopy(nn.Module):
@@ -150,11 +116,13 @@ class ShardedCopy(nn.Module):
 class ShardedAverage(AveragedModel):
     """torch's average of a model, for sharded parameters."""
 
-    def __init__(self, live: pl.LightningModule, settings: _Postponed) -> None:
-        average = settings.avg_fn or get_swa_avg_fn()
-        if settings.multi_avg_fn is not None:
-            average = partial(_one_by_one, settings.multi_avg_fn)
-        super().__init__(ShardedCopy(live), avg_fn=average, use_buffers=settings.use_buffers)
+    def __init__(
+        self, live: pl.LightningModule, use_buffers: bool, avg_fn: Any = None, multi_avg_fn: Any = None
+    ) -> None:
+        average = avg_fn or get_swa_avg_fn()
+        if multi_avg_fn is not None:
+            average = partial(_one_by_one, multi_avg_fn)
+        super().__init__(ShardedCopy(live), avg_fn=average, use_buffers=use_buffers)
 
     def update_parameters(self, model: nn.Module) -> None:
         with seen_as_parts(model):

@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -28,6 +29,7 @@ from lightning_shard.checkpoint.foreign.keys_of_hooks import (
 )
 from lightning_shard.checkpoint.foreign.lightning_ckpt import put_together
 from lightning_shard.checkpoint.optimizers.named import flatten_optimizer_states, merge_stages
+from lightning_shard.checkpoint.optimizers.restored import stored_states
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.sharded_values import lay_out, lift, merge_over_stages
 from lightning_shard.checkpoint.store import LocalStore, absolute, as_path, forget_listings, open_store
@@ -36,13 +38,15 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin.saving.drift import Drift
 from lightning_shard.plugin.saving.hyperparameters import leave_out_of, name_types
-from lightning_shard.plugin.saving.other_files import weights_alone
 from lightning_shard.plugin.steps import randomness
 
 SEVERAL_RANKS = (
     "ShardedCheckpointIO saves on every rank, and only HybridShardStrategy calls it so where there are several: use"
     " strategy='hybrid_shard'."
 )
+
+WEIGHTS_ALONE = "lightning_shard_weights_alone"
+"""A key in what is loaded from a file that no Trainer saved: a missing optimizer state is expected then."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +273,19 @@ class ShardedCheckpointIO(CheckpointIO):
     def _opened(self, stored: ckpt.Checkpoint) -> dict[str, Any]:
         loaded = stored.trainer_state()
         if not isinstance(loaded, dict) or "pytorch-lightning_version" not in loaded:
-            return weights_alone(stored)
+            # another program's, as a .ckpt of plain Lightning, a safetensors file or a transformers folder, or no
+            # Trainer's: training starts with its weights, at step 0
+            states = stored_states(stored)
+            return {
+                WEIGHTS_ALONE: True,
+                "pytorch-lightning_version": pl.__version__,
+                "state_dict": dict(stored),
+                "epoch": 0,
+                "global_step": 0,
+                "optimizer_states": states or [],
+                OPTIMIZER_TENSORS: dict(stored.optimizer) if states else {},
+                "lr_schedulers": [],
+            }
         loaded.pop(TRANSFORMERS_KEY, None)
         loaded["state_dict"] = {**stored, **loaded.pop(EXTRA_STATE, {})}
         loaded[OPTIMIZER_TENSORS] = dict(stored.optimizer)

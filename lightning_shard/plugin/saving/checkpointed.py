@@ -32,12 +32,11 @@ from lightning_shard.plugin.data.resume import reopen_epoch
 from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
 from lightning_shard.plugin.running.last_words import say
-from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Site
+from lightning_shard.plugin.saving.checkpoint_io import WEIGHTS_ALONE, ShardedCheckpointIO, Site
 from lightning_shard.plugin.saving.drift import Drift
 from lightning_shard.plugin.saving.frozen import Frozen
 from lightning_shard.plugin.saving.kept_by_name import of_holders
 from lightning_shard.plugin.saving.model_states import own_parts, show_kept, shown_whole
-from lightning_shard.plugin.saving.other_files import WEIGHTS_ALONE
 from lightning_shard.plugin.saving.own_loading import (
     as_lazy,
     as_stored,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -32,6 +33,7 @@ from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.tensors import Frame, locate, place_of
 from lightning_shard.errors import ShardError
 from lightning_shard.layout import Layout
+from lightning_shard.parallel.rank_compare import by_name
 from lightning_shard.plugin.steps.checks.agreement import digest_of
 from lightning_shard.sharding import local_tensor
 from lightning_shard.tree import as_bytes
@@ -45,33 +47,18 @@ _STEPS_OF_DTYPE = 4
 _NAMED = 5
 
 
-class _Key(NamedTuple):
-    """What is compared, and between whom.
-
-    Attributes:
-        is_of_stages: Whether several stages hold it. They are compared within each pipeline.
-        ranks: The first of these ranks, and a hash of all; or of the pipeline, the first only.
-        name: Section and name, joined by ``/``.
-    """
-
-    is_of_stages: bool
-    ranks: tuple[int, int]
-    name: str
-
-    @property
-    def told_as(self) -> object:
-        """Under which a digest is sent: one for all that the same ranks of a stage hold."""
-        return self if self.is_of_stages else self.ranks
-
-    def is_in(self, groups: Collection[object], on_stages: Collection[str]) -> bool:
-        return self.told_as in groups or (self.is_of_stages and self.name in on_stages)
+_Group = tuple[bool, int, Any]
+"""Who holds the same: whether several stages do, the first of the ranks, and a hash of all. Of stages, which compare
+within each pipeline, the last is the tensor's name: a stage doesn't know which of its tensors another one holds."""
+_Key = tuple[_Group, str]
+"""A group, and section and name, joined by ``/``."""
 
 
 class _Told(NamedTuple):
     """What the other ranks learn of a replica."""
 
     digest: bytes
-    kind: tuple[torch.dtype, tuple[int, ...]]
+    kind: tuple[torch.dtype, torch.Size]
     is_finite: bool
 
 
@@ -140,19 +127,16 @@ class Drift:
         tensors = {f"{section}/{name}": tensor for section in sections for name, tensor in sections[section].items()}
         copies = {**{name: tensors[name] for name in on_several_stages}, **self._of_stages()}
         own = self._digests(tensors, copies)
-        digests: dict[object, Any] = {}
-        for key in sorted(own):
-            digests.setdefault(key.told_as, xxhash.xxh3_64()).update(key.name.encode() + own[key][1])
-        seen: dict[object, set[bytes]] = {}
-        for told in self._everyones({group: digest.digest() for group, digest in digests.items()}):
-            for group, digest in told.items():
-                seen.setdefault(group, set()).add(digest)
-        apart = {group for group, found in seen.items() if len(found) > 1}
+        digests: dict[_Group, Any] = {}
+        for group, name in sorted(own):
+            digests.setdefault(group, xxhash.xxh3_64()).update(name.encode() + own[group, name][1])
+        seen = by_name(self._everyones({group: digest.digest() for group, digest in digests.items()}))
+        apart = {group for group, found in seen.items() if len({*found}) > 1}
         if not apart:
             return sections
-        # in any pipeline, so that all ranks of a stage save the same
-        on_stages = {group.name for group in apart if isinstance(group, _Key)}
-        settled, differences = self._exchange({key: each for key, each in own.items() if key.is_in(apart, on_stages)})
+        # of stages in any pipeline, so that all ranks of a stage save the same
+        names = {name for of_stages, _, name in apart if of_stages}
+        settled, differences = self._exchange({k: own[k] for k in own if k[0] in apart or (k[0][0] and k[1] in names)})
         self._report(differences, path)
         return {
             section: {
@@ -174,10 +158,10 @@ class Drift:
                 _, local, spread = locate(name, tensor)
                 holders = frame.holders_of(name, spread)
                 if len(holders) > 1:
-                    found[_Key(False, (holders[0], hash(holders)), name)] = local, isinstance(tensor, DTensor)
-        first = rank % self._layout.stage_size
+                    found[(False, holders[0], hash(holders)), name] = local, isinstance(tensor, DTensor)
         for name, tensor in copies.items():
-            found[_Key(True, (first, first), name)] = local_tensor(tensor), isinstance(tensor, DTensor)
+            group = (True, rank % self._layout.stage_size, name)
+            found[group, name] = local_tensor(tensor), isinstance(tensor, DTensor)
         settle(local for local, _ in found.values())
         sampled = [key for key, (_, is_parameter) in found.items() if is_parameter]
         joined = fingerprints([found[key][0] for key in sampled])
@@ -192,22 +176,21 @@ class Drift:
             Local parts to save by name, None for what this stage leaves to a later one; and how far they are from this
             rank's.
         """
-        everyone: dict[_Key, dict[int, _Told]] = {}
-        own_told = {key: _Told(digest, _kind(local), _is_finite(local)) for key, (local, digest) in own.items()}
-        for other, told in enumerate(self._everyones(own_told)):
-            for key, one in told.items():
-                everyone.setdefault(key, {})[other] = one
+        told_here = {key: _Told(digest, _kind(local), _is_finite(local)) for key, (local, digest) in own.items()}
+        everyone = by_name(
+            [{key: (rank, told) for key, told in of.items()} for rank, of in enumerate(self._everyones(told_here))]
+        )
         rank = self._layout.rank
         settled: dict[str, Tensor | None] = {}
         differences: list[Difference] = []
         with self._ranks.talking():
             for key in sorted(own):  # all ranks in one order, so that no two wait for each other
-                (local, digest), told = own[key], everyone[key]
-                source = min(told, key=lambda other: (not key.is_of_stages and not told[other].is_finite, other))
+                ((of_stages, _, _), name), (local, digest), told = key, own[key], dict(everyone[key])
+                source = min(told, key=lambda other: (not of_stages and not told[other].is_finite, other))
                 if rank == source:
                     sent = as_bytes(local.resolve_conj().resolve_neg().cpu().contiguous())
-                    for other in told:
-                        if told[other].digest != digest and sent.numel():
+                    for other, one in told.items():
+                        if one.digest != digest and sent.numel():
                             dist.send(sent, other, group=self._ranks.group)
                     continue
                 if digest != told[source].digest:
@@ -215,13 +198,13 @@ class Drift:
                     values = torch.empty(shape, dtype=dtype)
                     if values.numel():
                         dist.recv(as_bytes(values), source, group=self._ranks.group)
-                    difference = measured(key.name, source, rank, values, local)
+                    difference = measured(name, source, rank, values, local)
                     if difference is not None and not self._is_each_data_ranks_own(difference):
                         differences.append(difference)
-                    if not key.is_of_stages:
-                        settled[key.name] = values
-                if key.is_of_stages and told[source].kind == told[rank].kind:
-                    settled[key.name] = None
+                    if not of_stages:
+                        settled[name] = values
+                if of_stages and told[source].kind == told[rank].kind:
+                    settled[name] = None
         return settled, differences
 
     def _is_each_data_ranks_own(self, difference: Difference) -> bool:
@@ -240,10 +223,8 @@ class Drift:
         return values
 
     def _report(self, own: list[Difference], path: str) -> None:
-        worst: dict[str, Difference] = {}
-        for each in (each for part in self._ranks.gather(own) for each in part):
-            known = worst.get(each.name, each)
-            worst[each.name] = max(known, each, key=lambda one: (not one.is_rounding, one.relative))
+        found = chain.from_iterable(self._ranks.gather(own))
+        worst = {each.name: each for each in sorted(found, key=lambda one: (not one.is_rounding, one.relative))}
         larger = {name: each for name, each in worst.items() if not each.is_rounding}
         rounding = [each for each in worst.values() if each.is_rounding]
         self._larger |= larger
@@ -274,8 +255,8 @@ def _said(found: Mapping[str, Difference]) -> str:
     return f"{listed}{more} differed between ranks by more than rounding, and rank {saved}'s values were taken"
 
 
-def _kind(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    return tensor.dtype, tuple(tensor.shape)
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
 
 
 def _is_finite(tensor: Tensor) -> bool:

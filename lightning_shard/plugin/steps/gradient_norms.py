@@ -4,14 +4,10 @@ A hook that calls ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` or Ligh
 process would: the norm over all stages and shards of the tensors that the ranks pass. These functions become collective
 calls, so the hooks must run on every rank. Of tensors that aren't the model's gradients, they give what they always do.
 
-Private, and replaced from a run's setup to its end, but for the steps of a pipeline:
-
-* the code of ``torch.nn.utils.clip_grad._get_total_norm`` and ``_clip_grads_with_norm_`` (torch 2.11 to 2.14), which
-  ``clip_grad_norm_`` calls, and of ``lightning.pytorch.utilities.grads.grad_norm`` (2.6): most code imports such
-  functions by name;
-* ``torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype``, with which ``clip_grad_value_`` fails if it gets no
-  gradients;
-* ``Precision._after_closure`` (2.6), which calls two of the hooks that receive gradients.
+Private in torch (2.11 to 2.14), and replaced from a run's setup to its end by way of ``torch_private``:
+``torch.nn.utils.clip_grad``'s ``_get_total_norm`` and ``_clip_grads_with_norm_``, which ``clip_grad_norm_`` calls, and
+``_group_tensors_by_device_and_dtype``, with which ``clip_grad_value_`` fails if it gets no gradients. Private in
+Lightning (2.6): ``Precision._after_closure``, which calls two of the hooks that receive gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
-from types import FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,25 +33,18 @@ from lightning_shard.parallel.clip import (
     is_counted_elsewhere,
     norm_over_ranks,
     norms_over_stage,
+    scale_to_norm,
     type_of_norm,
 )
 from lightning_shard.pipeline.dataflow.taint import Hollow, refuse
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
 from lightning_shard.plugin.steps.counted_once import counted_once
-from lightning_shard.torch_private import replaced
+from lightning_shard.torch_private import functions_replaced, replaced
 
-_TOTAL: Any = clip_grad._get_total_norm.__wrapped__  # type: ignore[attr-defined]
-_CLIP: Any = clip_grad._clip_grads_with_norm_.__wrapped__  # type: ignore[attr-defined]
+# in a tuple: functions are replaced wherever a module holds them by a name
+_OWN: Any = (clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_, grad_norm)
 _GROUP: Any = clip_grad._group_tensors_by_device_and_dtype
-
-
-def _copied(function: Any) -> Any:
-    """A function of the same code, which stays when the code of the first is replaced."""
-    return FunctionType(function.__code__, function.__globals__, None, function.__defaults__)
-
-
-_OWN_TOTAL, _OWN_CLIP, _OWN_GRAD_NORM = map(_copied, (_TOTAL, _CLIP, grad_norm))
 
 
 class WholeNorms:
@@ -112,7 +100,7 @@ class WholeNorms:
     def _within(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         guard = self._guard
         told = nullcontext() if guard is None else guard.warning_of_groups(self._module.trainer.optimizers)
-        with self.of_functions(), told:
+        with told:
             return function(*args, **kwargs)
 
     def _own(self) -> list[nn.Parameter]:
@@ -131,17 +119,12 @@ class WholeNorms:
         """Inside, torch's and Lightning's functions return whole norms, and are collective calls over all ranks."""
         before, WholeNorms.current = WholeNorms.current, self
         shown = nullcontext() if self._guard is None else Hollow.given_gradients(self._gives)
-        codes = [(grad_norm, _grad_norm), (_TOTAL, _total_norm), (_CLIP, _clip_with_norm)]
-        own = [function.__code__ for function, _ in codes]
+        whole = functions_replaced(zip(_OWN, (_total_norm, _clip_with_norm, _grad_norm)))
         try:
-            for function, other in codes:
-                function.__code__ = other.__code__
-            with replaced((clip_grad, _GROUP.__name__, _grouped)), shown:
+            with whole, replaced((clip_grad, _GROUP.__name__, _grouped)), shown:
                 yield
         finally:
             WholeNorms.current = before
-            for (function, _), code in zip(codes, own):
-                function.__code__ = code
 
     @staticmethod
     @contextmanager
@@ -176,7 +159,7 @@ class WholeNorms:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self.take_whole()
         if self._are_others(given):
-            return _OWN_TOTAL(given, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+            return _OWN[0](given, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
         counted = [tensor for tensor in given if not isinstance(tensor, Hollow)]
         refuse(counted, "A total norm")
         if self._has_ties:
@@ -206,7 +189,7 @@ class WholeNorms:
             named = [(name, p) for name, p in module.named_parameters() if p.grad is not None]
         gradients = [p.grad for _, p in named if p.grad is not None]
         if self._are_others(gradients):
-            return _OWN_GRAD_NORM(module, norm_type, group_separator)  # type: ignore[no-any-return]
+            return _OWN[2](module, norm_type, group_separator)  # type: ignore[no-any-return]
         norms = norms_over_stage(gradients, self._mesh, self._device, norm_type).cpu() if named else ()
         own = {f"grad_{norm_type}_norm{group_separator}{name}": norm for (name, _), norm in zip(named, norms)}
         every = {name: norm for stage in self._groups.gather_over_stages(own) for name, norm in stage.items()}
@@ -220,38 +203,27 @@ class WholeNorms:
         """
         own = {id(p.grad) for p in self._own() if p.grad is not None}
         whole = [tensor for tensor in tensors if not isinstance(tensor, (DTensor, Hollow)) and id(tensor) not in own]
-        norms = [(tuple(tensor.shape), float(_OWN_TOTAL([tensor]))) for tensor in whole]
+        norms = [(tuple(tensor.shape), float(_OWN[0]([tensor]))) for tensor in whole]
         of_stages = self._groups.gather_over_stages(norms if len(whole) == len(tensors) else None)
         return bool(of_stages[0]) and all(each == of_stages[0] for each in of_stages)
 
 
-# Replacement code, which runs with the globals of the function whose code it replaces.
-
-
 def _total_norm(tensors: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
-    from lightning_shard.plugin.steps.gradient_norms import _OWN_TOTAL, WholeNorms
-
-    total = _OWN_TOTAL if WholeNorms.current is None else WholeNorms.current.total
+    total = _OWN[0] if WholeNorms.current is None else WholeNorms.current.total
     return total(tensors, norm_type, error_if_nonfinite, foreach)
 
 
 def _clip_with_norm(parameters: Any, max_norm: Any, total_norm: Any, foreach: Any = None) -> None:
-    from lightning_shard.parallel.clip import scale_to_norm
-    from lightning_shard.pipeline.dataflow.taint import Hollow
-    from lightning_shard.plugin.steps.gradient_norms import _OWN_CLIP, WholeNorms
-
     if WholeNorms.current is None:
-        return _OWN_CLIP(parameters, max_norm, total_norm, foreach)  # type: ignore[no-any-return]
-    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return _OWN[1](parameters, max_norm, total_norm, foreach)  # type: ignore[no-any-return]
+    given = [parameters] if isinstance(parameters, Tensor) else parameters
     scale_to_norm((p for p in given if not isinstance(p, Hollow)), float(max_norm), total_norm)
 
 
 def _grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
-    from lightning_shard.plugin.steps.gradient_norms import _OWN_GRAD_NORM, WholeNorms
-
     norm_type = float(norm_type)
     if WholeNorms.current is None or norm_type <= 0:
-        return _OWN_GRAD_NORM(module, norm_type, group_separator)
+        return _OWN[2](module, norm_type, group_separator)
     return WholeNorms.current.of_each(module, norm_type, group_separator)
 
 

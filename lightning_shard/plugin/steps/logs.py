@@ -33,7 +33,6 @@ from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.plugin.steps.checks.rehearsal import Number as Given
-from lightning_shard.plugin.steps.checks.tensor_ranks import NotesLogs
 from lightning_shard.plugin.trainer_private import logging_by
 
 
@@ -79,7 +78,7 @@ class HeldLogs:
         self._step = ""
         self._microbatches = 1
         self._warned_of_sums: set[str] = set()
-        self._notes: Any = None
+        self._before: Any = None
 
     @contextmanager
     def holding(self, microbatches: int, step: str = "") -> Iterator[None]:
@@ -93,15 +92,15 @@ class HeldLogs:
         self._in_blocks = {False: set(), True: set()}
         self._microbatches = microbatches
         self._step = step
-        self._notes = self._module.__dict__.get("log")
+        self._before = self._module.__dict__.get("log")
         self._module.__dict__["log"] = self._hold
         try:
             with logging_by(self._module, _refuse_other_ways):
                 yield
         finally:
             del self._module.__dict__["log"]
-            if self._notes is not None:
-                self._module.__dict__["log"] = self._notes
+            if self._before is not None:
+                self._module.__dict__["log"] = self._before
 
     def begin_microbatch(self) -> None:
         """A forward or backward begins: what is logged in it several times by one name is several logs.
@@ -163,9 +162,7 @@ class HeldLogs:
         """The module's own ``log``: a method of its class, or an attribute of the object."""
         on_object = self._module.__dict__.get("log")
         if on_object == self._hold:
-            on_object = self._notes
-        if isinstance(on_object, NotesLogs):
-            on_object = on_object.log
+            on_object = self._before
         return on_object or MethodType(type(self._module).log, self._module)
 
     def _warn_of_sum(self, name: str) -> None:
@@ -182,8 +179,6 @@ class HeldLogs:
             block, of_last = in_block
             self._in_blocks[of_last].add((block, name))
         refuse(value, f"self.log({name!r}, …)")
-        if isinstance(self._notes, NotesLogs):
-            self._notes.note(name, value)
         if isinstance(value, Metric):
             value = LoggedMetric(self._path(name, value), value._forward_cache)
         elif not isinstance(value, (Number, Tensor)) or (isinstance(value, Tensor) and value.numel() != 1):

@@ -18,6 +18,7 @@ from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.dense import dense_parts
 from lightning_shard.errors import BatchError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
+from lightning_shard.parallel.rank_compare import exchanged
 from lightning_shard.plugin import trainer_private
 from lightning_shard.sharding import local_tensor
 from lightning_shard.tree import as_bytes
@@ -209,33 +210,29 @@ def check_copies(
     Raises:
         UnsupportedStateError: On every rank, if copies have diverged, or a plain tensor is a rank's own part.
     """
-    pipeline = layout.rank % layout.stage_size
-    own: dict[tuple[Any, ...], str] = {
-        (pipeline, name): digest_of(local_tensor(parameter)) for name, parameter in tied.items()
-    }
+    pipeline = f"{layout.rank % layout.stage_size}/"
+    copies = {f"{pipeline}{name}": digest_of(local_tensor(parameter)) for name, parameter in tied.items()}
+    plain: dict[str, str] = {}
     of_stages = {id(parameter): name for name, parameter in tied.items()}
     for index, optimizer in enumerate(optimizers):
         for parameter, entries in optimizer.state.items():
             name = of_stages.get(id(parameter)) or names.get(id(parameter), "")
             for path, value in tree.walk(entries) if name else ():
+                key = "/".join((name, *path))
                 if name in tied:
-                    own[pipeline, name, *path] = digest_of(local_tensor(value) if isinstance(value, Tensor) else value)
+                    copies[pipeline + key] = digest_of(local_tensor(value) if isinstance(value, Tensor) else value)
                 elif isinstance(parameter, DTensor) and _is_plain(value) and value.ndim:
-                    own["/".join((str(index), name, *path)),] = digest_of(value)
-    everyone: list[dict[tuple[Any, ...], str]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    first: dict[tuple[Any, ...], str] = {}
-    for key, value in (entry for each in everyone for entry in each.items()):
-        if first.setdefault(key, value) == value:
-            continue
-        if len(key) == 1:
-            raise UnsupportedStateError(
-                f"Optimizer state {key[0]!r} is a plain tensor that differs between ranks, while its parameter is"
-                " sharded: how the parts make up a whole isn't known, so they can't be saved. Have the optimizer keep"
-                " it as a DTensor, made from the parameter by torch.zeros_like."
-            )
+                    plain[f"{index}/{key}"] = digest_of(value)
+    found = exchanged({"copies": copies, "plain": plain}, group)
+    for key in (key for key, digests in found["plain"].items() if len({*digests}) > 1):
         raise UnsupportedStateError(
-            f"{'/'.join(key[1:])} is tied over two pipeline stages, and their copies have parted: an optimizer that"
+            f"Optimizer state {key!r} is a plain tensor that differs between ranks, while its parameter is sharded: how"
+            " the parts make up a whole isn't known, so they can't be saved. Have the optimizer keep it as a DTensor,"
+            " made from the parameter by torch.zeros_like."
+        )
+    for key in (key for key, digests in found["copies"].items() if len({*digests}) > 1):
+        raise UnsupportedStateError(
+            f"{key.partition('/')[2]} is tied over two pipeline stages, and their copies have parted: an optimizer that"
             " takes norms or other statistics over its parameters, or draws random numbers, or a callback, has changed"
             " them in two ways. Use an optimizer that steps each element by itself (AdamW, SGD), untie the weights, or"
             " use pipeline_parallel_size=1."

@@ -273,27 +273,13 @@ def by_parts(method: Callable[..., Result]) -> Callable[..., Result]:
 
 def missing_parameter(error: Exception, module: nn.Module) -> StepError | None:
     """An explanation for code that looks up another stage's parameter by its name; ``None`` for other errors."""
-    note = _missing(error, module)
-    # a name without a dot may be any dictionary's key
-    return (
-        None if note is None or "." not in error.args[0] else StepError(f"There is no parameter {error} here. {note}")
-    )
-
-
-def note_missing_parameter(exception: BaseException, module: nn.Module) -> None:
-    """Add the explanation to an exception that is raised unchanged; here also for a name without a dot."""
-    note = _missing(exception, module)
-    if note is not None and note not in getattr(exception, "__notes__", ()):
-        exception.add_note(note)
-
-
-def _missing(exception: BaseException, module: nn.Module) -> str | None:
-    key = exception.args[0] if type(exception) is KeyError and exception.args else None
+    key = error.args[0] if type(error) is KeyError and error.args else None
     names = (held.fqn for part in module.modules() for held in vars(part).values() if isinstance(held, Hollow))
-    if not isinstance(key, str) or not any(f".{name}".endswith(f".{key}") for name in names):
+    # a name without a dot may be any dictionary's key
+    if not isinstance(key, str) or "." not in key or not any(f".{name}".endswith(f".{key}") for name in names):
         return None
-    return (
-        f"With several pipeline stages another one holds {key}: named_parameters() and state_dict() have this stage's"
-        " parameters only. For averages of weights there is Lightning's EMAWeightAveraging; or use"
-        " pipeline_parallel_size=1."
+    return StepError(
+        f"There is no parameter {key!r} here. With several pipeline stages another one holds {key} (sentence 10 of the"
+        " contract): named_parameters() and state_dict() have this stage's parameters only. For averages of weights"
+        " there is Lightning's EMAWeightAveraging; or use pipeline_parallel_size=1."
     )

@@ -13,12 +13,10 @@ Limits: what begins to differ later, what a step keeps itself, objects that it r
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torchmetrics import Metric
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError, StepError
@@ -44,6 +41,7 @@ from lightning_shard.parallel.rank_compare import (
 )
 from lightning_shard.pipeline.dataflow.taint import Unknown
 from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers
+from lightning_shard.plugin.trainer_private import logs_noted
 from lightning_shard.sharding import local_tensor
 
 STEPS = frozenset({1, 2, 3, 4, 8, 16, 32, 64})
@@ -81,40 +79,6 @@ class Shown:
     output: Any = None
 
 
-class NotesLogs:
-    """Replaces a module's ``log``: records the first value logged under each name, then logs it."""
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
-        self.log = module.log
-        self.found: dict[str, Fingerprint] = {}
-
-    def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        self.note(name, value)
-        self.log(name, value, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return MethodType(type(self._module).log, copy.deepcopy(self._module, memo))
-
-    def note(self, name: str, value: Any) -> None:
-        value = value._forward_cache if isinstance(value, Metric) else value
-        if name in self.found or isinstance(value, (Unknown, DTensor)):  # a DTensor is logged whole
-            return
-        if isinstance(value, (Tensor, int, float)):
-            self.found[name] = fingerprint(torch.as_tensor(value))
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        own = vars(self._module)
-        before, own["log"] = own.get("log"), self
-        try:
-            yield
-        finally:
-            del own["log"]
-            if before is not None:
-                own["log"] = before
-
-
 class TensorRanks:
     """Compares the steps of one run over a tensor axis.
 
@@ -142,10 +106,16 @@ class TensorRanks:
         Raises:
             PlanError: On every rank of the axis, if returned tensors differ.
         """
-        logs = NotesLogs(self._module)
-        with logs.noting(), _seen_by_hooks(self._module) as seen:
+        logs: dict[str, Fingerprint] = {}
+
+        def note(name: str, value: Any) -> None:
+            is_number = isinstance(value, (Tensor, int, float)) and not isinstance(value, (Unknown, DTensor))
+            if name not in logs and is_number:  # a DTensor is logged whole
+                logs[name] = fingerprint(torch.as_tensor(value))
+
+        with logs_noted(self._module, note), _seen_by_hooks(self._module) as seen:
             yield
-        own = {"logs": logs.found, "returned": fingerprints(_tensors(shown.output)), "hooks": seen}
+        own = {"logs": logs, "returned": fingerprints(_tensors(shown.output)), "hooks": seen}
         found = exchanged(own, self._axis.get_group())
         rounding = _SHOWN_ROUNDING["16" not in str(self._module.trainer.precision)]
         for name in differing(found["returned"], rounding, least=1.0)[:1]:
