@@ -95,8 +95,8 @@ def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
         metavar="FOLDER",
         help="where train.py is, conf/ beside it (those that are installed)",
     )
-    parser.add_argument("--html", metavar="FILE", help="write the table and pictures as a page that needs no network")
-    parser.add_argument("--picture", metavar="FILE", help="write the pictures as .svg or .png (needs matplotlib)")
+    parser.add_argument("--html", metavar="FILE", help="write the table and the timeline as a page")
+    parser.add_argument("--trace", metavar="FILE", help="write timeline and memory as JSON that ui.perfetto.dev opens")
     parser.add_argument("--json", action="store_true", help="print JSON for machines instead of a table")
 
 
@@ -132,22 +132,14 @@ def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
     if arguments.calibrate:
         settings |= _calibrated(settings)
     made = plan(settings.pop("module"), settings.pop("batch"), **settings)
-    if arguments.html or arguments.picture:
-        _draw(made, arguments.html, arguments.picture)
     return _said(made, arguments), 1 if made.fits is False else 0
 
 
-def _said(found: Plan | Found, arguments: argparse.Namespace) -> str:
-    return json.dumps(found.to_json(), indent=2, ensure_ascii=False) if arguments.json else str(found)
+def _said(made: Plan | Found, arguments: argparse.Namespace) -> str:
+    from lightning_shard.dryrun.pictures import save
 
-
-def _draw(made: Plan, html: str | None, picture: str | None) -> None:
-    from lightning_shard.dryrun.pictures.plans import save_page, save_pictures
-
-    if html is not None:
-        save_page(made, html)
-    if picture is not None:
-        save_pictures(made, picture)
+    save(made, arguments.html, arguments.trace)
+    return json.dumps(made.to_json(), indent=2, ensure_ascii=False) if arguments.json else str(made)
 
 
 def _calibrated(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +161,6 @@ def _calibrated(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _search(arguments: argparse.Namespace, settings: dict[str, Any], *, is_recipe: bool) -> tuple[str, int]:
     from lightning_shard import tree
-    from lightning_shard.dryrun.pictures.plans import save_found
     from lightning_shard.dryrun.search.search import search_module
 
     for name in ("devices", "device"):
@@ -186,7 +177,6 @@ def _search(arguments: argparse.Namespace, settings: dict[str, Any], *, is_recip
         **{name: value for name, value in settings.items() if name in known and name not in ("module", "batch")},
     )
     found = replace(found, is_recipe=is_recipe)
-    save_found(found, arguments.html, arguments.picture)
     return _said(found, arguments), 0 if found.choices else 1
 
 

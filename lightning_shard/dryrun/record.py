@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -12,10 +13,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_shard.dryrun.pictures.drawing import save
-from lightning_shard.dryrun.pictures.page import page
-from lightning_shard.dryrun.pictures.timelines import draw_timeline, seconds
+from lightning_shard.dryrun.pictures import page, trace
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.pipeline.placement import seconds_text, table
 from lightning_shard.pipeline.schedules.recorded import (
     UNWATCHED,
     RecordedStep,
@@ -31,9 +31,9 @@ from lightning_shard.plugin.strategy import HybridShardStrategy
 class RecordTimeline(pl.Callback):
     """Records when each pipeline rank ran which action in a few training steps, and draws it.
 
-    Rank 0 writes into ``folder``: ``timeline.json``; ``timeline.svg``, the step of median duration; and
-    ``timeline.html``, that step beside a simulation of the same schedule with the measured costs. A step that isn't
-    recorded costs nothing. Before a recorded one all ranks meet at two barriers, where their clocks start: late ranks
+    Rank 0 writes into ``folder``: ``timeline.json``; ``timeline.html``, the step of median duration beside a simulation
+    of the same schedule with the measured costs; and ``trace.json``, the same for Perfetto. A step that isn't recorded
+    costs nothing. Before a recorded one all ranks meet at two barriers, where their clocks start: late ranks
     are waited for there, so that the ranks' steps begin together. The clocks' possible difference is recorded with the
     times: the longest time that any rank spent in the second barrier.
 
@@ -148,7 +148,7 @@ def _meet(strategy: HybridShardStrategy) -> float:
 
 
 def write(recording: Recording, folder: str | Path) -> None:
-    """Write ``timeline.json``, and ``timeline.svg`` and ``timeline.html`` of the first pipeline."""
+    """Write ``timeline.json``; and of the first pipeline ``timeline.html`` and ``trace.json``."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "timeline.json").write_text(recording.to_json(), encoding="utf-8")
@@ -157,47 +157,37 @@ def write(recording: Recording, folder: str | Path) -> None:
     shown = sorted(steps, key=lambda recorded: recorded.timeline.duration)[len(steps) // 2]
     costs = measured_costs([recorded.timeline for recorded in steps])
     expected = simulate(shown.timeline.schedule, costs)
-    until = max(shown.timeline.duration, expected.duration)
-    title = f"{shown.timeline.schedule.name}, batch {shown.step}, as it ran"
-    real = draw_timeline(shown.timeline, title=f"{title}: {_said(shown.timeline)}", until=until)
-    model = draw_timeline(
-        expected,
-        title=f"The same, simulated from the stages' median costs: {_said(expected)}",
-        transfer=costs.slowest_transfer,
-        until=until,
-    )
-    save(real, folder / "timeline.svg")
+    timelines = {
+        f"{shown.timeline.schedule.name}, batch {shown.step}, as it ran: {_said(shown.timeline)}": shown.timeline,
+        f"The same, simulated from the stages' median costs: {_said(expected)}": expected,
+    }
     ratio = shown.timeline.duration / expected.duration if expected.duration else 1.0
     lead = (
         f"The step took {ratio:.2f} times what the simulation says. {len(steps)} steps were recorded on"
-        f" {recording.device}; this one has the median duration. Clocks of ranks differ by {seconds(shown.skew_s)} at"
-        " the most."
+        f" {recording.device};\nthis one has the median duration. Clocks of ranks differ by"
+        f" {seconds_text(shown.skew_s)} at the most."
     )
-    text = page(
-        "A pipeline's timeline",
-        [real, model],
-        lead=lead,
-        tables=[("What actions take, median", _costs_table(costs)), ("Steps", _steps_table(steps))],
-        foot="Recorded by lightning_shard.RecordTimeline. All pipelines' steps are in timeline.json.",
-    )
-    (folder / "timeline.html").write_text(text, encoding="utf-8")
+    text = f"{lead}\n\nWhat actions take, median\n{_costs_table(costs)}\n\nSteps\n{_steps_table(steps)}"
+    foot = "Recorded by lightning_shard.RecordTimeline. All pipelines' steps are in timeline.json."
+    (folder / "timeline.html").write_text(page("A pipeline's timeline", text, timelines, foot), encoding="utf-8")
+    (folder / "trace.json").write_text(json.dumps(trace(timelines)), encoding="utf-8")
 
 
 def _said(timeline: Timeline) -> str:
-    return f"{seconds(timeline.duration)}, {100 * timeline.bubble:.1f} % idle"
+    return f"{seconds_text(timeline.duration)}, {100 * timeline.bubble:.1f} % idle"
 
 
-def _costs_table(costs: Costs) -> tuple[list[str], list[list[str]]]:
+def _costs_table(costs: Costs) -> str:
     split = any(costs.backward_weight)
     head = ["stage", "forward", *(["backward, inputs", "backward, weights"] if split else ["backward"])]
     columns = [costs.forward, costs.backward_input, *([costs.backward_weight] if split else [])]
-    rows = [[str(stage), *map(seconds, of_stage)] for stage, of_stage in enumerate(zip(*columns))]
-    return head, [*rows, ["a send", seconds(costs.slowest_transfer), *[""] * (len(columns) - 1)]]
+    rows = [[str(stage), *map(seconds_text, of_stage)] for stage, of_stage in enumerate(zip(*columns))]
+    return table(head, [*rows, ["a send", seconds_text(costs.slowest_transfer), *[""] * (len(columns) - 1)]])
 
 
-def _steps_table(steps: list[RecordedStep]) -> tuple[list[str], list[list[str]]]:
-    head = ["batch", "duration", "idle", "clocks differ by at most"]
-    return head, [
-        [str(r.step), seconds(r.timeline.duration), f"{100 * r.timeline.bubble:.1f} %", seconds(r.skew_s)]
+def _steps_table(steps: list[RecordedStep]) -> str:
+    rows = [
+        [str(r.step), seconds_text(r.timeline.duration), f"{100 * r.timeline.bubble:.1f} %", seconds_text(r.skew_s)]
         for r in steps
     ]
+    return table(["batch", "duration", "idle", "clocks differ by at most"], rows)

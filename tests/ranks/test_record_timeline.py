@@ -25,7 +25,7 @@ def test_two_steps_of_a_run_are_recorded_in_the_schedules_order(tmp_path: Path) 
         assert recorded.timeline.schedule == build("1F1B", 2, 4)
         assert 0 < recorded.timeline.bubble < 1
         assert recorded.skew_s >= 0
-    assert (tmp_path / "timeline.svg").is_file()
+    assert (tmp_path / "trace.json").is_file()
     assert "1F1B, batch" in (tmp_path / "timeline.html").read_text()
 
 

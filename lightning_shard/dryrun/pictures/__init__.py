@@ -1,1 +1,0 @@
-"""Draws timelines and plans."""
