@@ -33,10 +33,8 @@ from lightning_shard.dryrun.search.found import (
     Choice,
     Found,
 )
-from lightning_shard.dryrun.search.scaled import ALIKE, between, is_like
 from lightning_shard.dryrun.search.search import search
-from lightning_shard.dryrun.search.space import Space, layouts
-from lightning_shard.dryrun.search.workshop import Workshop
+from lightning_shard.dryrun.search.workshop import Space, Workshop, layouts
 from lightning_shard.dryrun.timing.devices import Device, device
 from lightning_shard.dryrun.timing.layout import Timing
 from lightning_shard.dryrun.timing.rates import Rates
@@ -245,20 +243,25 @@ def test_of_small_devices_those_that_fit_are_listed(model: Model, optimizer: Opt
     assert none.dropped[DOESNT_FIT] == len(everything.choices)
 
 
-def test_what_surely_doesnt_fit_needs_no_count_and_nothing_else_changes(
+def test_what_surely_doesnt_fit_needs_no_order_and_nothing_else_changes(
     model: Model, optimizer: OptimizerState, everything: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Workshop(model, optimizer, replace(space(), most_samples=4), rates())
-    ways = list(made.bounded(Counter()))
-    assert {way.samples for way in ways} == {1, 2, 4}
-    assert all(0 < made.least_peak(way) <= made.peak(way) for way in ways)
     peaks = sorted(choice.peak_bytes for choice in everything.choices)
     for memory in (peaks[len(peaks) // 3], peaks[len(peaks) // 10]):
         quick = search(model, optimizer, space(memory), rates(), most=3)
         with monkeypatch.context() as patched:
-            patched.setattr(Workshop, "least_peak", lambda *_: 0)
+            patched.setattr(workshop, "_least", lambda *_: 0)
             assert search(model, optimizer, space(memory), rates(), most=3) == quick
         assert quick.dropped[DOESNT_FIT] > 0
+
+
+def test_a_bound_is_below_the_step_of_every_candidate(model: Model, optimizer: OptimizerState) -> None:
+    made = Workshop(model, optimizer, replace(space(), most_samples=4), rates())
+    ways = list(made.bounded(Counter()))
+    assert {way.samples for way in ways} == {1, 2, 4}
+    for way in ways:
+        assert made.peak(way)
+        assert 0 < way.bound <= made.timing(way).simulated().step
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -288,34 +291,6 @@ def test_the_best_is_a_line_for_the_recipe() -> None:
         "strategy.pipeline_parallel_size=1 strategy.tensor_parallel_size=2 strategy.data_parallel_size=4"
         " strategy.activation_checkpointing=selective data.batch_size=2 trainer.accumulate_grad_batches=8"
     )
-
-
-def test_work_of_more_samples_is_that_of_one_and_of_further_ones(model: Model) -> None:
-    one, two, four = workshop.count_each(model, 1, 1, [1, 2, 4])
-    assert between(one, two, 4).blocks[1].plain.forward == four.blocks[1].plain.forward
-    assert is_like(four, between(one, two, 4))
-    assert not is_like(four, between(one, two, 5))
-    flops = four.blocks[1].plain.forward.flops
-    for change, said in ((ALIKE / 2, True), (2 * ALIKE, False)):
-        forward = replace(four.loss.plain.forward, flops=flops)
-        loss = replace(four.loss, plain=replace(four.loss.plain, forward=forward))
-        further = replace(loss, plain=replace(loss.plain, forward=replace(forward, flops=round(flops * (1 + change)))))
-        assert is_like(replace(four, loss=loss), replace(four, loss=further)) is said
-    assert between(one, two, 4).tokens == four.tokens
-
-
-def test_where_it_is_not_everything_is_counted(
-    model: Model, optimizer: OptimizerState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = search(model, optimizer, replace(space(), most_samples=4), rates(), most=3)
-    plain = workshop.between
-
-    def wrong(one: Counts, two: Counts, samples: int) -> Counts:
-        return plain(one, two, 2 * samples)
-
-    monkeypatch.setattr(workshop, "between", wrong)
-    found = search(model, optimizer, replace(space(), most_samples=4), rates(), most=3)
-    assert found.choices == expected.choices
 
 
 def test_reasons_are_counted(model: Model, optimizer: OptimizerState) -> None:

@@ -7,7 +7,7 @@ allocator's fragmentation, and communicators; see ``RESERVED``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -25,7 +25,6 @@ KINDS = (
     *("parameters", "buffers", "optimizer", "gradients", "gathered", "activations", "received", "loss", "working"),
     "batch",
 )
-_KINDS = {"F": "forward", "B": "backward", "I": "inputs' backward", "W": "weights' backward"}
 _WHOLE = (torch.float32, torch.float64)
 """Dtypes of parameters that a single rank holds without FSDP2."""
 
@@ -224,12 +223,9 @@ class Stage:
     def __init__(
         self, counts: Counts, layout: Layout, blocks: range, held: Held, optimizer: OptimizerState | None = None
     ) -> None:
-        self.counts = counts
-        self._layout = layout
-        self.held = held
-        self._blocks = blocks
+        self.counts, self.held, self.optimizer = counts, held, optimizer
+        self._layout, self._blocks = layout, blocks
         self.parts = counts.of_stage(blocks)
-        self._own = counts.blocks[blocks.start : blocks.stop]
         recomputed = {counts.blocks[place].name for place in chosen(len(counts.blocks), held.activation_checkpointing)}
         selective = held.activation_checkpointing == "selective"
         self.costs = [
@@ -238,7 +234,6 @@ class Stage:
         ]
         self.units, self.root = self._make_units()
         self.of_loss = {part.name for place, part in counts.parts if place == len(counts.blocks)} | {counts.loss.name}
-        self.optimizer = optimizer
 
     def _make_units(self) -> tuple[dict[str, Unit], Unit]:
         shards = self._layout.shard_size
@@ -246,7 +241,7 @@ class Stage:
         named = {part.name: part for part in self.parts}
         uses = Counter(name for part in named.values() for name in {p.name for p in part.parameters})
         elsewhere = self.counts.uses
-        block_names = {block.name for block in self._own}
+        block_names = {block.name for block in self.counts.blocks[self._blocks.start : self._blocks.stop]}
         units: dict[str, Unit] = {}
         root = Unit([], *sizes)
         seen: set[str] = set()
@@ -276,23 +271,15 @@ class Stage:
         reshards = self.held.reshard_after_forward
         return self._layout.pipeline_parallel_size > 1 if reshards is None else not reshards
 
-    @property
-    def knows_optimizer(self) -> bool:
-        return self.optimizer is not None
-
     def units_of(self, part: PartCount) -> tuple[Unit, ...]:
         """The units that are gathered for a part, without the root, in the forward's order."""
         unit = self.units.get(part.name)
         return () if unit is None else unit.gathered_apart
 
-    @property
-    def all_units(self) -> list[Unit]:
-        return [*self.units.values(), self.root]
-
     @cached_property
     def shards(self) -> list[tuple[ParameterCount, int]]:
         """The stage's parameters, each with the number of elements of a rank's shard."""
-        return [pair for unit in self.all_units for pair in unit.padded]
+        return [pair for unit in (*self.units.values(), self.root) for pair in unit.padded]
 
     @cached_property
     def received(self) -> int:
@@ -306,8 +293,7 @@ class Stage:
 
     @cached_property
     def state_bytes(self) -> int:
-        state = self.optimizer
-        return sum(state.bytes(p, numel) for p, numel in self.shards) if state is not None else 0
+        return _state_bytes(self.optimizer, self.shards)
 
 
 class Rank:
@@ -327,7 +313,8 @@ class Rank:
     """
 
     def __init__(self, stages: Mapping[int, Stage], schedule: Schedule, rank: int) -> None:
-        holder = schedule.rank_of
+        holder, one = schedule.rank_of, stages[schedule.stages_of(rank)[0]]
+        self.held, self.optimizer = one.held, one.optimizer
         self.stages = {index: stages[index] for index in schedule.stages_of(rank)}
         self.row = schedule.rows[rank]
         self.splits = schedule.splits_backwards
@@ -352,15 +339,10 @@ class Rank:
         """The rank's parameters, each with the number of elements of its shard."""
         return [pair for unit in (*self.units, self.root) for pair in unit.padded]
 
-    @property
-    def held(self) -> Held:
-        return next(iter(self.stages.values())).held
-
-    @property
-    def optimizer(self) -> OptimizerState | None:
-        return next(iter(self.stages.values())).optimizer
-
     @cached_property
     def state_bytes(self) -> int:
-        state = self.optimizer
-        return sum(state.bytes(p, numel) for p, numel in self.shards) if state is not None else 0
+        return _state_bytes(self.optimizer, self.shards)
+
+
+def _state_bytes(state: OptimizerState | None, shards: Iterable[tuple[ParameterCount, int]]) -> int:
+    return sum(state.bytes(p, numel) for p, numel in shards) if state is not None else 0

@@ -6,9 +6,7 @@ of their bounds, until the remaining bounds exceed the times of the best ones fo
 model, although few candidates are simulated.
 
 Every candidate has the same global batch per step. With one stage, its microbatches are batches with accumulated
-gradients. For bounds, the counts of a microbatch are extrapolated from those of one and two samples; simulated
-candidates are counted exactly. If exact counts differ by more than the bounds' margin, the search starts over with
-everything counted exactly.
+gradients.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.optimizer import OptimizerState, ask
 from lightning_shard.dryrun.memory.peak import Held, usable
 from lightning_shard.dryrun.search.found import CANT_BE_COUNTED, DOESNT_FIT, SLOWER, Choice, Found
-from lightning_shard.dryrun.search.space import Space
-from lightning_shard.dryrun.search.workshop import Unlike, Workshop
+from lightning_shard.dryrun.search.workshop import Space, Workshop
 from lightning_shard.dryrun.timing.devices import Device
 from lightning_shard.dryrun.timing.devices import device as device_of
 from lightning_shard.dryrun.timing.rates import Rates, dtype_of
@@ -148,15 +145,6 @@ def search(
             " plan the layout that was found with it."
         )
     workshop = Workshop(model, optimizer, space, rates)
-    try:
-        return _searched(workshop, most, exhaustively)
-    except Unlike:
-        workshop.scales = False
-        return _searched(workshop, most, exhaustively)
-
-
-def _searched(workshop: Workshop, most: int, exhaustively: bool) -> Found:
-    space = workshop.space
     dropped: Counter[str] = Counter()
     candidates = list(workshop.bounded(dropped))
     considered = len(candidates) + dropped.total()
@@ -167,15 +155,9 @@ def _searched(workshop: Workshop, most: int, exhaustively: bool) -> Found:
         if not exhaustively and len(best) >= most and candidate.bound > _seconds(best[most - 1]):
             dropped[SLOWER] += len(candidates) - number
             break
-        if workshop.least_peak(candidate) > space.device_memory:  # before counting, which is the slowest step
-            dropped[DOESNT_FIT] += 1
-            continue
-        if not workshop.can_be_counted(candidate):
-            dropped[CANT_BE_COUNTED] += 1
-            continue
         peak = workshop.peak(candidate)
-        if peak > space.device_memory:
-            dropped[DOESNT_FIT] += 1
+        if peak is None or peak > space.device_memory:
+            dropped[CANT_BE_COUNTED if peak is None else DOESNT_FIT] += 1
             continue
         simulated += 1
         best.append(replace(candidate, step=workshop.timing(candidate).simulated(workshop.flops), peak_bytes=peak))

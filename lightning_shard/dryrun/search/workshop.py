@@ -1,12 +1,13 @@
-"""Caches of a search: counts, stages, times and schedules, each computed once for all candidates that share it."""
+"""A search's candidates, with what is computed once for all candidates that share it: counts, stages, times, orders."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import cache, lru_cache
-from itertools import accumulate, zip_longest
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial
+from itertools import accumulate
 from typing import Any
 
 from lightning_shard import tree
@@ -25,58 +26,63 @@ from lightning_shard.dryrun.search.found import (
     TOO_FEW_BLOCKS,
     Choice,
 )
-from lightning_shard.dryrun.search.scaled import ALIKE, between, is_like, kind_of
-from lightning_shard.dryrun.search.space import Space, divisors, layouts
-from lightning_shard.dryrun.timing.layout import LEFT_OUT, Timing, crossings, model_flops, ties
+from lightning_shard.dryrun.timing.layout import LEFT_OUT, Timing, model_flops, ties
 from lightning_shard.dryrun.timing.links import Groups
 from lightning_shard.dryrun.timing.rates import Rates
-from lightning_shard.dryrun.timing.stage import StageTime, stage_time
+from lightning_shard.dryrun.timing.stage import stage_time
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.parallel.experts.stacked import resolve_experts
 from lightning_shard.parallel.tensor.plan import resolve_plan
-from lightning_shard.pipeline.placement import Policy, place
+from lightning_shard.pipeline.placement import place
 from lightning_shard.pipeline.schedules.named import SCHEDULES, build
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.plugin.assembly.placing import as_run
-from lightning_shard.plugin.steps.schedule_choice import against_parts
-
-ORDERS_KEPT = 32
-"""Size of the cache of schedules; one of 64 stages and a thousand microbatches takes 20 MB."""
+from lightning_shard.plugin.steps.schedule_choice import SIMPLEST_FIRST, against_parts
 
 
-MAY_BE_LESS = 0.05
-"""Margin for dropping a candidate by extrapolated memory: exact counts may be lower by this fraction."""
+@dataclass(frozen=True)
+class Space:
+    """The search space; each layout uses all devices."""
+
+    devices: int
+    global_batch: int  # samples per step, over all data ranks
+    device_memory: int  # bytes of a device's memory that are available to tensors
+    schedules: Sequence[str] = SIMPLEST_FIRST  # each with its usual number of stages per rank
+    activation_checkpointing: Sequence[Recomputing] = (None, "selective", True)
+    most_samples: int = 8  # of a microbatch
+    held: Held = field(default_factory=Held)  # the other settings
 
 
-class Unlike(Exception):
-    """A microbatch's exact counts differ from those extrapolated from one and two samples."""
+def layouts(devices: int, most_stages: int) -> Iterator[Layout]:
+    """All combinations of axis sizes that multiply to ``devices``."""
+    for stages in divisors(devices):
+        if stages > most_stages:
+            break
+        for tensor in divisors(devices // stages):
+            data = devices // stages // tensor
+            for replicas in divisors(data):
+                for experts in divisors(data // replicas):
+                    yield Layout(stages, data, replicas, tensor, 0, experts)
+
+
+def divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 class Workshop:
-    """Computes and caches counts, stages, times and schedules of a search's candidates.
-
-    Attributes:
-        scales: Whether counts for bounds are extrapolated from those of one and two samples.
-    """
+    """Computes bounds, times and peaks of a search's candidates."""
 
     def __init__(self, model: Model, optimizer: OptimizerState, space: Space, rates: Rates) -> None:
         self._model, self._optimizer, self.space, self.rates = model, optimizer, space, rates
-        self.scales = True
-        self._scaled: dict[tuple[int, int, int], Counts | None] = {}
-        self._counts: dict[tuple[int, int, int], Counts | None] = {}
-        self._parted: dict[tuple[int, int, int], Counts | None] = {}
+        both = math.gcd(space.global_batch, tree.batch_size(model.batch))
+        self._samples = [n for n in divisors(both) if n <= space.most_samples]
+        self._most_stages = len(model.blocks.names) if model.blocks is not None else 1
         self._why_not: dict[tuple[int, int], str] = {}
         self._refusals: dict[str, str] = {}  # of each axis the smallest size's: others' say mostly the same
-        self._likenesses: dict[Any, tuple[Any, ...]] = {}
-        self._likes: dict[tuple[int, int], bool] = {}
-        self._kinds: dict[int, dict[int, int]] = {}
-        self._stages: dict[Any, Stage] = {}
-        self._times: dict[Any, StageTime] = {}
-        self._peaks: dict[Any, int] = {}
-        self._placed: dict[Any, list[range]] = {}
-        self._ties: dict[Any, list[tuple[int, int, int]]] = {}
+        self._made: dict[Any, Any] = {}
         one = self._of(1, 1, 1)
         if one is None or not one.counted:
             reason = one.reason if one is not None else CANT_BE_CUT
@@ -87,314 +93,216 @@ class Workshop:
         self.flops = model_flops(one)
         self.assumed = (*rates.device.assumptions, *one.assumed, LEFT_OUT)
 
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
     # -- candidates
 
     def bounded(self, dropped: Counter[str]) -> Iterator[Choice]:
         """Yield each candidate that could run, with its lower bound; counts the dropped ones by reason."""
-        for choice in self._choices(dropped):
-            yield replace(choice, bound=(1 - ALIKE) * self.timing(choice, for_bound=True).bound())
-
-    def _choices(self, dropped: Counter[str]) -> Iterator[Choice]:
-        space = self.space
-        most_stages = len(self._model.blocks.names) if self._model.blocks is not None else 1
-        for layout in layouts(space.devices, most_stages):
-            each, left = divmod(space.global_batch, layout.data_parallel_size)
+        for layout in layouts(self.space.devices, self._most_stages):
+            each, left = divmod(self.space.global_batch, layout.data_parallel_size)
             if left:
                 dropped[DOESNT_DIVIDE] += 1
                 continue
-            stages = layout.pipeline_parallel_size
-            for samples in divisors(each):
-                if samples > space.most_samples:
-                    break
-                microbatches = each // samples
-                if microbatches < stages:
-                    dropped[TOO_FEW] += 1
-                    continue
-                sizes = layout.tensor_parallel_size, layout.expert_parallel_size
-                if self._for_bounds(*sizes, samples) is None:
-                    dropped[self._why_not[sizes]] += 1
-                    continue
-                for schedule in space.schedules if stages > 1 else (None,):
-                    for way in space.activation_checkpointing if self._model.blocks is not None else (None,):
-                        why_not = self._cant_run(schedule, stages, microbatches, way, most_stages)
-                        if why_not:
-                            dropped[why_not] += 1
-                        else:
-                            yield Choice(layout, schedule, samples, microbatches, way)
+            for samples in self._samples:
+                if each % samples == 0:
+                    yield from self._choices(layout, samples, each // samples, dropped)
 
-    def _cant_run(
-        self, name: str | None, ranks: int, microbatches: int, way: Recomputing, most_stages: int
-    ) -> str | None:
+    def _choices(self, layout: Layout, samples: int, microbatches: int, dropped: Counter[str]) -> Iterator[Choice]:
+        stages = layout.pipeline_parallel_size
+        if microbatches < stages:
+            dropped[TOO_FEW] += 1
+            return
+        sizes = layout.tensor_parallel_size, layout.expert_parallel_size
+        if self._of(*sizes, samples) is None:
+            dropped[self._why_not[sizes]] += 1
+            return
+        for schedule in self.space.schedules if stages > 1 else (None,):
+            for way in self.space.activation_checkpointing if self._model.blocks is not None else (None,):
+                why_not = self._cant_run(schedule, stages, microbatches, way)
+                if why_not:
+                    dropped[why_not] += 1
+                    continue
+                choice = Choice(layout, schedule, samples, microbatches, way)
+                # a bound is below what the simulation gives, whatever the order of its sums
+                yield replace(choice, bound=(1 - 1e-9) * self.timing(choice, for_bound=True).bound())
+
+    def _cant_run(self, name: str | None, ranks: int, microbatches: int, way: Recomputing) -> str | None:
         """The reason why a schedule can't be used; ``None`` if it can."""
         if name is None:
             return None
         named = SCHEDULES[name]
         if microbatches < named.microbatches * ranks:
             return TOO_FEW
-        if named.usual * ranks > most_stages:
+        if named.usual * ranks > self._most_stages:
             return TOO_FEW_BLOCKS
         held = replace(self.space.held, activation_checkpointing=way)
         if _order(name, ranks, named.microbatches * ranks).splits_backwards and against_parts(vars(held)):
             return NOT_IN_PARTS
         return None
 
+    # -- counts
+
     def _of(self, tensor: int, expert: int, samples: int) -> Counts | None:
-        """Exact counts; ``None`` if the module can't be cut that way, or can't be counted then."""
-        key = tensor, expert, samples
-        if key not in self._counts:
-            can_be_cut = (tensor, expert) not in self._why_not and self._can_be_cut(tensor, expert)
-            # bounds need counts of one and two samples: cut the module once for both
-            both = self.scales and samples <= 2 <= self.space.most_samples
-            numbers = [1, 2] if both else [samples]
-            counted = self._counted(tensor, expert, numbers) if can_be_cut else []
-            for number, counts in zip_longest(numbers, counted):
-                self._counts[tensor, expert, number] = counts
-        return self._counts[key]
+        """Counts of one microbatch; ``None`` if the module can't be cut that way, or can't be counted then."""
+        if (tensor, expert) not in self._why_not and (tensor, expert, samples) not in self._made:
+            self._count(tensor, expert)
+        found: Counts | None = self._made.get((tensor, expert, samples))
+        return found
 
-    def _in_two_parts(self, tensor: int, expert: int, samples: int) -> Counts | None:
-        key = tensor, expert, samples
-        if key not in self._parted:
-            counts = self._of(*key)
-            parted = count_two_parts(self._model, counts) if counts is not None else None
-            self._parted[key] = parted if parted is not None and parted.counted else None
-        return self._parted[key]
-
-    def _can_be_cut(self, tensor: int, expert: int) -> bool:
+    def _count(self, tensor: int, expert: int) -> None:
+        """Count all sizes of microbatches, for which the module is cut only once."""
+        numbers = self._samples
         module, settings = self._model.module, self._model.settings
-        experts: list[str] | None = None
+        axis = "expert"
         try:
             experts = resolve_experts(module, settings.expert_parallel_plan, expert)
+            axis = "tensor"
             if tensor > 1:
                 resolve_plan(module, settings.tensor_parallel_plan, tensor, without=experts)
-        except ConfigurationError as error:
-            axis = "expert" if experts is None else "tensor"
-            self._why_not[tensor, expert] = self._refusals.setdefault(axis, _refused(error))
-            return False
-        return True
-
-    def _for_bounds(self, tensor: int, expert: int, samples: int) -> Counts | None:
-        if samples <= 2 or not self.scales:
-            return self._of(tensor, expert, samples)
-        key = tensor, expert, samples
-        if key not in self._scaled:
-            one, two = self._of(tensor, expert, 1), self._of(tensor, expert, 2)
-            self._scaled[key] = None if one is None or two is None else between(one, two, samples)
-        return self._scaled[key]
-
-    def _counted(self, tensor: int, expert: int, samples: Sequence[int]) -> list[Counts]:
-        """Exact counts of several microbatch sizes; fewer, if one can't be counted."""
-        size = tree.batch_size(self._model.batch)
-        for number in samples:
-            if size % number:
-                raise ConfigurationError(
-                    f"The batch to count on has {size} samples, and a microbatch of {number} is to be counted: pass a"
-                    " batch whose size is a multiple of 2, and of the microbatches to try."
-                )
-        try:
-            found = count_each(self._model, tensor, expert, samples)
+            axis = ""
+            found = count_each(self._model, tensor, expert, numbers)
         except ConfigurationError as error:
             if tensor == expert == 1:
                 raise
-            self._why_not[tensor, expert] = _refused(error)
-            return []
-        if found[-1].counted or tensor == expert == 1:  # for the uncut module the caller reports the reason
-            return found
-        # a module may be cut, and then fail to run, such as with heads that don't divide
-        sizes = f"tensor_parallel_size={tensor}" + (f" expert_parallel_size={expert}" if expert > 1 else "")
-        self._why_not[tensor, expert] = f"{CANT_BE_COUNTED} ({sizes}: {found[-1].reason})"
-        return found[:-1]
+            refused = f"{CANT_BE_CUT} ({str(error).partition('. ')[0].removesuffix('.')})"
+            self._why_not[tensor, expert] = self._refusals.setdefault(axis, refused) if axis else refused
+            return
+        self._made.update(((tensor, expert, n), counts) for n, counts in zip(numbers, found))
+        if not found[-1].counted and not tensor == expert == 1:  # for the uncut module the caller reports the reason
+            # a module may be cut, and then fail to run, such as with heads that don't divide
+            sizes = f"tensor_parallel_size={tensor}" + (f" expert_parallel_size={expert}" if expert > 1 else "")
+            self._why_not[tensor, expert] = f"{CANT_BE_COUNTED} ({sizes}: {found[-1].reason})"
+            del self._made[tensor, expert, numbers[len(found) - 1]]
+
+    def _in_two_parts(self, counts: Counts) -> Counts | None:
+        found: Counts = self._once(("in two parts", id(counts)), lambda: count_two_parts(self._model, counts))
+        return found if found.counted else None
 
     # -- one candidate
 
     def timing(self, choice: Choice, *, for_bound: bool = False) -> Timing:
-        """The timing of a candidate's step.
-
-        Args:
-            choice: The candidate.
-            for_bound: Use counts that may be extrapolated.
-        """
-        counts, layout, schedule, held = self._parts(choice, for_bound=for_bound)
+        """The timing of a candidate's step; for a bound with whole backwards, and an order of few microbatches."""
+        schedule = _order_of(choice, fewest=for_bound)
+        counts = self._counts_of(choice)
+        if schedule.splits_backwards and not for_bound:
+            parted = self._in_two_parts(counts)
+            assert parted is not None, "its peak was computed"
+            counts = parted
+        layout, splits = choice.layout, schedule.splits_backwards
         groups = Groups(layout, self.rates.device.per_machine)
-        blocks = self._blocks(schedule.stages, held.activation_checkpointing)
-        stages = self._stages_of(choice, counts, blocks, held)
-        key_of_ties = id(counts), layout.shard_size, tuple(own.start for own in blocks)
-        if key_of_ties not in self._ties:
-            self._ties[key_of_ties] = ties(counts, layout, blocks)
-        splits = schedule.splits_backwards
-        return Timing(
-            counts,
-            layout,
-            schedule,
-            held,
-            self.rates,
-            groups,
-            [stage for _, stage in stages],
-            [self._time(key, stage, layout, counts.samples, held, groups, splits=splits) for key, stage in stages],
-            crossings(counts, blocks),
-            self._ties[key_of_ties],
-            microbatches=choice.microbatches if choice.schedule is not None else 1,
+        stages = self._stages_of(choice, counts, schedule)
+        shared = "time", layout.data_parallel_replicas, splits
+        times = [
+            self._once((*shared, key), partial(stage_time, stage, groups, self.rates, splits=splits))
+            for key, stage in stages
+        ]
+        blocks = self._blocks(schedule.stages, choice.activation_checkpointing)
+        tied = self._once(
+            ("ties", id(counts), layout.shard_size, tuple(own.start for own in blocks)),
+            lambda: ties(counts, layout, blocks),
         )
+        number = choice.microbatches if choice.schedule is not None else 1
+        return Timing(schedule, self.rates, groups, [stage for _, stage in stages], times, tied, microbatches=number)
 
-    def least_peak(self, choice: Choice) -> float:
-        """A lower bound of the fullest rank's bytes, from the counts that are used for the time bound."""
-        layout, samples = choice.layout, choice.samples
-        counts = self._for_bounds(layout.tensor_parallel_size, layout.expert_parallel_size, samples)
-        assert counts is not None
-        schedule, held = self._order_of(choice), self._held_of(choice)
-        stages = self._stages_of(choice, counts, self._blocks(schedule.stages, held.activation_checkpointing), held)
-        least = _least_of([stage for _, stage in stages], schedule)
-        return least if samples <= 2 else (1 - MAY_BE_LESS) * least
+    def peak(self, choice: Choice) -> int | None:
+        """Peak bytes of the fullest rank; or a smaller number that already exceeds the device's memory.
 
-    def peak(self, choice: Choice) -> int:
-        """Peak bytes of the fullest rank; or a smaller number that already exceeds the device's memory."""
-        counts, layout, schedule, held = self._parts(choice)
-        blocks = self._blocks(schedule.stages, held.activation_checkpointing)
-        stages = self._stages_of(choice, counts, blocks, held)
-        least = _least_of([stage for _, stage in stages], schedule)
-        if least > self.space.device_memory:
-            return least
+        ``None`` if the schedule splits backwards, and these can't be counted.
+        """
+        schedule, most = _order_of(choice), self.space.device_memory
+        counts = self._counts_of(choice)
+        layout, blocks = choice.layout, self._blocks(schedule.stages, choice.activation_checkpointing)
         flights = _flights(schedule.name, len(schedule.rows), schedule.microbatches)
         own = [schedule.stages_of(rank) for rank in range(len(schedule.rows))]
+        stages = self._stages_of(choice, counts, schedule)
+        least = max(_least([stages[stage][1] for stage in of_rank], n) for of_rank, n in zip(own, flights))
+        if least > most:
+            return least
+        if schedule.splits_backwards:
+            parted = self._in_two_parts(counts)
+            if parted is None:
+                return None
+            counts, stages = parted, self._stages_of(choice, parted, schedule)
         # of equal ranks with one stage each, only the one with most microbatches in flight
         fullest: dict[Any, int] = {}
         for rank, of_rank in enumerate(own):
             key = stages[of_rank[0]][0] if len(of_rank) == 1 and not schedule.splits_backwards else rank
             if key not in fullest or flights[rank] > flights[fullest[key]]:
                 fullest[key] = rank
-
-        def of(rank: int) -> int:
-            """The rank's peak, from a schedule of fewer microbatches with as many in flight."""
-            shorter = schedule if held.sends_stay else _shorter(schedule, flights[rank])
-            later = (schedule.microbatches - shorter.microbatches) * counts.batch_bytes
-            keys = tuple(stages[s][0] for s in own[rank])
-            known = keys, schedule.name, len(schedule.rows), rank, shorter.microbatches
-            if known not in self._peaks:
-                made = {s: stages[s][1] for s in own[rank]}
-                if len(made) > 1:  # equal stages are separate ones here, each with its own gradients
-                    made = {s: Stage(counts, layout, blocks[s], held, self._optimizer) for s in made}
-                self._peaks[known] = max(moment.total for moment in moments_of(Rank(made, shorter, rank)))
-            return self._peaks[known] + later
-
-        most = 0
+        found = 0
         for rank in sorted(fullest.values(), key=lambda rank: -flights[rank]):
-            most = max(most, of(rank))
-            if most > self.space.device_memory:
+            shorter = schedule if self.space.held.sends_stay else _shorter(schedule, flights[rank])
+            later = (schedule.microbatches - shorter.microbatches) * counts.batch_bytes
+            keys = tuple(stages[stage][0] for stage in own[rank])
+            made = {stage: stages[stage][1] for stage in own[rank]}
+
+            def peak(made: dict[int, Stage] = made, order: Schedule = shorter, rank: int = rank) -> int:
+                if len(made) > 1:  # equal stages are separate ones here, each with its own gradients
+                    made = {n: Stage(counts, layout, blocks[n], one.held, self._optimizer) for n, one in made.items()}
+                return max(moment.total for moment in moments_of(Rank(made, order, rank)))
+
+            known = "peak", keys, schedule.name, len(schedule.rows), rank, shorter.microbatches
+            found = max(found, later + self._once(known, peak))
+            if found > most:
                 break
-        return most
+        return found
 
-    def _parts(self, choice: Choice, *, for_bound: bool = False) -> tuple[Counts, Layout, Schedule, Held]:
-        """Counts, layout, schedule and settings of a candidate.
-
-        Raises:
-            Unlike: The exact counts differ from those that its bound was based on.
-        """
-        layout, schedule = choice.layout, self._order_of(choice, fewest=for_bound)
-        sizes = layout.tensor_parallel_size, layout.expert_parallel_size, choice.samples
-        bounding = self._for_bounds(*sizes)
-        counts = bounding
-        if not for_bound:
-            counts = self._in_two_parts(*sizes) if schedule.splits_backwards else self._of(*sizes)
-        assert counts is not None
-        assert bounding is not None
-        if counts is not bounding and not self._is_like(counts, bounding):
-            raise Unlike
-        return counts, layout, schedule, self._held_of(choice)
-
-    def _order_of(self, choice: Choice, *, fewest: bool = False) -> Schedule:
-        """The schedule; or the one of the fewest microbatches, with the same stages and the same last actions."""
-        name, ranks = choice.schedule or "1F1B", choice.layout.pipeline_parallel_size
-        microbatches = SCHEDULES[name].microbatches * ranks if fewest else choice.microbatches
-        return _order(name, ranks, microbatches if choice.schedule is not None else 1)
-
-    def _held_of(self, choice: Choice) -> Held:
-        return replace(
-            self.space.held,
-            activation_checkpointing=choice.activation_checkpointing,
-            accumulates=1 if choice.schedule is not None else choice.microbatches,
-        )
-
-    def can_be_counted(self, choice: Choice) -> bool:
-        """Whether a microbatch can be counted, including split backwards if its schedule has them."""
-        layout = choice.layout
-        splits = choice.schedule is not None and _splits(choice.schedule)
-        sizes = layout.tensor_parallel_size, layout.expert_parallel_size, choice.samples
-        return (self._in_two_parts(*sizes) if splits else self._of(*sizes)) is not None
-
-    def _is_like(self, counted: Counts, scaled: Counts) -> bool:
-        key = id(counted), id(scaled)
-        if key not in self._likes:
-            self._likes[key] = is_like(counted, scaled)
-        return self._likes[key]
+    def _counts_of(self, choice: Choice) -> Counts:
+        found = self._of(choice.layout.tensor_parallel_size, choice.layout.expert_parallel_size, choice.samples)
+        assert found is not None, "a candidate's microbatch was counted"
+        return found
 
     def _blocks(self, stages: int, way: Recomputing) -> list[range]:
         """The blocks of each stage, as a run places them (with the costs of recomputation)."""
-        if (stages, way) not in self._placed:
-            policy: Policy = "auto" if stages > 1 else "even"
-            cost = self._model.cost
-            placed = place(as_run(cost, way), stages, policy).stages if cost is not None else ()
-            self._placed[stages, way] = [stage.blocks for stage in placed] or [range(0)]
-        return self._placed[stages, way]
+        cost = self._model.cost
+        if cost is None:
+            return [range(0)]
+        placed = self._once(
+            ("placed", stages, way), lambda: place(as_run(cost, way), stages, "auto" if stages > 1 else "even")
+        )
+        return [stage.blocks for stage in placed.stages]
 
-    def _stages_of(
-        self, choice: Choice, counts: Counts, stages: Sequence[range], held: Held
-    ) -> list[tuple[Any, Stage]]:
+    def _stages_of(self, choice: Choice, counts: Counts, schedule: Schedule) -> list[tuple[Any, Stage]]:
         """The stages, each with its key; stages of equal cost have equal keys, and share one object."""
-        layout = choice.layout
+        layout, way = choice.layout, choice.activation_checkpointing
+        accumulates = 1 if choice.schedule is not None else choice.microbatches
+        held = replace(self.space.held, activation_checkpointing=way, accumulates=accumulates)
+        shared = id(counts), layout.shard_size, layout.expert_parallel_size, layout.data_parallel_size > 1
         several = layout.pipeline_parallel_size > 1
         found = []
-        for blocks in stages:
-            key = (
-                *(id(counts), layout.shard_size, layout.expert_parallel_size, layout.data_parallel_size > 1),
-                *(several, held.accumulates, choice.activation_checkpointing, self._alike(counts, blocks)),
-            )
-            if key not in self._stages:
-                self._stages[key] = Stage(counts, layout, blocks, held, self._optimizer)
-            found.append((key, self._stages[key]))
+        for blocks in self._blocks(schedule.stages, way):
+            key = *shared, several, held.accumulates, way, self._alike(counts, blocks)
+            found.append((key, self._once(key, partial(Stage, counts, layout, blocks, held, self._optimizer))))
         return found
 
-    def _time(
-        self, key: Any, stage: Stage, layout: Layout, samples: int, held: Held, groups: Groups, *, splits: bool
-    ) -> StageTime:
-        known = key, layout.data_parallel_replicas, splits
-        if known not in self._times:
-            self._times[known] = stage_time(stage, samples, held, groups, self.rates, splits=splits)
-        return self._times[known]
-
     def _alike(self, counts: Counts, blocks: range) -> tuple[Any, ...]:
-        """A key that is equal for stages with blocks of equal costs, and the same parts around them.
+        """A key that is equal for stages with blocks of equal costs, and the same parts around them."""
 
-        If a setting recomputes every n-th block, the blocks' places are part of the key.
-        """
-        if (id(counts), blocks) in self._likenesses:
-            return self._likenesses[id(counts), blocks]
-        kinds = self._kinds.get(id(counts))
-        if kinds is None:
+        def numbered() -> list[int]:
             numbers: dict[Any, int] = {}
-            kinds = {
-                place: numbers.setdefault(kind_of(block), len(numbers)) for place, block in enumerate(counts.blocks)
-            }
-            self._kinds[id(counts)] = kinds
-        whole = len(counts.blocks)
-        places = range(blocks.start, blocks.stop + (blocks.stop == whole))
-        around = tuple(place for place, _ in counts.parts if place in places)
-        ways = self.space.activation_checkpointing
-        placed = blocks if any(isinstance(way, int) and not isinstance(way, bool) for way in ways) else None
-        received = counts.blocks[blocks.start - 1].output if blocks.start else 0
-        likeness = tuple(kinds[place] for place in blocks), around, placed, received, blocks.stop == whole
-        self._likenesses[id(counts), blocks] = likeness
-        return likeness
+            return [numbers.setdefault(_kind_of(block), len(numbers)) for block in counts.blocks]
+
+        def alike() -> tuple[Any, ...]:
+            kinds = self._once(("kinds", id(counts)), numbered)
+            is_last = blocks.stop == len(counts.blocks)
+            around = tuple(place for place, _ in counts.parts if place in range(blocks.start, blocks.stop + is_last))
+            # if a setting recomputes every n-th block, the blocks' places matter
+            placed = any(type(way) is int for way in self.space.activation_checkpointing) and blocks
+            received = counts.blocks[blocks.start - 1].output if blocks.start else 0
+            return tuple(kinds[place] for place in blocks), around, placed, received, is_last
+
+        found: tuple[Any, ...] = self._once(("alike", id(counts), blocks), alike)
+        return found
 
 
-def _refused(error: ConfigurationError) -> str:
-    sentence = str(error).partition(". ")[0].removesuffix(".")
-    return f"{CANT_BE_CUT} ({sentence})"
-
-
-def _least_of(stages: Sequence[Stage], schedule: Schedule) -> int:
-    """A lower bound of the fullest rank's bytes."""
-    flights = _flights(schedule.name, len(schedule.rows), schedule.microbatches)
-    own = ([stages[stage] for stage in schedule.stages_of(rank)] for rank in range(len(schedule.rows)))
-    return max(map(_least, own, flights))
+def _kind_of(part: Any) -> Any:
+    """A key of everything that is known about a block, except names."""
+    parameters = tuple(replace(parameter, name="") for parameter in part.parameters)
+    return parameters, part.output, repr((part.plain, part.recomputed, part.selective))
 
 
 def _least(stages: Sequence[Stage], flight: int) -> int:
@@ -411,14 +319,16 @@ def _least(stages: Sequence[Stage], flight: int) -> int:
     return held + root + state + flight * received + (flight - 1) * min(kept)
 
 
-@lru_cache(maxsize=ORDERS_KEPT)
+@lru_cache(maxsize=32)  # an order of 64 stages and a thousand microbatches takes 20 MB
 def _order(name: str, ranks: int, microbatches: int) -> Schedule:
     return build(name, ranks, microbatches)
 
 
-@lru_cache(maxsize=32)
-def _splits(name: str) -> bool:
-    return _order(name, 2, 4).splits_backwards
+def _order_of(choice: Choice, *, fewest: bool = False) -> Schedule:
+    """The schedule; or the one of the fewest microbatches, with the same stages and the same last actions."""
+    name, ranks = choice.schedule or "1F1B", choice.layout.pipeline_parallel_size
+    microbatches = SCHEDULES[name].microbatches * ranks if fewest else choice.microbatches
+    return _order(name, ranks, microbatches if choice.schedule is not None else 1)
 
 
 def _shorter(schedule: Schedule, flight: int) -> Schedule:

@@ -30,44 +30,31 @@ class Timing:
     """The costs of a step's actions, with a lower bound and a simulation of the step.
 
     Args:
-        counts: The counts of one microbatch, for the layout's tensor and expert sizes.
-        layout: The layout.
         schedule: The order of actions.
-        held: Settings.
         rates: The device's speed.
         groups: The layout's groups of ranks.
         stages: In the order of the network.
         times: The time of each stage.
-        crossing: For each cut, bytes of a microbatch that cross it.
         tied: (first stage, last stage, bytes of a rank's shard) of each weight that several stages have.
         microbatches: If it differs from the schedule's number: only for :meth:`bound`, not for :meth:`simulated`.
     """
 
     def __init__(
         self,
-        counts: Counts,
-        layout: Layout,
         schedule: Schedule,
-        held: Held,
         rates: Rates,
         groups: Groups,
         stages: Sequence[Stage],
         times: Sequence[StageTime],
-        crossing: Sequence[int],
         tied: Sequence[tuple[int, int, int]],
         *,
         microbatches: int | None = None,
     ) -> None:
-        self.counts, self.layout, self.schedule, self.held, self.rates = counts, layout, schedule, held, rates
-        self._groups = groups
-        self._turns = Turns(microbatches or schedule.microbatches, held.accumulates)
-        self._made = stages
-        self.stages = tuple(times)
-        self._crossing = crossing
-        self._tied = tied
-        self._own: list[list[int]] = [[] for _ in schedule.rows]
-        for stage in range(schedule.stages):
-            self._own[schedule.rank_of[stage]].append(stage)
+        self.schedule, self.rates, self.stages = schedule, rates, tuple(times)
+        self._groups, self._made, self._tied = groups, stages, tied
+        self._turns = Turns(microbatches or schedule.microbatches, stages[0].held.accumulates)
+        self._crossing = [stage.handed_on for stage in stages[:-1]]  # bytes of a microbatch over each cut
+        self._own = [schedule.stages_of(rank) for rank in range(len(schedule.rows))]
 
     @classmethod
     def of(
@@ -80,18 +67,11 @@ class Timing:
         rates: Rates,
         optimizer: OptimizerState | None = None,
     ) -> Timing:
-        """The timing of one plan.
-
-        Args:
-            blocks: Each stage's blocks.
-            optimizer: The optimizer's state; ``None`` if it isn't known.
-        """
+        """The timing of one plan, with each stage's blocks; ``optimizer`` is ``None`` if its state isn't known."""
         groups = Groups(layout, rates.device.per_machine)
         stages = [Stage(counts, layout, own, held, optimizer) for own in blocks]
-        splits = schedule.splits_backwards
-        times = [stage_time(stage, counts.samples, held, groups, rates, splits=splits) for stage in stages]
-        crossing, tied = crossings(counts, blocks), ties(counts, layout, blocks)
-        return cls(counts, layout, schedule, held, rates, groups, stages, times, crossing, tied)
+        times = [stage_time(stage, groups, rates, splits=schedule.splits_backwards) for stage in stages]
+        return cls(schedule, rates, groups, stages, times, ties(counts, layout, blocks))
 
     @cached_property
     def transfers(self) -> list[float]:
@@ -180,7 +160,7 @@ class Timing:
             flops_per_sample: FLOPs of the whole model's forward and backward for one sample, without recomputation; for
                 MFU.
         """
-        counts, layout, batches = self.counts, self.layout, self._turns.batches
+        counts, layout, batches = self._made[0].counts, self._groups.layout, self._turns.batches
         timeline = simulate(self.schedule, self.costs())
         before = simulate(self.schedule, self.costs(reduces=False)).duration if batches > 1 else 0.0
         step = (batches - 1) * before + timeline.duration + self.optimizer + self.ties
@@ -190,7 +170,7 @@ class Timing:
         bytes_sent = []
         for own in self._own:
             crossing = sum(self._crossing[cut] for stage in own for cut in self._cuts_of(stage) if self.transfers[cut])
-            of_stages = [sent(self._made[stage], self.held, layout, self._turns) for stage in own]
+            of_stages = [sent(self._made[stage], layout, self._turns) for stage in own]
             # activations forward over one of a stage's cuts, gradients backward over the other
             bytes_sent.append(total([*of_stages, *([{PIPELINE: runs * crossing}] if crossing else [])]))
         axes = dict.fromkeys(axis for of in bytes_sent for axis in of)
@@ -235,9 +215,9 @@ class Timing:
 
     def _unknown(self) -> tuple[str, ...]:
         found = []
-        if not self._made[0].knows_optimizer:
+        if self._made[0].optimizer is None:
             found.append("the optimizer's state, which its step reads and writes")
-        if self.held.cpu_offload:
+        if self._made[0].held.cpu_offload:
             found.append("the optimizer's step in the host's memory")
             if self.rates.device.host_bandwidth is None:
                 found.append("copies to and from the host's memory: the device's profile doesn't say host_bandwidth")
@@ -250,11 +230,6 @@ def model_flops(counts: Counts) -> float:
     return sum(part.plain.forward.flops + part.plain.backward.flops for part in parts) / counts.samples
 
 
-def crossings(counts: Counts, blocks: Sequence[range]) -> list[int]:
-    """For each cut, bytes of a microbatch that cross it."""
-    return [counts.blocks[own.start - 1].output for own in blocks[1:]]
-
-
 def ties(counts: Counts, layout: Layout, blocks: Sequence[range]) -> list[tuple[int, int, int]]:
     """The trained weights that several stages have: (first stage, last stage, bytes of a rank's shard)."""
     holders: dict[str, list[tuple[int, ParameterCount]]] = {}
@@ -262,9 +237,5 @@ def ties(counts: Counts, layout: Layout, blocks: Sequence[range]) -> list[tuple[
         held = {p.name: p for part in counts.of_stage(own) for p in part.parameters if p.requires_grad}
         for name, parameter in held.items():
             holders.setdefault(name, []).append((index, parameter))
-    return [
-        (found[0][0], found[-1][0], shard_numel(parameter, layout.shard_size) * parameter.dtype.itemsize)
-        for found in holders.values()
-        if len(found) > 1
-        for parameter in (found[0][1],)
-    ]
+    shared = [(found[0][0], found[-1][0], found[0][1]) for found in holders.values() if len(found) > 1]
+    return [(one, other, shard_numel(p, layout.shard_size) * p.dtype.itemsize) for one, other, p in shared]

@@ -54,7 +54,7 @@ class Groups:
         def group(step: int, size: int) -> Group:
             return _most_spread(step, size, layout.world_size, per_machine)
 
-        self._layout = layout
+        self.layout = layout
         self._per_machine = per_machine
         self.tensor = group(1, tensor)
         self.expert = group(tensor, experts)
@@ -64,7 +64,7 @@ class Groups:
 
     def between(self, one: int, other: int) -> Group:
         """The pair of ranks that communicate between two pipeline ranks."""
-        size, last = self._layout.stage_size, self._layout.pipeline_parallel_size - 1
+        size, last = self.layout.stage_size, self.layout.pipeline_parallel_size - 1
         return _pairs((last - one) * size, (last - other) * size, size, self._per_machine)
 
 

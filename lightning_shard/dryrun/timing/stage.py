@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lightning_shard.dryrun.counting.counts import EXPERT, TENSOR
-from lightning_shard.dryrun.memory.peak import Held, Stage, Unit
+from lightning_shard.dryrun.memory.peak import Stage, Unit
 from lightning_shard.dryrun.timing.links import Groups
 from lightning_shard.dryrun.timing.rates import Rates, Seconds
 from lightning_shard.layout import Layout
@@ -24,25 +24,15 @@ DATA, REPLICAS = "data", "replicas"
 
 @dataclass(frozen=True)
 class StageTime:
-    """A rank's time on one stage, in seconds.
+    """A rank's time on one stage, in seconds."""
 
-    Attributes:
-        forward: A microbatch's forward, by purpose.
-        backward: A microbatch's backward, by purpose.
-        weights: Time of ``backward`` in its second part, which no rank waits for; 0 if that wasn't counted.
-        first: Additional time of a batch's first forward, to gather parameters that stay gathered.
-        last: Additional time of the last backward before an optimizer step, to reduce gradients.
-        reduces: The time to reduce gradients without overlapping computation; 0 if each backward reduces.
-        optimizer: The optimizer's step; 0 if it runs in host memory, where its time isn't known.
-    """
-
-    forward: Seconds
+    forward: Seconds  # a microbatch's, by purpose
     backward: Seconds
-    weights: float
-    first: float
-    last: float
-    reduces: float
-    optimizer: float
+    weights: float  # of ``backward`` in its second part, which no rank waits for; 0 if that wasn't counted
+    first: float  # what a batch's first forward takes in addition, to gather parameters that stay gathered
+    last: float  # the same of the last backward before an optimizer step, to reduce gradients
+    reduces: float  # the time to reduce gradients without overlapping computation; 0 if each backward reduces
+    optimizer: float  # its step; 0 if it runs in host memory, where its time isn't known
 
     @cached_property
     def forward_s(self) -> float:
@@ -85,24 +75,13 @@ def _together(pieces: Sequence[_Piece], *, overlaps: bool) -> float:
     return max(computed, linked)
 
 
-def stage_time(
-    stage: Stage, samples: int, held: Held, groups: Groups, rates: Rates, *, splits: bool = False
-) -> StageTime:
-    """Estimate a stage's time.
-
-    Args:
-        stage: The stage.
-        samples: The size of the counted microbatch.
-        held: Settings.
-        groups: The layout's groups of ranks.
-        rates: The device's speed.
-        splits: Whether the schedule splits backwards; then reduces don't overlap with computation.
-    """
-    pairs = zip(stage.parts, stage.costs, strict=True)
+def stage_time(stage: Stage, groups: Groups, rates: Rates, *, splits: bool = False) -> StageTime:
+    """Estimate a stage's time; ``splits``: the schedule splits backwards, so reduces don't overlap with computation."""
+    held, samples, offloads = stage.held, stage.counts.samples, stage.held.cpu_offload
+    pairs = list(zip(stage.parts, stage.costs, strict=True))
     spent = [rates.of_part(part, cost, groups, samples) for part, cost in pairs]
     forwards, backwards = ([sum(of[way].values()) for of in spent] for way in (0, 1))
     units = _units_in_turn(stage)
-    offloads = held.cpu_offload
     *gathers, gathers_root = (_gather(unit, groups, rates, offloads) for unit in (*units, stage.root))
     *reduces, reduces_root = (_reduce(unit, groups, rates, offloads) for unit in (*units, stage.root))
 
@@ -120,15 +99,16 @@ def stage_time(
     regathers, each = not stage.keeps_gathered, held.reduce_each_microbatch
     each_forward, each_backward = forward(regathers), backward(regathers, each)
     backward_s = total(of[1] for of in spent)
-    later = (rates.of_weights(part, cost, groups, samples) for part, cost in zip(stage.parts, stage.costs))
+    trained = sum(numel * p.dtype.itemsize for p, numel in stage.shards if p.requires_grad)
     return StageTime(
         forward={**total(of[0] for of in spent), DATA: max(0.0, each_forward - sum(forwards))},
         backward={**backward_s, DATA: max(0.0, each_backward - sum(backwards))},
-        weights=sum(later),
+        weights=sum(rates.of_weights(part, cost, groups, samples) for part, cost in pairs),
         first=forward(True, gathers_root) - each_forward,
         last=0.0 if each else backward(regathers, True) - each_backward,
         reduces=0.0 if each else sum(reduces) + reduces_root,
-        optimizer=0.0 if offloads else rates.read(_stepped(stage)),
+        # its state and parameters are read and written, gradients are read
+        optimizer=0.0 if offloads else rates.read(2 * stage.state_bytes + 3 * trained),
     )
 
 
@@ -184,13 +164,7 @@ def _reduce(unit: Unit | None, groups: Groups, rates: Rates, offloads: bool) -> 
     )
 
 
-def _stepped(stage: Stage) -> float:
-    """Bytes that an optimizer step moves: state and parameters are read and written, gradients are read."""
-    trained = sum(numel * p.dtype.itemsize for p, numel in stage.shards if p.requires_grad)
-    return 2 * stage.state_bytes + 3 * trained
-
-
-def sent(stage: Stage, held: Held, layout: Layout, turns: Turns) -> dict[str, float]:
+def sent(stage: Stage, layout: Layout, turns: Turns) -> dict[str, float]:
     """Bytes that a rank of a stage sends in a step, by axis; without pipeline transfers."""
     shards, experts = layout.shard_size, layout.shard_size // layout.expert_parallel_size
     replicas = layout.data_parallel_replicas
@@ -200,7 +174,7 @@ def sent(stage: Stage, held: Held, layout: Layout, turns: Turns) -> dict[str, fl
 
     runs = turns.microbatches * turns.batches
     gathers = turns.batches if stage.keeps_gathered else 2 * runs
-    reduces = runs if held.reduce_each_microbatch else 1
+    reduces = runs if stage.held.reduce_each_microbatch else 1
     units = [unit for unit in _units_in_turn(stage) if unit is not None]
     blocks = sum(ring(_of_unit(unit, gradients=False)) for unit in units)
     root = ring(_of_unit(stage.root, gradients=False))

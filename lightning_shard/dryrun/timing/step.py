@@ -14,53 +14,30 @@ from lightning_shard.pipeline.schedules.simulate import Timeline
 
 @dataclass(frozen=True)
 class StepTime:
-    """The estimated time of a step. Times are in seconds.
+    """The estimated time of a step. Times are in seconds."""
 
-    Attributes:
-        device: The profile's name.
-        step: From the first microbatch to the end of the optimizer's step.
-        timeline: The simulated timeline of the pipeline's ranks, for the step's last batch.
-        stages: The time of each stage.
-        optimizer: The slowest rank's optimizer step.
-        ties: The time to sum gradients of weights that several stages share, after the last backward.
-        bubble: The fraction of the timeline in which the average rank computes nothing: it receives, or waits.
-        tokens_per_s: Tokens per second of all devices together.
-        mfu: Model FLOPs utilization: the model's own operations (without recomputation) as a fraction of all devices'
-            peak; ``None`` if these operations aren't known.
-        spent: The busiest rank's time in a step, by purpose; the rest is idle.
-        sent: Bytes that a rank sends in a step, by axis; the maximum over stages.
-        unknown: Texts of what these numbers should include, and don't.
-        assumed: Texts of assumptions.
-    """
-
-    device: str
-    step: float
-    timeline: Timeline
+    device: str  # the profile's name
+    step: float  # from the first microbatch to the end of the optimizer's step
+    timeline: Timeline  # of the pipeline's ranks, simulated, for the step's last batch
     stages: tuple[StageTime, ...]
-    optimizer: float
-    ties: float
-    bubble: float
-    tokens_per_s: float
+    optimizer: float  # the slowest rank's optimizer step
+    ties: float  # to sum gradients of weights that several stages share, after the last backward
+    bubble: float  # the fraction of the timeline in which the average rank computes nothing: it receives, or waits
+    tokens_per_s: float  # of all devices together
     mfu: float | None
-    spent: Seconds
-    sent: Mapping[str, float]
-    unknown: tuple[str, ...] = ()
+    """Model FLOPs utilization: the model's own operations (without recomputation) as a fraction of all devices' peak;
+    ``None`` if these operations aren't known."""
+    spent: Seconds  # the busiest rank's time in a step, by purpose; the rest is idle
+    sent: Mapping[str, float]  # bytes that a rank sends in a step, by axis; the maximum over stages
+    unknown: tuple[str, ...] = ()  # what these numbers should include, and don't
     assumed: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """For machines. In seconds and bytes."""
-        return {
-            "device": self.device,
-            "step": self.step,
-            "bubble": self.bubble,
-            "tokens_per_s": self.tokens_per_s,
-            "mfu": self.mfu,
-            "dominates": self.dominates,
-            "spent": dict(self.spent),
-            "sent": dict(self.sent),
-            "assumed": list(self.assumed),
-            "unknown": list(self.unknown),
-        }
+        names = ("device", "step", "bubble", "tokens_per_s", "mfu", "dominates")
+        found = {name: getattr(self, name) for name in names}
+        texts = {"assumed": list(self.assumed), "unknown": list(self.unknown)}
+        return {**found, "spent": dict(self.spent), "sent": dict(self.sent), **texts}
 
     def __str__(self) -> str:
         mfu = "" if self.mfu is None else f", {100 * self.mfu:.1f} % MFU"
