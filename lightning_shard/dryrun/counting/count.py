@@ -28,13 +28,13 @@ from lightning_shard.dryrun.counting.counts import (
     Counts,
     ParameterCount,
     PartCount,
+    TwoParts,
     Work,
 )
 from lightning_shard.dryrun.counting.experts import DealtEvenly, ListDealtEvenly, WholeEvenly, stacks_named
 from lightning_shard.dryrun.counting.fake import fake_ranks, fake_tensors, make_fake
 from lightning_shard.dryrun.counting.model import Model
-from lightning_shard.dryrun.counting.two_parts import accumulators
-from lightning_shard.dryrun.counting.watched import Outcome, Watched, Way
+from lightning_shard.dryrun.counting.watched import Outcome, Watched, Way, accumulators
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.containers import with_forward
 from lightning_shard.parallel.experts.module_lists import RestoreAndReplay, distribute_list, is_list
@@ -48,26 +48,17 @@ WAYS: tuple[Way, ...] = ("plain", "recomputed", "selective")
 
 @dataclass
 class _LaidOut:
-    """A module that is cut to one rank, in a process with a fake process group.
-
-    Attributes:
-        batch: The microbatch to count.
-        experts: The names of modules whose experts are sharded over ranks.
-        parameters: By the name of the block or part that holds them.
-        whole: Stacks of experts that aren't sharded.
-        stands_in: Whether stand-ins may replace equal blocks; False if the code needs more than they return.
-        has_added: Whether a run has already added to existing gradients.
-        accumulators: The parameters' AccumulateGrad nodes; empty unless backwards are split.
-    """
+    """A module that is cut to one rank, in a process with a fake process group."""
 
     module: pl.LightningModule
-    batch: Any
-    experts: Sequence[str]
-    parameters: Mapping[str, tuple[ParameterCount, ...]]
-    whole: Sequence[WholeEvenly]
-    stands_in: bool = True
-    has_added: bool = False
-    accumulators: Sequence[tuple[Tensor, Node]] = ()
+    sizes: tuple[int, int]  # of the tensor and the expert axis
+    experts: Sequence[str]  # the names of modules whose experts are sharded over ranks
+    parameters: Mapping[str, tuple[ParameterCount, ...]]  # by the name of the block or part that holds them
+    whole: Sequence[WholeEvenly]  # stacks of experts that aren't sharded
+    batch: Any = None  # the microbatch to count
+    stands_in: bool = True  # False if the code needs more of equal blocks than their stand-ins return
+    has_added: bool = False  # whether a run has already added to existing gradients
+    accumulators: Sequence[tuple[Tensor, Node]] = ()  # AccumulateGrad nodes; empty unless backwards are split
 
 
 def count(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: int = 1, samples: int = 1) -> Counts:
@@ -98,13 +89,13 @@ def count_each(
     with _laid_out(model, tensor_parallel_size, expert_parallel_size) as laid, fake_tensors():
         make_fake(laid.module)
         for number, laid.batch in zip(samples, batches):
-            found.append(_count(model, laid, tensor_parallel_size, expert_parallel_size, number))
+            found.append(_count(model, laid, number))
             if not found[-1].counted:
                 break
     return found
 
 
-def _count(model: Model, laid: _LaidOut, tensor_parallel_size: int, expert_parallel_size: int, samples: int) -> Counts:
+def _count(model: Model, laid: _LaidOut, samples: int) -> Counts:
     blocks = model.blocks.names if model.blocks else ()
     outcomes, reason = _outcomes(laid, model, WAYS if blocks else WAYS[:1])
     batch, parameters = laid.batch, laid.parameters
@@ -112,13 +103,11 @@ def _count(model: Model, laid: _LaidOut, tensor_parallel_size: int, expert_paral
 
     def part(name: str, place: int | None = None) -> PartCount:
         key = name if place is None else place
-        costs = {
-            way: outcome.cost(key, tensor_parallel_size, expert_parallel_size) for way, outcome in outcomes.items()
-        }
-        plain = costs.get("plain", Cost(*_estimated(model, name)))
+        costs = {way: outcome.cost(key) for way, outcome in outcomes.items()}
+        flops = model.estimated_flops.get(name, 0)  # for a step that wasn't counted
+        plain = costs.get("plain", Cost(Work(flops), Work(2 * flops)))
         output = outcomes["plain"].outputs.get(key, 0) if "plain" in outcomes else 0
-        others = (costs.get(way, plain) for way in WAYS[1:])
-        return PartCount(name, parameters.get(name, ()), output, plain, *others)
+        return PartCount(name, parameters.get(name, ()), output, plain, *(costs.get(way, plain) for way in WAYS[1:]))
 
     integers = [t.numel() for t in tree.tensors(batch) if not t.is_floating_point() and t.ndim > 1]
     return Counts(
@@ -131,8 +120,8 @@ def _count(model: Model, laid: _LaidOut, tensor_parallel_size: int, expert_paral
         batch_bytes=_nbytes(tree.tensors(batch)),
         buffer_bytes=_nbytes(model.module.buffers()),
         saved_buffer_bytes=_nbytes(_saved_buffers(model.module)),
-        tensor_parallel_size=tensor_parallel_size,
-        expert_parallel_size=expert_parallel_size,
+        tensor_parallel_size=laid.sizes[0],
+        expert_parallel_size=laid.sizes[1],
         counted=not reason,
         reason=reason,
         assumed=_assumptions(model, laid, outcomes.values()),
@@ -148,9 +137,8 @@ def count_two_parts(model: Model, counts: Counts) -> Counts:
     """
     if counts.in_two_parts or not counts.counted:
         return replace(counts, in_two_parts=True)
-    tensor, expert = counts.tensor_parallel_size, counts.expert_parallel_size
     batch = _first(model.batch, counts.samples)
-    with _laid_out(model, tensor, expert) as laid, fake_tensors():
+    with _laid_out(model, counts.tensor_parallel_size, counts.expert_parallel_size) as laid, fake_tensors():
         make_fake(laid.module)
         laid.batch, laid.accumulators = batch, accumulators(laid.module)
         try:
@@ -162,7 +150,9 @@ def count_two_parts(model: Model, counts: Counts) -> Counts:
         key = part.name if place is None else place
         like = outcome.like(key)
         names = [p.name for p in laid.parameters.get(like if isinstance(like, str) else counts.blocks[like].name, ())]
-        return replace(part, plain=replace(part.plain, parts=outcome.in_two_parts(key, tensor, expert, names)))
+        late = tuple(number for number, name in enumerate(names) if name in outcome.late.get(like, ()))
+        parts = replace(outcome.cost(key).parts or TwoParts(), late=late)
+        return replace(part, plain=replace(part.plain, parts=parts))
 
     return replace(
         counts,
@@ -192,7 +182,8 @@ def _laid_out(model: Model, tensor: int, expert: int) -> Iterator[_LaidOut]:
         experts = resolve_experts(module, model.settings.expert_parallel_plan, expert)
         plan = model.settings.expert_parallel_plan if expert == 1 else None
         parameters = _lay_out(module, model, tensor, expert, experts)
-        yield _LaidOut(module, None, experts, parameters, [*map(WholeEvenly, stacks_named(module, plan))])
+        whole = [*map(WholeEvenly, stacks_named(module, plan))]
+        yield _LaidOut(module, (tensor, expert), experts, parameters, whole)
 
 
 def _first(batch: Any, samples: int) -> Any:
@@ -293,12 +284,6 @@ def _runs_again(_owner: nn.Module) -> AbstractContextManager[RestoreAndReplay]:
     return nullcontext((lambda: None, nullcontext))
 
 
-def _estimated(model: Model, name: str) -> tuple[Work, Work]:
-    """Forward and backward work of a part that wasn't counted, estimated from its parameters."""
-    flops = model.estimated_flops.get(name, 0)
-    return Work(flops), Work(2 * flops)
-
-
 # -- a run
 
 
@@ -318,10 +303,6 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _has_dtensors(module: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
-
-
 def _tried(laid: _LaidOut, model: Model, way: Way, *, adds: bool = False) -> Outcome:
     """Run and count; if it fails with stand-ins, run all blocks.
 
@@ -332,8 +313,9 @@ def _tried(laid: _LaidOut, model: Model, way: Way, *, adds: bool = False) -> Out
         adds: Whether no gradients existed so far, to which a second run adds; then warm up that case, too (once for all
             ways).
     """
+    has_dtensors = any(isinstance(parameter, DTensor) for parameter in laid.module.parameters())
     try:
-        for _ in range((1 + adds) * _has_dtensors(laid.module)):
+        for _ in range((1 + adds) * has_dtensors):
             Watched(laid.module, model, stands_in=laid.stands_in).run(laid.batch, way, laid.accumulators)
         return _outcome(laid, model, way)
     except Exception:
@@ -347,13 +329,12 @@ def _outcome(laid: _LaidOut, model: Model, way: Way) -> Outcome:
     for parameter in laid.module.parameters():
         parameter.grad = None
 
-    def run(watched: Watched) -> Outcome:
-        return watched.run(laid.batch, way, laid.accumulators)
+    def run(stands_in: bool) -> tuple[Watched, Outcome]:
+        watched = Watched(laid.module, model, laid.sizes, laid.experts, stands_in=stands_in)
+        return watched, watched.run(laid.batch, way, laid.accumulators)
 
-    watched = Watched(laid.module, model, laid.experts, stands_in=laid.stands_in)
-    outcome = run(watched)
+    watched, outcome = run(laid.stands_in)
     stands_in = laid.stands_in and not watched.differ(outcome)
     if laid.stands_in and not stands_in:
-        outcome = run(Watched(laid.module, model, laid.experts, stands_in=False))
-    again = run(Watched(laid.module, model, laid.experts, stands_in=stands_in))
-    return replace(outcome, adding=again.growth)
+        _, outcome = run(False)
+    return outcome.with_adding(run(stands_in)[1])

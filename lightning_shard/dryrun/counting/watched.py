@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import tree
 from lightning_shard.dryrun.counting.counts import AROUND, EXPERT, LOSS, TENSOR, Cost, TwoParts, Work
 from lightning_shard.dryrun.counting.kernels import AsOnDevices
 from lightning_shard.dryrun.counting.ledger import Ledger
-from lightning_shard.dryrun.counting.ledger import Work as Entered
 from lightning_shard.dryrun.counting.model import Model, fake_trainer
 from lightning_shard.dryrun.counting.similar_blocks import Likes
-from lightning_shard.dryrun.counting.two_parts import InTwoParts, Left, told_of_gradients
 from lightning_shard.parallel.activation_checkpointing import leave_out_caches, recompute
 from lightning_shard.parallel.experts.module_lists import is_list
 from lightning_shard.parallel.fsdp.shard import with_forward
 from lightning_shard.pipeline.dataflow.packed_sequences import nothing_packed
+from lightning_shard.pipeline.runtime.split_backward import Product, backward_but_products, backward_of_products
 from lightning_shard.plugin.assembly.example import part_of
 from lightning_shard.scripted import after_calls, before_calls
+from lightning_shard.sharding import local_tensor
 
 Way = Literal["plain", "recomputed", "selective"]
+Key = str | int
+"""A part's name, or a block's place."""
 _RING: Mapping[str, Callable[[int], float]] = {
     "all_reduce": lambda p: 2 * (p - 1) / p,
     "all_gather_into_tensor": lambda p: p - 1,
@@ -41,117 +43,69 @@ _EXCHANGE = "alltoall_base_"
 """The operation by which expert-parallel ranks exchange tokens."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
-    """The counts of one run; keys are labels such as ``("forward", place)``."""
+    """The counts of one run."""
 
-    work: Mapping[Hashable, Entered]
-    kept: Mapping[Hashable, int]
-    growth: Mapping[Hashable, int]
-    adding: Mapping[Hashable, int]
-    left: Mapping[Hashable, int]
-    outputs: dict[str | int, int]
-    stands_for: dict[int, int]
-    carried: Mapping[Hashable, int]
-    of_gradients: Mapping[Hashable, int]
-    experts_done: Mapping[Hashable, int]
-    takes_unpacked: bool
-    left_over: Mapping[Hashable, Left]
+    costs: Mapping[Key, Cost]
+    outputs: Mapping[Key, int]
+    stands_for: Mapping[int, int]  # a block that was stood in for, to the one that was run in its place
+    takes_unpacked: bool  # whether a row without mask and positions was taken to be one sequence
+    late: Mapping[Key, set[str]]  # the parameters whose gradients come in a backward's second part
 
-    def like(self, key: str | int) -> str | int:
-        """The block that was run in place of a block that was stood in for; other keys are unchanged."""
+    def cost(self, key: Key) -> Cost:
+        return self.costs.get(self.like(key), Cost())
+
+    def like(self, key: Key) -> Key:
         return self.stands_for.get(key, key) if isinstance(key, int) else key
 
-    def in_two_parts(self, key: str | int, tensor: int, expert: int, names: Sequence[str]) -> TwoParts:
-        """The counts of a part's split backward.
+    def with_adding(self, again: Outcome) -> Outcome:
+        """Add the peaks of another run, in which gradients existed."""
 
-        Args:
-            key: The part.
-            tensor, expert: Sizes of the axes.
-            names: The names of the parameters of the block that was run for it.
-        """
-        key = self.like(key)
-        forward, inputs, weights = ("forward", key), ("backward", key), ("weights", key)
-        kept = self.kept.get(forward, 0)
-        left = self.left_over.get(key, Left(0, 0, ()))
-        return TwoParts(
-            left.owed,
-            left.given,
-            max(0, kept - self.left.get(forward, kept)),
-            self.growth.get(inputs, 0),
-            self.adding.get(inputs, 0),
-            self.of_gradients.get(inputs, 0),
-            self.growth.get(weights, 0),
-            self.adding.get(weights, 0),
-            tuple(place for place, name in enumerate(names) if name in left.late),
-            _work(self.work.get(weights), tensor, expert),
-        )
+        def both(key: Key, cost: Cost) -> Cost:
+            other, parts = again.costs.get(key, Cost()), cost.parts
+            if parts is not None:
+                of = other.parts or TwoParts()
+                peaks = {"inputs_adding_peak": of.inputs_peak, "weights_adding_peak": of.weights_peak}
+                parts = replace(parts, **peaks)  # type: ignore[arg-type]
+            return replace(cost, adding_peak=other.backward_peak, parts=parts)
 
-    def cost(self, key: str | int, tensor: int, expert: int) -> Cost:
-        key = self.like(key)
-        forward, backward = ("forward", key), ("backward", key)
-        kept = self.kept.get(forward, 0)
-        return Cost(
-            _work(self.work.get(forward), tensor, expert),
-            _work(self.work.get(backward), tensor, expert),
-            kept,
-            self.growth.get(forward, 0),
-            self.growth.get(backward, 0),
-            self.adding.get(backward, 0),
-            max(0, kept - self.left.get(forward, kept)),
-            self.carried.get(forward, 0),
-            self.of_gradients.get(backward, 0),
-            self.experts_done.get(backward, 0),
-        )
-
-
-def _work(entered: Entered | None, tensor: int, expert: int) -> Work:
-    if entered is None:
-        return Work()
-    along = {
-        TENSOR: sum(_RING[name](tensor) * nbytes for name, nbytes in entered.sent.items() if name in _RING),
-        EXPERT: (expert - 1) / expert * entered.sent.get(_EXCHANGE, 0),
-    }
-    calls = {
-        TENSOR: sum(number for name, number in entered.calls.items() if name in _RING),
-        EXPERT: entered.calls.get(_EXCHANGE, 0),
-    }
-    return Work(
-        entered.flops,
-        entered.moved,
-        entered.beside,
-        {axis: round(nbytes) for axis, nbytes in along.items() if nbytes},
-        {axis: number for axis, number in calls.items() if along[axis]},
-    )
+        return replace(self, costs={key: both(key, cost) for key, cost in self.costs.items()})
 
 
 class Watched:
     """The module with hooks around its blocks and parts, for one run.
 
     Args:
+        sizes: Of the tensor and the expert axis.
         experts: The names of modules whose experts are sharded over ranks.
         stands_in: Whether only two of several equal blocks are run.
     """
 
     def __init__(
-        self, module: pl.LightningModule, model: Model, experts: Sequence[str] = (), *, stands_in: bool = True
+        self,
+        module: pl.LightningModule,
+        model: Model,
+        sizes: tuple[int, int] = (1, 1),
+        experts: Sequence[str] = (),
+        *,
+        stands_in: bool = True,
     ) -> None:
-        self.module = module
-        self.model = model
-        self.experts = experts
-        self.ledger = Ledger()
+        self.module, self.model, self.experts, self.ledger = module, model, experts, Ledger()
         self.places: dict[str, list[int]] = {}
         for place, name in enumerate(model.blocks.names if model.blocks else ()):
             self.places.setdefault(name, []).append(place)
+        self._sizes = sizes
         self._calls: dict[str, int] = {}
-        self._running: list[str | int] = []
+        self._running: list[Key] = []
         self._begun = 0
         self._likes = Likes() if stands_in else None
-        self._outputs: dict[str | int, int] = {}
-        self._left: dict[Hashable, int] = {}
-        self._alive: dict[Hashable, dict[Hashable, int]] = {}
-        self._experts_done: dict[Hashable, int] = {}
-        self._parted: InTwoParts | None = None
+        self._outputs: dict[Key, int] = {}
+        self._left: dict[Key, int] = {}
+        self._alive: dict[Key, dict[Hashable, int]] = {}
+        self._experts_done: dict[Key, int] = {}
+        self._products: dict[Key, list[Product]] = {}
+        self._late: dict[Key, set[str]] = {}
 
     def run(self, batch: Any, way: Way, nodes: Sequence[tuple[Tensor, Node]] = ()) -> Outcome:
         """Run forward and backward of the user's step.
@@ -171,22 +125,16 @@ class Watched:
             for name, _ in self.model.blocks.parts if self.model.blocks else ():
                 part = part_of(module, name)
                 if isinstance(part, nn.Module):
-                    stack.callback(before_calls(part, partial(self._begin_part, name)).remove)
-                    stack.callback(after_calls(part, partial(self._end, name), always_call=True).remove)
-            for name in self.experts:
-                experts = module.get_submodule(name)
-                if is_list(experts):  # these are gathered by themselves
-                    continue
-                stack.callback(before_calls(experts, self._begin_experts, with_kwargs=True).remove)
-            if nodes:
-                names = {id(parameter): name for name, parameter in module.named_parameters()}
-                self._parted = InTwoParts(ledger, names)
-                for handle in told_of_gradients(nodes, self._mark_gradient):
-                    stack.callback(handle.remove)
-            else:
-                for parameter in module.parameters():
-                    if parameter.requires_grad:
-                        stack.callback(parameter.register_post_accumulate_grad_hook(self._mark_gradient).remove)
+                    stack.callback(before_calls(part, lambda *_, name=name: self._begin(name)).remove)
+                    stack.callback(after_calls(part, self._end, always_call=True).remove)
+            for experts in map(module.get_submodule, self.experts):
+                if not is_list(experts):  # those are gathered by themselves
+                    stack.callback(before_calls(experts, self._begin_experts, with_kwargs=True).remove)
+            for parameter, node in nodes:  # by hooks that don't prevent a split backward
+                stack.callback(node.register_hook(lambda *_, own=parameter: self._mark_gradient(own)).remove)
+            for parameter in module.parameters() if not nodes else ():
+                if parameter.requires_grad:
+                    stack.callback(parameter.register_post_accumulate_grad_hook(self._mark_gradient).remove)
             given = tree.map_leaves(_without_data, batch)
             asked = stack.enter_context(nothing_packed(given))
             if self.model.device_type != "cpu":
@@ -198,34 +146,101 @@ class Watched:
                 loss = self.model.loss_of(module, given)
             kept = dict(ledger.by_label())
             ledger.begin(("backward", LOSS))
-            if self._parted is None:
-                loss.backward()
-            else:
-                self._parted.run(loss)
-        stands_for = self._likes.stands_for if self._likes else {}
-        carried = {
-            key: sum(max(0, nbytes - kept.get(label, 0)) for label, nbytes in alive.items() if label != key)
-            for key, alive in self._alive.items()
-        }
-        return Outcome(
-            dict(ledger.work),
-            kept,
-            dict(ledger.growth),
-            {},
-            self._left,
-            self._outputs,
-            stands_for,
-            carried,
-            dict(ledger.of_gradients),
-            self._experts_done,
-            asked.is_asked,
-            self._parted.left if self._parted is not None else {},
-        )
+            parts = self._backward_in_two_parts(loss) if nodes else loss.backward()
+        keys = {label[1] for label in (*kept, *ledger.work, *ledger.growth) if isinstance(label, tuple)}
+        costs = {key: self._cost(key, kept, parts) for key in keys}
+        return Outcome(costs, self._outputs, self._likes.stands_for if self._likes else {}, asked.is_asked, self._late)
 
     def differ(self, outcome: Outcome) -> bool:
         """Whether two blocks that were taken to be equal have different costs."""
-        pairs = self._likes.pairs() if self._likes else []
-        return any(_of(outcome, first) != _of(outcome, second) for first, second in pairs)
+
+        def of(place: int) -> tuple[Any, ...]:
+            # not bytes moved in backward, as the first block's include what runs before it
+            cost = outcome.costs.get(place, Cost())
+            work = cost.forward.flops, cost.forward.moved, cost.backward.flops, cost.kept
+            return *work, cost.forward.traffic, cost.backward.traffic
+
+        return any(of(first) != of(second) for first, second in (self._likes.pairs() if self._likes else ()))
+
+    # -- costs
+
+    def _cost(self, key: Key, kept: Mapping[Hashable, int], parts: Mapping[Key, TwoParts] | None) -> Cost:
+        ledger, forward, backward = self.ledger, ("forward", key), ("backward", key)
+        own, alive = kept.get(forward, 0), self._alive.get(key, {})
+        peaks = {
+            "inputs_peak": ledger.growth.get(backward, 0),
+            "of_gradients": ledger.of_gradients.get(backward, 0),
+            "weights_peak": ledger.growth.get(("weights", key), 0),
+            "freed": max(0, own - self._left.get(key, own)),
+        }
+        return Cost(
+            forward=self._work(forward),
+            backward=self._work(backward),
+            kept=own,
+            forward_peak=ledger.growth.get(forward, 0),
+            backward_peak=peaks["inputs_peak"],
+            freed=peaks["freed"],
+            carried=sum(max(0, nbytes - kept.get(other, 0)) for other, nbytes in alive.items() if other != forward),
+            of_gradients=peaks["of_gradients"],
+            experts_done=self._experts_done.get(key, 0),
+            parts=None
+            if parts is None
+            else replace(parts.get(key, TwoParts()), weights=self._work(("weights", key)), **peaks),  # type: ignore
+        )
+
+    def _work(self, label: Hashable) -> Work:
+        entered, (tensor, expert) = self.ledger.work.get(label), self._sizes
+        if entered is None:
+            return Work()
+        rings = [name for name in entered.sent if name in _RING]
+        along = {
+            TENSOR: sum(_RING[name](tensor) * entered.sent[name] for name in rings),
+            EXPERT: (expert - 1) / expert * entered.sent.get(_EXCHANGE, 0),
+        }
+        calls = {TENSOR: sum(entered.calls[name] for name in rings), EXPERT: entered.calls.get(_EXCHANGE, 0)}
+        return Work(
+            entered.flops,
+            entered.moved,
+            entered.beside,
+            {axis: round(nbytes) for axis, nbytes in along.items() if nbytes},
+            {axis: number for axis, number in calls.items() if along[axis]},
+        )
+
+    # -- a split backward: the runtime's own, recording what each part keeps for the gradients of products' weights
+
+    def _backward_in_two_parts(self, loss: Tensor) -> dict[Key, TwoParts]:
+        ledger = self.ledger
+
+        def see(product: Product) -> None:
+            label: Any = ledger.label
+            self._products.setdefault(label[1], []).append(product)
+
+        backward_but_products([loss], [None], [], checks=False, seen=see)
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        found = {}
+        for key, products in self._products.items():
+            self._products[key] = done = [product for product in products if product.gradient is not None]
+            self._late[key] = {names.get(id(product.leaf.variable), "") for product in done}  # type: ignore
+            found[key] = self._owed(key)
+        for key, products in self._products.items():
+            ledger.begin(("weights", key))
+            backward_of_products(products)
+        return found
+
+    def _owed(self, key: Key) -> TwoParts:
+        products, storages = self._products[key], self.ledger.storages()
+        kept = {each: storages[each] for each in _storages(products) if each in storages}
+        gradients = {local_tensor(p.gradient).untyped_storage()._cdata for p in products if p.gradient is not None}
+        own = {("forward", key), ("backward", key)}
+        given = sum(nbytes for each, (nbytes, label) in kept.items() if each in gradients and label not in own)
+        return TwoParts(owed=sum(nbytes for nbytes, _ in kept.values()), given=given)
+
+    def _kept_by_products(self, label: Hashable) -> int:
+        """Bytes of storages created under a label that products keep so far for a second part of the backward."""
+        kept = {key for products in self._products.values() for key in _storages(products)}
+        return sum(n for key, (n, of) in self.ledger.storages().items() if of == label and key in kept) if kept else 0
+
+    # -- hooks
 
     def _watch(self, stack: ExitStack, name: str, called: nn.Module, way: Way) -> None:
         before = dict(vars(called))
@@ -242,32 +257,25 @@ class Watched:
         if self._likes is not None:
             vars(called)["forward"] = self._likes.of(called, called.forward, lambda: self._running[-1])
         stack.callback(before_calls(called, partial(self._begin_block, name), prepend=True).remove)
-        stack.callback(after_calls(called, partial(self._end_block), always_call=True).remove)
+        stack.callback(after_calls(called, self._end, always_call=True).remove)
 
     def _begin_block(self, name: str, *_: Any) -> None:
         number = self._calls.get(name, 0)
         self._calls[name] = number + 1
-        place = self.places[name][min(number, len(self.places[name]) - 1)]
         self._begun += 1
-        self._begin(place)
+        self._begin(self.places[name][min(number, len(self.places[name]) - 1)])
 
-    def _begin_part(self, name: str, *_: Any) -> None:
-        self._begin(name)
-
-    def _begin(self, key: str | int) -> None:
+    def _begin(self, key: Key) -> None:
         self._running.append(key)
         self._begin_forward(key)
 
-    def _begin_forward(self, key: str | int) -> None:
+    def _begin_forward(self, key: Key) -> None:
         if key != AROUND:  # AROUND resumes after each block
-            self._alive["forward", key] = self.ledger.by_label()
+            self._alive[key] = self.ledger.by_label()
         self.ledger.begin(("forward", key))
 
-    def _end_block(self, block: nn.Module, args: Any, output: Any) -> None:
-        self._end(self._running[-1], block, args, output)
-
-    def _end(self, key: str | int, _part: nn.Module, _args: Any, output: Any) -> None:
-        self._running.pop()
+    def _end(self, _part: nn.Module, _args: Any, output: Any) -> None:
+        key = self._running.pop()
         tensors = tree.tensors(output)
         seen = {t.untyped_storage()._cdata: t.numel() * t.element_size() for t in tensors if type(t) is not DTensor}
         self._outputs[key] = sum(seen.values())
@@ -280,11 +288,10 @@ class Watched:
             done = self._begun >= sum(map(len, self.places.values()))
             self._begin_forward(LOSS if done else AROUND)
 
-    def _begin_backward(self, key: str | int, _gradient: Tensor) -> None:
+    def _begin_backward(self, key: Key, _gradient: Tensor) -> None:
         self.ledger.begin(("backward", key))
         label = "forward", key
-        held = self._parted.held(label) if self._parted is not None else 0
-        self._left[label] = self.ledger.by_label()[label] - held
+        self._left[key] = self.ledger.by_label()[label] - self._kept_by_products(label)
 
     def _mark_gradient(self, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -295,7 +302,7 @@ class Watched:
         """Hook the experts' inputs to record the memory when their gradient is there; not in a recomputed forward."""
         if not self._running:
             return None
-        key = "backward", self._running[-1]
+        key = self._running[-1]
 
         def done(_gradient: Tensor) -> None:
             self._experts_done[key] = self.ledger.grown()
@@ -314,8 +321,13 @@ def _without_data(leaf: Any) -> Any:
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") if isinstance(leaf, Tensor) else leaf
 
 
-def _of(outcome: Outcome, place: int) -> tuple[int, ...]:
-    """The costs that must be equal; not bytes moved in backward, as the first block's include what runs before it."""
-    forward, backward = (outcome.work.get((way, place), Entered()) for way in ("forward", "backward"))
-    kept = outcome.kept.get(("forward", place), 0)
-    return forward.flops, forward.moved, backward.flops, sum(forward.sent.values()), sum(backward.sent.values()), kept
+def _storages(products: Sequence[Product]) -> Iterator[int]:
+    for product in products:
+        for tensor in (product.x, product.gradient):
+            if tensor is not None:
+                yield local_tensor(tensor).untyped_storage()._cdata
+
+
+def accumulators(module: nn.Module) -> list[tuple[Tensor, Node]]:
+    """Each trained parameter with its AccumulateGrad node, which lives as long as the result is kept."""
+    return [(p, get_gradient_edge(p).node) for p in module.parameters() if p.requires_grad]
