@@ -23,18 +23,12 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 @dataclass(frozen=True)
 class Link:
-    """A link between devices.
+    """A link between devices."""
 
-    Attributes:
-        bandwidth: Bytes per second of one device, in one direction.
-        latency_s: Latency of a message from a device to its neighbour, in seconds.
-        peers: For devices that are connected pairwise, without a switch: the number of links that ``bandwidth`` is the
-            sum of.
-    """
-
-    bandwidth: float
-    latency_s: float
+    bandwidth: float  # bytes per second of one device, in one direction
+    latency_s: float  # of a message from a device to its neighbour
     peers: int | None = None
+    """For devices that are connected pairwise, without a switch: of how many links ``bandwidth`` is the sum."""
 
     def among(self, devices: int) -> float:
         """The bandwidth of each device in a group of ``devices`` that communicate with each other."""
@@ -45,50 +39,30 @@ class Link:
 
 @dataclass(frozen=True)
 class Achieved:
-    """The fractions of peaks that are taken to be achieved: assumptions, not measurements.
+    """The fractions of peaks that are taken to be achieved: assumptions, not measurements."""
 
-    Attributes:
-        compute: Of peak operations, by matrix products. Large ones achieve more, small ones much less.
-        memory: Of memory bandwidth, by memory-bound operations.
-        links: Of link bandwidth, by collectives and transfers.
-    """
-
-    compute: float = 0.6
-    memory: float = 0.8
-    links: float = 0.8
+    compute: float = 0.6  # of peak operations, by matrix products; large ones achieve more, small ones much less
+    memory: float = 0.8  # of memory bandwidth, by memory-bound operations
+    links: float = 0.8  # of link bandwidth, by collectives and transfers
 
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator, and its connections.
-
-    Attributes:
-        name: The profile's name.
-        flops: Peak FLOP/s of matrix products, by dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``; and
-            ``"tfloat32"`` for float32 tensors that are rounded in products
-            (``torch.set_float32_matmul_precision("high")``).
-        memory: Memory in bytes.
-        memory_bandwidth: Bytes per second.
-        inside: The links to other devices of the same machine.
-        between: The links to other machines.
-        per_machine: Devices per machine.
-        achieved: The achieved fractions of peaks.
-        source: The source of the numbers.
-        notes: Texts of what is assumed.
-        host_bandwidth: Bytes per second between a device and host memory, in one direction; ``None`` if unknown.
-    """
+    """An accelerator, and its connections."""
 
     name: str
     flops: Mapping[str, float]
-    memory: int
-    memory_bandwidth: float
-    inside: Link
-    between: Link
-    per_machine: int
+    """Peak FLOP/s of matrix products, by dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``; and ``"tfloat32"`` for
+    float32 tensors that are rounded in products (``torch.set_float32_matmul_precision("high")``)."""
+    memory: int  # bytes
+    memory_bandwidth: float  # bytes per second
+    inside: Link  # to other devices of the same machine
+    between: Link  # to other machines
+    per_machine: int  # devices per machine
     achieved: Achieved = Achieved()
-    source: str = ""
-    notes: tuple[str, ...] = ()
-    host_bandwidth: float | None = None
+    source: str = ""  # of the numbers
+    notes: tuple[str, ...] = ()  # texts of what is assumed
+    host_bandwidth: float | None = None  # bytes per second to or from host memory; ``None`` if unknown
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products of this dtype.
@@ -120,8 +94,6 @@ _OPTIONAL = ("achieved", "notes", "host_bandwidth")
 """The attributes that a user's profile may omit."""
 _LATENCY_INSIDE_S = 5e-6
 _LATENCY_BETWEEN_S = 10e-6
-
-
 _ALSO = {"h100-sxm": "h100", "h200-sxm": "h200", "b200-sxm": "b200", "a100": "a100-80gb"}
 
 
@@ -205,7 +177,7 @@ def _of_mapping(given: Mapping[str, Any]) -> Device:
     known = [field.name for field in fields(Device)]
     _check_names(given, known, f"device {own!r}")
     base = asdict(device(based_on)) if based_on is not None else {"source": "the user's profile"}
-    values = {**base, "name": own, **given}
+    values = {**base, "name": str(own), **given}
     missing = [name for name in known if values.get(name, {}) == {} and name not in _OPTIONAL]
     if missing:
         raise ConfigurationError(
@@ -213,22 +185,23 @@ def _of_mapping(given: Mapping[str, Any]) -> Device:
             f" based_on, one of {', '.join(profiles())}."
         )
     for name, kind in (("flops", None), ("inside", Link), ("between", Link), ("achieved", Achieved)):
-        values[name] = {**_mapping(base.get(name, {}), name), **_mapping(given.get(name, {}), name)}
+        if not isinstance(given.get(name, {}), Mapping):
+            raise ConfigurationError(f"{name} ({given[name]!r}) must be settings by name.")
+        values[name] = {**base.get(name, {}), **given.get(name, {})}
         if kind is not None:
             _check_names(values[name], [field.name for field in fields(kind)], f"{name} of device {own!r}")
-    return Device(
-        str(own),
-        {str(dtype): _above_zero(peak, f"flops.{dtype}") for dtype, peak in values["flops"].items()},
-        size(values["memory"], "memory"),
-        _above_zero(values["memory_bandwidth"], "memory_bandwidth"),
-        _link(values["inside"], "inside"),
-        _link(values["between"], "between"),
-        check_count("per_machine", values["per_machine"]),
-        Achieved(**{name: _fraction(value, f"achieved.{name}") for name, value in values["achieved"].items()}),
-        f"the user's profile, based on {based_on}" if based_on else str(values["source"]),
-        tuple(map(str, values.get("notes", ()))),
-        None if values.get("host_bandwidth") is None else _above_zero(values["host_bandwidth"], "host_bandwidth"),
-    )
+    values["flops"] = {str(dtype): _number(peak, f"flops.{dtype}") for dtype, peak in values["flops"].items()}
+    values["memory"] = size(values["memory"], "memory")
+    for name in ("memory_bandwidth", *(("host_bandwidth",) if values.get("host_bandwidth") is not None else ())):
+        values[name] = _number(values[name], name)
+    for name, latency_s in (("inside", _LATENCY_INSIDE_S), ("between", _LATENCY_BETWEEN_S)):
+        values[name] = _link({"latency_s": latency_s, **values[name]}, name)
+    values["per_machine"] = check_count("per_machine", values["per_machine"])
+    achieved = {name: _number(value, f"achieved.{name}", _FRACTION, 1) for name, value in values["achieved"].items()}
+    values["achieved"] = Achieved(**achieved)
+    values["source"] = f"the user's profile, based on {based_on}" if based_on else str(values["source"])
+    values["notes"] = tuple(map(str, values.get("notes", ())))
+    return Device(**values)
 
 
 def _check_names(given: Mapping[str, Any], known: list[str], where: str) -> None:
@@ -237,43 +210,24 @@ def _check_names(given: Mapping[str, Any], known: list[str], where: str) -> None
         raise ConfigurationError(f"{where} says {', '.join(unknown)}, which isn't known: use {', '.join(known)}.")
 
 
-def _mapping(value: Any, setting: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigurationError(f"{setting} ({value!r}) must be settings by name.")
-    return dict(value)
-
-
 def _link(value: Mapping[str, Any], setting: str) -> Link:
-    latency = value.get("latency_s", _LATENCY_INSIDE_S if setting == "inside" else _LATENCY_BETWEEN_S)
-    if isinstance(latency, bool) or not isinstance(latency, (int, float)) or not 0 <= latency < math.inf:
-        raise ConfigurationError(f"{setting}.latency_s ({latency!r}) must be a number of seconds of at least 0.")
-    peers = value.get("peers")
+    latency, peers = value["latency_s"], value.get("peers")
     return Link(
-        _above_zero(value.get("bandwidth"), f"{setting}.bandwidth"),
-        float(latency),
+        _number(value.get("bandwidth"), f"{setting}.bandwidth"),
+        0.0 if latency == 0 else _number(latency, f"{setting}.latency_s", "a number of seconds of at least 0"),
         None if peers is None else check_count(f"{setting}.peers", peers),
     )
 
 
-def _number(value: Any) -> float | None:
-    """Convert a number, also from text, since YAML parses ``9e14`` as text; None if it is no number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return None
-    return None if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
+_FRACTION = "a fraction above 0 and at most 1"
 
 
-def _above_zero(value: Any, setting: str) -> float:
-    number = _number(value)
-    if number is None or not number > 0:
-        raise ConfigurationError(f"{setting} ({value!r}) must be a number above 0, per second.")
-    return number
-
-
-def _fraction(value: Any, setting: str) -> float:
-    number = _number(value)
-    if number is None or not 0 < number <= 1:
-        raise ConfigurationError(f"{setting} ({value!r}) must be a fraction above 0 and at most 1.")
+def _number(value: Any, setting: str, must: str = "a number above 0, per second", most: float = math.inf) -> float:
+    """A number above 0, also from text, since YAML parses ``9e14`` as text."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number <= most:
+        raise ConfigurationError(f"{setting} ({value!r}) must be {must}.")
     return number
