@@ -26,14 +26,10 @@ _FROM_THE_STEP = ("activations", "received", "loss", "working")
 
 @dataclass(frozen=True)
 class Run:
-    """The choices beside the layout whose effect is computed from the counts of one microbatch.
-
-    Attributes:
-        microbatches: Per batch; 1 with one stage.
-    """
+    """The choices beside the layout whose effect is computed from the counts of one microbatch."""
 
     schedule: str = "1F1B"
-    microbatches: int = 1
+    microbatches: int = 1  # per batch; 1 with one stage
     placement: Literal["auto", "even"] | Sequence[int] = "auto"
     held: Held = field(default_factory=Held)
     asynchronous_saving: bool = False
@@ -41,59 +37,34 @@ class Run:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that would make a layout fit.
+    """A change that would make a layout fit."""
 
-    Attributes:
-        setting: The change as text, such as ``microbatches=16``.
-        peak_bytes: The fullest stage's peak after the change.
-    """
-
-    setting: str
-    peak_bytes: int
+    setting: str  # the change as text, such as ``microbatches=16``
+    peak_bytes: int  # the fullest stage's peak after the change
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The estimate for one layout of a module; ``str()`` is a table.
-
-    Attributes:
-        layout: Axis sizes.
-        run: The other choices.
-        name: The module's class.
-        precision: The Trainer's precision.
-        device_type: ``"cuda"`` or ``"cpu"``.
-        model_parameters: The number of elements of the whole model's parameters; tied ones count once.
-        counts: The counts of one microbatch on one rank.
-        placement: Blocks to stages to ranks; ``None`` if the module has no blocks.
-        schedule: Each pipeline rank's order of actions.
-        optimizer: The optimizer's state per parameter; ``None`` if it isn't known.
-        stages: The memory of each pipeline rank, which has one stage or several.
-        checkpoint: What a save writes.
-        device_memory: Bytes of a device's memory, if given.
-        unknown: What isn't known, and why; the numbers don't include it.
-        remedies: Changes that would make it fit, the cheapest first; empty if it fits, or if no tried change makes it
-            fit.
-        time: The time of a step on a device; ``None`` if no device was given.
-        choice: How the schedule was chosen among others; empty if it was given by name.
-    """
+    """The estimate for one layout of a module; ``str()`` is a table."""
 
     layout: Layout
     run: Run
-    name: str
+    name: str  # the module's class
     precision: str
     device_type: str
-    model_parameters: int
-    counts: Counts
-    placement: Placement | None
-    schedule: Schedule
-    optimizer: OptimizerState | None
-    stages: tuple[StageMemory, ...]
-    checkpoint: Stored
-    device_memory: int | None = None
-    unknown: tuple[str, ...] = ()
+    model_parameters: int  # elements of the whole model's parameters; tied ones count once
+    counts: Counts  # of one microbatch on one rank
+    placement: Placement | None  # ``None`` if the module has no blocks
+    schedule: Schedule  # each pipeline rank's order of actions
+    optimizer: OptimizerState | None  # per parameter; ``None`` if it isn't known
+    stages: tuple[StageMemory, ...]  # of each pipeline rank, which has one stage or several
+    checkpoint: Stored  # what a save writes
+    device_memory: int | None = None  # bytes
+    unknown: tuple[str, ...] = ()  # what isn't known, and why; the numbers don't include it
     remedies: tuple[Remedy, ...] = ()
-    time: StepTime | None = None
-    choice: str = ""
+    """Changes that would make it fit, the cheapest first; empty if it fits, or if no tried change makes it fit."""
+    time: StepTime | None = None  # of a step on a device; ``None`` if no device was given
+    choice: str = ""  # how the schedule was chosen among others; empty if it was given by name
 
     @property
     def peak_bytes(self) -> int:

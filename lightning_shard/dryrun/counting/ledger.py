@@ -25,21 +25,13 @@ _BETWEEN_RANKS = ("_c10d_functional", "c10d", "_c10d_functional_autograd")
 
 @dataclass
 class Work:
-    """The cost of operations on one rank.
+    """The cost of operations on one rank."""
 
-    Attributes:
-        flops: Floating-point operations of matrix products, convolutions and attention.
-        moved: Bytes that operations read and wrote, summed over operations without fusion; views count nothing.
-        beside: Bytes of ``moved`` by operations that ``flops`` doesn't count.
-        sent: Input bytes of collectives, by operation name.
-        calls: The number of collectives, by operation name.
-    """
-
-    flops: int = 0
-    moved: int = 0
-    beside: int = 0
-    sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    flops: int = 0  # floating-point operations of matrix products, convolutions and attention
+    moved: int = 0  # bytes that operations read and wrote, summed without fusion; views count nothing
+    beside: int = 0  # bytes of ``moved`` by operations that ``flops`` doesn't count
+    sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # input bytes of collectives, by operation
+    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # their number
 
 
 class Ledger(TorchDispatchMode):

@@ -34,25 +34,15 @@ _TRUE: dict[str, Callable[[], Precision]] = {
 
 @dataclass(frozen=True)
 class Model:
-    """A LightningModule on meta, and what is known about it independently of the layout.
+    """A LightningModule on meta, and what is known about it independently of the layout."""
 
-    Attributes:
-        module: A copy that belongs to this plan.
-        batch: What one data-parallel rank reads for a step, as the step is given it: in the module's precision.
-        settings: The strategy's settings.
-        precision: The Trainer's.
-        device_type: The type of device to run on: ``"cpu"`` or another.
-        blocks: In running order; ``None`` if there are none.
-        cost: The costs by which blocks are placed on stages.
-    """
-
-    module: pl.LightningModule
-    batch: Any
+    module: pl.LightningModule  # a copy that belongs to this plan
+    batch: Any  # what one data-parallel rank reads for a step, as the step is given it: in the module's precision
     settings: Settings
     precision: str = "32-true"
     device_type: str = "cuda"
-    blocks: Blocks | None = None
-    cost: ModelCost | None = None
+    blocks: Blocks | None = None  # in running order
+    cost: ModelCost | None = None  # by which blocks are placed on stages
 
     @classmethod
     def of(

@@ -26,21 +26,13 @@ _Two = tuple[nn.Parameter, nn.Parameter]
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor that an optimizer keeps for a parameter.
+    """One tensor that an optimizer keeps for a parameter."""
 
-    Attributes:
-        key: Its key in the optimizer's state; of nested ones joined by ``.``.
-        dims: The parameter's dims that it has; others were reduced.
-        dtype: Its dtype.
-        is_whole: Whether it has the parameter's elements, so that it is sharded as the parameter is.
-        times: How many elements it has for each of these.
-    """
-
-    key: str
-    dims: tuple[int, ...]
+    key: str  # in the optimizer's state; of nested ones joined by ``.``
+    dims: tuple[int, ...]  # the parameter's dims that it has; others were reduced
     dtype: torch.dtype
-    is_whole: bool
-    times: int = 1
+    is_whole: bool  # whether it has the parameter's elements, so that it is sharded as the parameter is
+    times: int = 1  # how many elements it has for each of these
 
     def numel(self, parameter: ParameterCount, shard: int) -> int:
         """Its number of elements, for a parameter's shard of ``shard`` elements."""
@@ -49,19 +41,13 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What the optimizers keep for each parameter.
+    """What the optimizers keep for each parameter."""
 
-    Attributes:
-        names: The optimizers' class names.
-        tensors: The state tensors by parameter name; a parameter without an optimizer has none.
-        stepping: Temporary bytes of a step, per byte of the parameters that it works on at a time.
-        at_once: Whether a step works on all parameters at a time (``foreach``); else on one.
-    """
-
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # the optimizers' class names
     tensors: Mapping[str, tuple[StateTensor, ...]] = field(default_factory=dict)
-    stepping: float = 0.0
-    at_once: bool = False
+    """By parameter name; a parameter without an optimizer has none."""
+    stepping: float = 0.0  # temporary bytes of a step, per byte of the parameters that it works on at a time
+    at_once: bool = False  # whether a step works on all parameters at a time (``foreach``); else on one
 
     def bytes(self, parameter: ParameterCount, shard: int) -> int:
         return sum(t.numel(parameter, shard) * t.dtype.itemsize for t in self.tensors.get(parameter.name, ()))

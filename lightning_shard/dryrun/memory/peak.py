@@ -36,34 +36,24 @@ def usable(device_memory: int) -> int:
 
 @dataclass(frozen=True)
 class Held:
-    """The settings that determine what is held; see ``HybridShardStrategy`` for the others.
-
-    Attributes:
-        accumulates: Batches per optimizer step (``accumulate_grad_batches``).
-        sends_stay: Whether sent tensors live until the end of the step, as with gloo; otherwise only the last one does.
-    """
+    """The settings that determine what is held; see ``HybridShardStrategy`` for those that aren't explained."""
 
     activation_checkpointing: Recomputing = None
     cpu_offload: bool = False
     reduce_each_microbatch: bool = False
     reshard_after_forward: bool | None = None
-    accumulates: int = 1
+    accumulates: int = 1  # batches per optimizer step (``accumulate_grad_batches``)
     sends_stay: bool = False
+    """Whether sent tensors live until the end of the step, as with gloo; otherwise only the last one does."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The most that a rank's device holds while one part of one action runs.
+    """The most that a rank's device holds while one part of one action runs."""
 
-    Attributes:
-        action: The action; ``None`` for the optimizer's step.
-        part: The part's name.
-        bytes: Bytes by kind, see ``KINDS``.
-    """
-
-    action: Action | None
-    part: str
-    bytes: Mapping[str, int]
+    action: Action | None  # ``None`` for the optimizer's step
+    part: str  # the part's name
+    bytes: Mapping[str, int]  # by kind, see ``KINDS``
 
     @property
     def total(self) -> int:
@@ -72,47 +62,31 @@ class Moment:
     def __str__(self) -> str:
         if self.action is None:
             return "optimizer step"
-        what = {"F": "forward", "I": "backward for inputs", "W": "backward for weights"}.get(
-            self.action.kind, "backward"
-        )
+        more = {"I": " for inputs", "W": " for weights"}.get(self.action.kind, "")
+        what = "forward" if self.action.kind == "F" else f"backward{more}"
         return f"{what} of {self.part}, microbatch {self.action.microbatch}"
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The memory of one pipeline rank; with uneven shards, of the device that holds most.
+    """The memory of one pipeline rank; with uneven shards, of the device that holds most."""
 
-    Attributes:
-        stages: The rank's stages, in the network's order; one with most schedules.
-        in_flight: For each of its stages, the largest number of microbatches in flight.
-        peak: The moment at which the device holds most.
-        host: Bytes in host memory, by kind: what is offloaded, and an asynchronous save's copy.
-        moments: All moments, in the order of a step.
-        parameters: The number of elements of parameters that a rank holds.
-    """
-
-    stages: tuple[int, ...]
-    in_flight: tuple[int, ...]
-    peak: Moment
-    host: Mapping[str, int]
-    moments: tuple[Moment, ...]
-    parameters: int
+    stages: tuple[int, ...]  # in the network's order; one with most schedules
+    in_flight: tuple[int, ...]  # for each of its stages, the largest number of microbatches in flight
+    peak: Moment  # at which the device holds most
+    host: Mapping[str, int]  # bytes in host memory, by kind: what is offloaded, and an asynchronous save's copy
+    moments: tuple[Moment, ...]  # in the order of a step
+    parameters: int  # elements of parameters that a rank holds
 
 
 @dataclass
 class Unit:
-    """An FSDP2 unit: the parameters that are gathered for a block. Sizes are in bytes.
-
-    Attributes:
-        shards: Over how many ranks the parameters are sharded.
-        expert_shards: The same for experts' parameters.
-        is_sharded: Whether FSDP2 is used; without it nothing is gathered, and no gradient reduced.
-    """
+    """An FSDP2 unit: the parameters that are gathered for a block. Sizes are in bytes."""
 
     parameters: list[ParameterCount] = field(default_factory=list)
-    shards: int = 1
-    expert_shards: int = 1
-    is_sharded: bool = True
+    shards: int = 1  # over how many ranks the parameters are sharded
+    expert_shards: int = 1  # the same for experts' parameters
+    is_sharded: bool = True  # whether FSDP2 is used; without it nothing is gathered, and no gradient reduced
 
     @cached_property
     def gathered_apart(self) -> tuple[Unit, ...]:

@@ -34,25 +34,15 @@ _OF_A_FILE = len(f'"model/rank-00000-{_ATTEMPT}.safetensors"') + 110
 
 @dataclass(frozen=True)
 class Stored:
-    """The estimate of a checkpoint.
+    """The estimate of a checkpoint."""
 
-    Attributes:
-        bytes: Bytes of the whole checkpoint.
-        files: The number of files, including the manifest and the trainer state.
-        rank_bytes: The most bytes that a rank writes, or reads on the same layout.
-        manifest_bytes: The manifest's approximate size.
-        puts: That rank's requests to S3 for a save.
-        gets: That rank's requests to S3 for a load on the same layout.
-        has_optimizer: Whether the numbers include the optimizer's state.
-    """
-
-    bytes: int
-    files: int
-    rank_bytes: int
-    manifest_bytes: int
-    puts: int
-    gets: int
-    has_optimizer: bool = True
+    bytes: int  # of the whole checkpoint
+    files: int  # with the manifest and the trainer state
+    rank_bytes: int  # the most bytes that a rank writes, or reads on the same layout
+    manifest_bytes: int  # approximately
+    puts: int  # that rank's requests to S3 for a save
+    gets: int  # the same for a load on the same layout
+    has_optimizer: bool = True  # whether the numbers include the optimizer's state
 
     def seconds(self, bytes_per_s: float) -> float:
         """The time of a save or a load, in seconds, if a rank has this much of a disk's or store's bandwidth."""

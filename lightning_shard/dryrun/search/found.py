@@ -23,27 +23,16 @@ SLOWER = "slower than those listed, whatever memory they need"
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate: one layout with its settings.
-
-    Attributes:
-        layout: Axis sizes.
-        schedule: The schedule's name; ``None`` with one stage.
-        samples: Samples per microbatch.
-        microbatches: Per step of one data rank: a pipeline's microbatches, or accumulated batches.
-        activation_checkpointing: The strategy's setting.
-        bound: A lower bound of its step time, in seconds.
-        step: The simulated step time; ``None`` if it wasn't simulated.
-        peak_bytes: The fullest stage's peak.
-    """
+    """A candidate: one layout with its settings."""
 
     layout: Layout
-    schedule: str | None
-    samples: int
-    microbatches: int
+    schedule: str | None  # its name; ``None`` with one stage
+    samples: int  # per microbatch
+    microbatches: int  # per step of one data rank: a pipeline's microbatches, or accumulated batches
     activation_checkpointing: Recomputing
-    bound: float = 0.0
-    step: StepTime | None = None
-    peak_bytes: int = 0
+    bound: float = 0.0  # a lower bound of its step time, in seconds
+    step: StepTime | None = None  # simulated
+    peak_bytes: int = 0  # the fullest stage's
 
     HEADER: ClassVar = (
         *("pipeline", "tensor", "data", "replicas", "experts", "schedule", "microbatches", "checkpointing"),
@@ -118,35 +107,20 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search; ``str()`` is a table.
+    """The result of a search; ``str()`` is a table."""
 
-    Attributes:
-        choices: The fastest layouts, the fastest first.
-        dropped: The number of dropped candidates by reason.
-        considered: The number of all candidates.
-        simulated: The number of simulated candidates.
-        devices: The number of devices.
-        device: The profile's name.
-        global_batch: Samples per step.
-        device_memory: Bytes of a device that are available to tensors.
-        assumed: Texts of assumptions.
-        unknown: Texts of what the numbers don't include.
-        given: The strategy's arguments that the search was given.
-        is_recipe: Whether the module is a recipe's, whose settings are overrides.
-    """
-
-    choices: tuple[Choice, ...]
-    dropped: Mapping[str, int]
-    considered: int
+    choices: tuple[Choice, ...]  # the fastest layouts, the fastest first
+    dropped: Mapping[str, int]  # the number of dropped candidates by reason
+    considered: int  # the number of all candidates
     simulated: int
     devices: int
-    device: str
-    global_batch: int
-    device_memory: int
+    device: str  # the profile's name
+    global_batch: int  # samples per step
+    device_memory: int  # bytes of a device that are available to tensors
     assumed: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
-    given: Mapping[str, Any] = field(default_factory=dict)
-    is_recipe: bool = False
+    unknown: tuple[str, ...] = ()  # what the numbers don't include
+    given: Mapping[str, Any] = field(default_factory=dict)  # the strategy's arguments that the search was given
+    is_recipe: bool = False  # whether the module is a recipe's, whose settings are overrides
 
     def to_json(self) -> dict[str, Any]:
         """For machines. In bytes and seconds."""

@@ -23,17 +23,11 @@ from lightning_shard.layout import Layout
 
 @dataclass(frozen=True)
 class Group:
-    """A group of communicating ranks.
-
-    Attributes:
-        size: The number of ranks.
-        machines: The number of machines that they are on.
-        on_each: The smallest number of them on one machine.
-    """
+    """A group of communicating ranks."""
 
     size: int
-    machines: int = 1
-    on_each: int = 1
+    machines: int = 1  # the number of machines that they are on
+    on_each: int = 1  # the smallest number of them on one machine
 
     @property
     def is_inside(self) -> bool:

@@ -25,17 +25,11 @@ Seconds = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured times of parts on the device at hand, used instead of a profile's peaks.
+    """Measured times of parts on the device at hand, used instead of a profile's peaks."""
 
-    Attributes:
-        seconds: (forward, backward) by part name, for microbatches of ``samples``.
-        samples: The size of the measured microbatch.
-        device: The device's name.
-    """
-
-    seconds: Mapping[str, tuple[float, float]]
-    samples: int
-    device: str
+    seconds: Mapping[str, tuple[float, float]]  # (forward, backward) by part name
+    samples: int  # of the measured microbatch
+    device: str  # the device's name
 
 
 class Rates:
