@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,31 +84,25 @@ def _signature(values: Any) -> Hashable:
 
 
 def _recipe(output: Any, given: Any) -> Any:
-    """How to make an output of the same form: shapes, or indices of inputs; ``None`` if that isn't possible."""
+    """How to make an output of the same form; ``None`` if that isn't possible."""
     inputs = {id(leaf): place for place, leaf in enumerate(tree.tensors(given))}
 
-    def of(leaf: Any) -> Any:
+    def of(leaf: Any) -> _Leaf:
         if id(leaf) in inputs:
-            return inputs[id(leaf)]
+            return _Leaf(given=inputs[id(leaf)])
         if isinstance(leaf, DTensor):
             raise TypeError
         if isinstance(leaf, Tensor):
-            return _Made(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
-        return _As(leaf)
+            return _Leaf(made=_Made(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
+        return _Leaf(value=leaf)
 
     try:
-        return _Recipe(tree.map_leaves(lambda leaf: _Leaf(of(leaf)), output))
+        return (tree.map_leaves(of, output),)
     except TypeError:
         return None
 
 
-@dataclass(frozen=True)
-class _As:
-    value: Any
-
-
-@dataclass(frozen=True)
-class _Made:
+class _Made(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -117,27 +111,25 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Leaf(tree.Leaf):
-    how: Any
+    """A new tensor, the index of an input that is returned, or another value."""
+
+    made: _Made | None = None
+    given: int | None = None
+    value: Any = None
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    output: Any
-
-
-def _stand_in(recipe: _Recipe, given: Any) -> Any:
+def _stand_in(recipe: tuple[Any], given: Any) -> Any:
     inputs = tree.tensors(given)
-    hows = [leaf.how for _, leaf in tree.walk(recipe.output)]
-    made = [how for how in hows if isinstance(how, _Made)]
+    made = [leaf.made for _, leaf in tree.walk(recipe[0]) if leaf.made is not None]
     floating = [t for t in inputs if t.is_floating_point()]
     outputs = iter(_StandIn.apply(made, *floating) if made else ())
 
-    def of(leaf: Any) -> Any:
-        if isinstance(leaf.how, _Made):
+    def of(leaf: _Leaf) -> Any:
+        if leaf.made is not None:
             return next(outputs)
-        return leaf.how.value if isinstance(leaf.how, _As) else inputs[leaf.how]
+        return leaf.value if leaf.given is None else inputs[leaf.given]
 
-    return tree.map_leaves(of, recipe.output)
+    return tree.map_leaves(of, recipe[0])
 
 
 class _StandIn(torch.autograd.Function):

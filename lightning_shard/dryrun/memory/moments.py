@@ -16,6 +16,7 @@ At the moment when a rank runs one part of one microbatch, it holds:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from lightning_shard.dryrun.counting.counts import Counts
 from lightning_shard.dryrun.memory.optimizer import OptimizerState
@@ -42,13 +43,7 @@ def moments_of(rank: Rank) -> Iterator[Moment]:
     yield step.update(rank.optimizer.steps_with(list(trained)) if rank.optimizer is not None else 0)
 
 
-def memory_of(rank: Rank, *, copies: bool = False) -> StageMemory:
-    """The memory of a rank over a step.
-
-    Args:
-        rank: The rank.
-        copies: Whether saves are asynchronous, from a copy in host memory.
-    """
+def _memory_of(rank: Rank, *, copies: bool) -> StageMemory:
     moments = tuple(moments_of(rank))
     units = (*rank.units, rank.root)
     state = {
@@ -60,22 +55,18 @@ def memory_of(rank: Rank, *, copies: bool = False) -> StageMemory:
     if copies:
         host["copy"] = state["parameters"] + state["optimizer"]
     return StageMemory(
-        tuple(rank.stages),
-        tuple(_most_in_flight(rank.row, stage) for stage in rank.stages),
-        max(moments, key=lambda moment: moment.total),
-        host,
-        moments,
-        sum(numel for _, numel in rank.shards),
+        stages=tuple(rank.stages),
+        in_flight=tuple(_most_in_flight(rank.row, stage) for stage in rank.stages),
+        peak=max(moments, key=lambda moment: moment.total),
+        host=host,
+        moments=moments,
+        parameters=sum(numel for _, numel in rank.shards),
     )
 
 
 def _most_in_flight(row: Row, stage: int) -> int:
-    alive = most = 0
-    for action in row:
-        if action.stage == stage:
-            alive += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
-            most = max(most, alive)
-    return most
+    changes = {"F": 1, "I": 0, "B": -1, "W": -1}
+    return max(accumulate(changes[action.kind] for action in row if action.stage == stage))
 
 
 def stage_memories(
@@ -92,12 +83,11 @@ def stage_memories(
 
     Args:
         counts: The counts of one microbatch.
-        layout: The layout.
         stages: Each stage's blocks.
         schedule: The order of actions.
         held: Settings.
         optimizer: The optimizer's state; None if it isn't known.
-        copies: Whether saves are asynchronous.
+        copies: Whether saves are asynchronous, from a copy in host memory.
     """
     made = {index: Stage(counts, layout, blocks, held, optimizer) for index, blocks in enumerate(stages)}
-    return tuple(memory_of(Rank(made, schedule, rank), copies=copies) for rank in range(len(schedule.rows)))
+    return tuple(_memory_of(Rank(made, schedule, rank), copies=copies) for rank in range(len(schedule.rows)))

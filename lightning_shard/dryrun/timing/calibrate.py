@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -90,26 +90,24 @@ def device_at_hand(kind: str, base: str | Mapping[str, Any] | Device | None = No
         base: The profile to take links from; without it, links cost nothing.
     """
     device = torch.device(kind)
-    free = Link(float("inf"), 0.0)
-    links = None if base is None else device_of(base)
     memory = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else _host_memory()
-    flops, bandwidth = _products(device), _bandwidth(device)
-    if links is None:
-        notes: tuple[str, ...] = ("nothing is counted for links: they aren't measured, and no --device was named",)
+    if base is not None:
+        links = device_of(base)
+        notes: tuple[str, ...] = (f"links as of {links.name}, not measured", *links.notes)
     else:
-        notes = (f"links as of {links.name}, not measured", *links.notes)
-    reached = replace(links.achieved if links is not None else device_of("h100").achieved, compute=1.0, memory=1.0)
-    return Device(
+        free = Link(float("inf"), 0.0)
+        links = replace(device_of("h100"), inside=free, between=free, per_machine=1)
+        notes = ("nothing is counted for links: they aren't measured, and no --device was named",)
+    return replace(
+        links,
         name=f"this machine ({kind})",
-        flops=flops,
+        flops=_products(device),
         memory=memory,
-        memory_bandwidth=bandwidth,
-        inside=links.inside if links is not None else free,
-        between=links.between if links is not None else free,
-        per_machine=links.per_machine if links is not None else 1,
-        achieved=reached,
+        memory_bandwidth=_bandwidth(device),
+        achieved=replace(links.achieved, compute=1.0, memory=1.0),
         source="measured here",
         notes=notes,
+        host_bandwidth=None,
     )
 
 
@@ -168,7 +166,8 @@ class _Stopwatch:
         self._module.zero_grad()
         self._taken, self._left = {}, blocks
         self._switch((AROUND if blocks else LOSS, 0))
-        with self._autocast():
+        dtype = trainer_private.GATHERED.get(self._model.precision)
+        with torch.autocast(self._device.type, dtype, enabled=dtype is not None):
             loss = self._model.loss_of(self._module, batch)
         self._switch((LOSS, 1))
         loss.backward()
@@ -198,12 +197,6 @@ class _Stopwatch:
 
     def _begin_backward(self, name: str, _gradient: Tensor) -> None:
         self._switch((name, 1))
-
-    @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        dtype = trainer_private.GATHERED.get(self._model.precision)
-        with torch.autocast(self._device.type, dtype, enabled=dtype is not None):
-            yield
 
 
 def _products(device: torch.device) -> dict[str, float]:

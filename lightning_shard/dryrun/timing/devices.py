@@ -176,7 +176,7 @@ def _of_mapping(given: Mapping[str, Any]) -> Device:
     own = given.get("name", based_on or "own")
     known = [field.name for field in fields(Device)]
     _check_names(given, known, f"device {own!r}")
-    base = asdict(device(based_on)) if based_on is not None else {"source": "the user's profile"}
+    base: dict[str, Any] = asdict(device(based_on)) if based_on is not None else {"source": "the user's profile"}
     values = {**base, "name": str(own), **given}
     missing = [name for name in known if values.get(name, {}) == {} and name not in _OPTIONAL]
     if missing:
