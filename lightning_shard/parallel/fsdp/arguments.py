@@ -22,7 +22,10 @@ Private (torch 2.11 to 2.14): the handles of the hooks around a unit's forward, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,6 +34,31 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.parallel.fsdp.units import groups_of, state_of
+
+Node = Any
+"""A node of autograd's graph."""
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """A call of a unit: the nodes that made its arguments, and its outputs that aren't among these."""
+
+    unit: nn.Module
+    given: list[Node]
+    returned: list[Node] = field(default_factory=list)
+
+
+_RECORDED: ContextVar[list[UnitCall] | None] = ContextVar("where calls of units are recorded", default=None)
+
+
+@contextmanager
+def recorded(calls: list[UnitCall]) -> Iterator[None]:
+    """Context in which calls of units are appended to ``calls``; not those that a checkpoint repeats in a backward."""
+    token = _RECORDED.set(calls)
+    try:
+        yield
+    finally:
+        _RECORDED.reset(token)
 
 
 def pass_arguments_on(units: Iterable[nn.Module]) -> None:
@@ -50,12 +78,20 @@ class _Call:
         self._state = state_of(unit)
         self._groups = [*groups_of(unit)]
         self._given: dict[int, int] = {}  # numbers of the arguments' nodes before the call, by ids of tensors
+        self._recorded: UnitCall | None = None
 
     def begins(self, fsdp: Callable[..., Any], unit: nn.Module, args: Any, kwargs: Any) -> Any:
         runs_again = self._state._training_state.name == "PRE_BACKWARD"  # in a checkpoint, whose graph isn't used
         given = _differentiable((args, kwargs)) if torch.is_grad_enabled() and not runs_again else []
-        self._given = {id(tensor): number for number, tensor in given}
-        number, newest = max(given, key=lambda each: each[0], default=(_LEAF, None))
+        self._given, self._recorded = {}, None
+        number, newest = _LEAF, None
+        for each, _, tensor in given:
+            self._given[id(tensor)] = each
+            if newest is None or each > number:
+                number, newest = each, tensor
+        if (calls := _RECORDED.get()) is not None and not runs_again:
+            self._recorded = UnitCall(unit, [node for _, node, _ in given if node is not None])
+            calls.append(self._recorded)
         if newest is None or number != _LEAF:
             fsdp(unit, (), {})
             if newest is not None:
@@ -68,8 +104,13 @@ class _Call:
 
     def ends(self, fsdp: Callable[..., Any], unit: nn.Module, _: Any, output: Any) -> None:
         given, self._given = self._given, {}
-        made = _differentiable(output) if torch.is_grad_enabled() else []
-        fsdp(unit, (), tuple(tensor for number, tensor in made if given.get(id(tensor)) != number))
+        made = []
+        for number, node, tensor in _differentiable(output) if torch.is_grad_enabled() else ():
+            if given.get(id(tensor)) != number:
+                made.append(tensor)
+                if self._recorded is not None and node is not None:
+                    self._recorded.returned.append(node)
+        fsdp(unit, (), tuple(made))
 
     def _end_backward(self, _: Tensor) -> None:
         for group in reversed(self._groups):
@@ -79,19 +120,19 @@ class _Call:
 _LEAF = -1
 
 
-def _differentiable(value: Any) -> list[tuple[int, Tensor]]:
-    """The tensors that need gradients, and those that they are views of, with the numbers of the nodes that made them.
+def _differentiable(value: Any) -> list[tuple[int, Node, Tensor]]:
+    """The tensors that need gradients, and those that they are views of, with the nodes that made them.
 
-    Nodes are numbered in the order in which a thread records them.
+    Nodes have numbers, in the order in which a thread records them.
     """
     found = {}
     with torch._C.DisableTorchFunction():  # stages count operations, and must not count these
         for tensor in tree.tensors(value):
             if tensor.requires_grad:
                 node, base = tensor.grad_fn, tensor._base
-                found[id(tensor)] = _LEAF if node is None else node._sequence_nr(), tensor
+                found[id(tensor)] = _LEAF if node is None else node._sequence_nr(), node, tensor
                 if base is not None and base.grad_fn is not None:
-                    found[id(base)] = base.grad_fn._sequence_nr(), base
+                    found[id(base)] = base.grad_fn._sequence_nr(), base.grad_fn, base
     return [*found.values()]
 
 

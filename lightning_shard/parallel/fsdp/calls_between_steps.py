@@ -29,6 +29,7 @@ from lightning_shard.parallel.fsdp.units import (
     is_set_up,
     is_unit,
     set_up,
+    state_of,
 )
 from lightning_shard.parallel.fsdp.unsharded import COPIED, unsharded_of
 from lightning_shard.parallel.fsdp.watched_parameters import check_before_gather
@@ -117,7 +118,6 @@ class _Calls:
         part.register_forward_hook(self.leave if holds else _Uncopied(self.leave), always_call=True)
 
     def enter(self, *_: Any) -> None:
-        set_up(self._root)  # a part may be called before the first step, such as in configure_optimizers
         if self._depth or not self._is_gathered():
             self._depth += 1
             if self._depth == 1:
@@ -134,7 +134,9 @@ class _Calls:
 
     def refuse(self, part: nn.Module, _: Any) -> None:
         whole = unsharded_of(self._root)  # asked of each part in each step
-        is_gathered = self._is_gathered() if whole is None else whole.is_gathered
+        if whole is None and is_unit(self._root) and not is_set_up(self._root):
+            return
+        is_gathered = self._is_gathered()
         if not is_gathered and any(isinstance(parameter, DTensor) for parameter in part.parameters()):
             raise StepError(
                 f"A part of the network, a {type(part).__name__}, was called outside a step. With several pipeline"
@@ -150,12 +152,15 @@ class _Calls:
                 self._free(args, output)
 
     def _is_gathered(self) -> bool:
-        """Whether the root unit is unsharded, has nothing to all-gather, or isn't initialised by FSDP2 yet."""
-        if (whole := unsharded_of(self._root)) is not None:
+        """Whether the root unit is unsharded, or has nothing to all-gather."""
+        state = state_of(self._root)
+        if state is None:
+            if (whole := unsharded_of(self._root)) is None:
+                raise StepError(COPIED.format(kind=class_name(self._root)))
             return whole.is_gathered
-        if not is_unit(self._root):
-            raise StepError(COPIED.format(kind=class_name(self._root)))
-        return not is_set_up(self._root) or not any(group.is_sharded for group in groups_of(self._root))
+        if state._is_root is None:  # a part may be called before the first step, such as in configure_optimizers
+            set_up(self._root)
+        return not [group for group in groups_of(self._root) if group.is_sharded]
 
     def _gather(self) -> None:
         if (whole := unsharded_of(self._root)) is not None:

@@ -51,7 +51,7 @@ def reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
     Yields modules, other objects, containers, closure cells, tensors (parameters too), arrays, generators, namespaces.
     """
     _, found = _searched(root)
-    yield from found
+    return iter(found)
 
 
 def beside(root: nn.Module) -> tuple[Namespace, ...]:
@@ -135,7 +135,7 @@ def _reached(
             yield path, value
         if entries_of is not None:
             prefix = f"{path}." if path else ""
-            waiting.extend((f"{prefix}{key}", child) for key, child in entries_of(value) if type(child) not in _PLAIN)
+            waiting += [(f"{prefix}{key}", child) for key, child in entries_of(value) if type(child) not in _PLAIN]
 
 
 @functools.cache
