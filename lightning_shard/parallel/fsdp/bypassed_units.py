@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp.arguments import Node, UnitCall, recorded
-from lightning_shard.parallel.fsdp.units import gather_for_backward, gathered_of, groups_of, sharded_units
+from lightning_shard.parallel.fsdp.units import gather_for_backward, groups_of, sharded_units
 
 
 @dataclass
@@ -169,7 +169,7 @@ class BypassedUnits:
             for index, unit in enumerate(self._units)
             for group in groups_of(unit)
             for parameter in group.fsdp_params
-            if (gathered := gathered_of(parameter)) is not None
+            if (gathered := getattr(parameter, "_unsharded_param", None)) is not None
         }
 
 

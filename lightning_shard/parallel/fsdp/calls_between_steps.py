@@ -12,6 +12,7 @@ has changed the shards meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ from lightning_shard.parallel.fsdp.units import (
 )
 from lightning_shard.parallel.fsdp.unsharded import COPIED, unsharded_of
 from lightning_shard.parallel.fsdp.watched_parameters import check_before_gather
+
+_is_sharded = attrgetter("is_sharded")
 
 
 def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module], *, whole_steps: bool) -> None:
@@ -136,7 +139,7 @@ class _Calls:
         whole = unsharded_of(self._root)  # asked of each part in each step
         if whole is None and is_unit(self._root) and not is_set_up(self._root):
             return
-        is_gathered = self._is_gathered()
+        is_gathered = self._is_gathered() if whole is None else whole.is_gathered
         if not is_gathered and any(isinstance(parameter, DTensor) for parameter in part.parameters()):
             raise StepError(
                 f"A part of the network, a {type(part).__name__}, was called outside a step. With several pipeline"
@@ -160,7 +163,7 @@ class _Calls:
             return whole.is_gathered
         if state._is_root is None:  # a part may be called before the first step, such as in configure_optimizers
             set_up(self._root)
-        return not [group for group in groups_of(self._root) if group.is_sharded]
+        return not any(map(_is_sharded, groups_of(self._root)))
 
     def _gather(self) -> None:
         if (whole := unsharded_of(self._root)) is not None:

@@ -50,13 +50,16 @@ def make_unit(module: nn.Module, **options: Any) -> None:
         if (base := unannounced_base(own)) is not Unannounced and own not in cls_to_fsdp_cls:
             cls_to_fsdp_cls[own] = type(own)(f"FSDP{own.__name__}", (base, FSDPModule, own), {})
         fully_shard(module, **options)
-    for group in groups_of(module):
+
+
+def leave_gathers_uncounted(root: nn.Module) -> None:
+    """Hide all-gathers, which units do if they aren't gathered, from stages: these count a microbatch's operations."""
+    for group in groups_under(root):
         for gathers in ("unshard", "wait_for_unshard"):
             setattr(group, gathers, _uncounted(getattr(group, gathers)))
 
 
 def _uncounted(gathers: Callable[..., Returned]) -> Callable[..., Returned]:
-    """What gathers only if nothing is gathered: stages count operations, which must be the same in each microbatch."""
 
     def uncounted(*args: Any, **kwargs: Any) -> Returned:
         with torch._C.DisableTorchFunction():

@@ -93,17 +93,17 @@ class Seeds:
         own = randomness.derive(seed, "block", index, *([calls] if calls else []))
         skips = not torch.is_grad_enabled() and not self._generators.own
         if skips and index in self._draw_from_torch and not stage.passage.searching:
-            put_unseeded_back, put_torch_back = unseeded.remember(), randomness.remember_torch(self._device)
+            made, put_torch_back = unseeded.STATE.next, randomness.remember_torch(self._device)
             unseeded.seed(own)
             randomness.seed_torch(own)
 
             def put_these_back() -> None:
-                put_unseeded_back()
+                unseeded.STATE.next = made
                 put_torch_back()
 
             return put_these_back
         put_back = self._generators.remember(self._numpys[index])
-        self.seed(own)
+        self._generators.seed(own)
         if not skips or index in self._draw_from_others:
             return put_back
         before = randomness.where_others_stand()

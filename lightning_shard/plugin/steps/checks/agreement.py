@@ -188,8 +188,11 @@ def _differ(combined: Sequence[bool]) -> bool:
 
 
 def _numbers(group: Mapping[str, Any]) -> list[Any]:
-    simple = ((name, value) for name, value in group.items() if isinstance(value, (bool, int, float, tuple)))
-    return [(name, value) for name, value in simple if not tree.tensors(value)]
+    return [
+        (name, value)
+        for name, value in group.items()
+        if isinstance(value, (bool, int, float)) or (isinstance(value, tuple) and not tree.tensors(value))
+    ]
 
 
 def check_copies(
