@@ -26,9 +26,9 @@ from lightning_shard.parallel.context.blocks import ShardedSequences
 from lightning_shard.parallel.context.chunks import Part
 from lightning_shard.parallel.experts.stacked import apply_expert_parallel, resolve_experts
 from lightning_shard.parallel.fsdp.arguments import watch_calls
-from lightning_shard.parallel.fsdp.calls_between_steps import gather_for_calls, refuse_calls
 from lightning_shard.parallel.fsdp.dtensor_writes import behave_as_tensors
 from lightning_shard.parallel.fsdp.lockstep import Lockstep
+from lightning_shard.parallel.fsdp.part_calls import gather_for_calls, refuse_calls
 from lightning_shard.parallel.fsdp.shard import Sharding, apply_fully_sharded, parallelizes_itself, to_device
 from lightning_shard.parallel.fsdp.units import leave_gathers_uncounted, remember_units, sharded_units
 from lightning_shard.parallel.fsdp.unsharded import unsharded_of

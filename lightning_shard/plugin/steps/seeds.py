@@ -86,13 +86,14 @@ class Seeds:
         Numpy's and Python's generators take most of the time. In evaluations they are skipped for a block that didn't
         draw from them in the first microbatch of its kind, unless modules have generators of their own.
         """
-        randomness.drop_numpys_second_number()
         if index not in stage.owned and len(stage.places[stage.blocks[index]]) == 1:
+            randomness.drop_numpys_second_number()
             return lambda: None
         calls = stage.calls.count if stage.calls is not None else 0
         own = randomness.derive(seed, "block", index, *([calls] if calls else []))
         skips = not torch.is_grad_enabled() and not self._generators.own
         if skips and index in self._draw_from_torch and not stage.passage.searching:
+            randomness.drop_numpys_second_number()  # as a replacement of numpy's generator does below
             made, put_torch_back = unseeded.STATE.next, randomness.remember_torch(self._device)
             unseeded.seed(own)
             randomness.seed_torch(own)
