@@ -141,7 +141,7 @@ class UnshardedParameters:
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
                     if parameter not in self._running:
-                        same = _local(parameter) if parameter.device_mesh == self._mesh else parameter
+                        same: Tensor = parameter._local_tensor if parameter.device_mesh == self._mesh else parameter
                         self._running[parameter] = nn.Parameter(same.detach(), parameter.requires_grad)
                         share_attributes(self._running[parameter], parameter)
                     yield _Slot(ref(module), name, parameter, self._running[parameter], _put_into(module))
@@ -228,11 +228,6 @@ class UnshardedParameters:
     def drop_unreduced_gradients(self) -> None:
         for running in self._running.values():
             running.grad = None
-
-
-def _local(parameter: Tensor) -> Tensor:
-    held: Any = parameter
-    return held._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _moves_at_once(whole: ref[UnshardedParameters], held: nn.Parameter) -> Callable[[Any], None]:
