@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_shard.parallel.fsdp.arguments import pass_arguments_on
+from lightning_shard.parallel.fsdp.arguments import watch_calls
 from lightning_shard.parallel.fsdp.bypassed_units import BypassedUnits
 from lightning_shard.parallel.fsdp.units import groups_of
 from lightning_shard.sharding import full_tensor
@@ -91,7 +91,7 @@ def sharded(network: type[Net], *, own: bool = True) -> tuple[Sharded, Sharded]:
     for block in blocks:
         fully_shard(block, mesh=mesh)
     if own:
-        pass_arguments_on([root, *blocks])
+        watch_calls([root, *blocks])
     return root, plain
 
 

@@ -26,21 +26,19 @@ def update_shards(optimizer: torch.optim.Optimizer) -> None:
     def init_group(group: dict[str, Any], parameters: list[Tensor], *others: list[Tensor]) -> Any:
         result = whole(group, parameters, *others)
         filled = [each for each in (parameters, *others[:-1]) if each]  # the last list has the step counters
-        # with other placements an update communicates, as for a gradient that is still Partial
-        if not group["differentiable"] and all(map(_are_sharded_alike, zip(*filled))):
-            for each in filled:
-                each[:] = [t._local_tensor if isinstance(t, DTensor) else t for t in each]  # gradients are off
+        if group["differentiable"]:
+            return result
+        for row in zip(*filled):  # a parameter, and what its update works with
+            first: Any = getattr(row[0], "_spec", None)
+            for tensor in row:
+                spec = tensor._spec if isinstance(tensor, DTensor) else None
+                # with other placements an update communicates, as for a gradient that is still Partial
+                if spec is not first and (
+                    not spec or not first or spec.placements != first.placements or spec.mesh != first.mesh
+                ):
+                    return result
+        for each in filled:
+            each[:] = [t._local_tensor if isinstance(t, DTensor) else t for t in each]  # gradients are off
         return result
 
     optimizer.__dict__["_init_group"] = init_group
-
-
-def _are_sharded_alike(tensors: tuple[Tensor, ...]) -> bool:
-    """A parameter, and what its update works with."""
-    specs = [t._spec if isinstance(t, DTensor) else None for t in tensors]
-    first = specs[0]
-    return all(spec is first or _sharding(spec) == _sharding(first) for spec in specs)
-
-
-def _sharding(spec: Any) -> Any:
-    return spec and (spec.mesh, spec.placements)

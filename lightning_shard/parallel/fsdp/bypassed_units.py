@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,19 +22,8 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.units import gather_for_backward, gathered_of, groups_of, sharded_units
-
-Node = Any
-"""A node of autograd's graph."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of a unit: the nodes that made its arguments, and its outputs that aren't among these."""
-
-    unit: int
-    given: list[Node]
-    returned: list[Node] = field(default_factory=list)
+from lightning_shard.parallel.fsdp.arguments import Node, UnitCall, recorded
+from lightning_shard.parallel.fsdp.units import gather_for_backward, groups_of, sharded_units
 
 
 @dataclass
@@ -48,7 +36,7 @@ class _Forward:
     """
 
     begin: int
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[UnitCall] = field(default_factory=list)
 
 
 class BypassedUnits:
@@ -94,18 +82,7 @@ class BypassedUnits:
             return
         forward = self._forwards[stage] = _Forward(_next_number())
 
-        def begin(unit: int, _: Any, args: Any, kwargs: Any) -> None:
-            forward.calls.append(_Call(unit, _nodes((args, kwargs))))
-
-        def end(unit: int, _: Any, args: Any, output: Any) -> None:
-            call = next(each for each in reversed(forward.calls) if each.unit == unit)
-            call.returned.extend(node for node in _nodes(output) if node not in call.given)
-
-        with ExitStack() as hooks:
-            for index, unit in enumerate(self._units):
-                before: Any = partial(begin, index)
-                hooks.callback(unit.register_forward_pre_hook(before, with_kwargs=True).remove)
-                hooks.callback(unit.register_forward_hook(partial(end, index)).remove)
+        with recorded(forward.calls):
             self._in_forward = True
             try:
                 yield
@@ -155,9 +132,11 @@ class BypassedUnits:
         dist.all_reduce(flags, dist.ReduceOp.MAX, group)
         return {index for index, found in enumerate(flags.tolist()) if found}
 
-    def _bypassed(self, outputs: Any, calls: list[_Call]) -> set[int]:
+    def _bypassed(self, outputs: Any, calls: list[UnitCall]) -> set[int]:
         """The units that the outputs' gradient enters elsewhere than at their outputs, and before it is there."""
-        returned = {node: call.unit for call in calls for node in call.returned}
+        places = {unit: index for index, unit in enumerate(self._units)}
+        calls = [call for call in calls if call.unit in places]
+        returned = {node: places[call.unit] for call in calls for node in call.returned}
         given = {node for call in calls for node in call.given}
         holders = self._holders()
         first: dict[int, int] = {}  # of each unit, the number of its output that the backward comes to first
@@ -185,10 +164,13 @@ class BypassedUnits:
 
     def _holders(self) -> dict[Tensor, int]:
         """The unit of each unsharded parameter."""
-        groups = ((index, group) for index, unit in enumerate(self._units) for group in groups_of(unit))
-        parameters = ((index, parameter) for index, group in groups for parameter in group.fsdp_params)
-        gathered = ((gathered_of(parameter), index) for index, parameter in parameters)
-        return {tensor: index for tensor, index in gathered if tensor is not None}
+        return {
+            gathered: index
+            for index, unit in enumerate(self._units)
+            for group in groups_of(unit)
+            for parameter in group.fsdp_params
+            if (gathered := getattr(parameter, "_unsharded_param", None)) is not None
+        }
 
 
 def _nodes(value: Any) -> list[Node]:

@@ -17,8 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _DATA: Any = torch.Tensor.data
 _SHOWN = WeakIdKeyDictionary()
-_GIVEN = WeakIdKeyDictionary()
-"""Of each parameter whose ``data`` was taken since it was checked: a copy of it as it was, and all that was given."""
+TAKEN = WeakIdKeyDictionary()
+"""Of each parameter whose ``data`` was taken since it was checked: a copy of it as it was, and all that was given.
+Empty, there is nothing to check."""
 
 
 def show_writes(parameter: Tensor) -> None:
@@ -31,17 +32,16 @@ def was_written(parameter: Tensor) -> bool:
 
     Waits for the device only where something was written. The parameter's memory must be there.
     """
-    if not _GIVEN or parameter not in _GIVEN:
+    if parameter not in TAKEN:
         return False
-    before, given = _GIVEN.pop(parameter)
+    before, given = TAKEN.pop(parameter)
     with torch._C.DisableTorchFunction():
         return any(data._version for data in given) and _differ(given[0], before)
 
 
 def forget_data(parameter: Tensor) -> None:
     """Forget what of it was taken: its memory is freed."""
-    if _GIVEN:
-        _GIVEN.pop(parameter, None)
+    TAKEN.pop(parameter, None)
 
 
 def data_of(tensor: Any) -> Tensor:
@@ -49,9 +49,9 @@ def data_of(tensor: Any) -> Tensor:
     data: Any = _DATA.__get__(tensor)
     if tensor in _SHOWN:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            if tensor not in _GIVEN:
-                _GIVEN[tensor] = (_local(data).clone(), [])
-            _GIVEN[tensor][1].append(data)
+            if tensor not in TAKEN:
+                TAKEN[tensor] = (_local(data).clone(), [])
+            TAKEN[tensor][1].append(data)
     return data  # type: ignore[no-any-return]
 
 

@@ -79,6 +79,8 @@ def _switch() -> None:
 def _between(_: Any, func: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
+        if len(args) == 1 and not kwargs:  # reads of attributes, such as p.grad
+            return func(*args)
         given = [*args, *kwargs.values()]
         plain = [each for each in given if _is_plain(each) and each.numel() > 1]
         sharded = next((each for each in given if isinstance(each, DTensor)), None)

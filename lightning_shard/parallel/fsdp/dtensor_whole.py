@@ -1,11 +1,24 @@
-"""Run operations of DTensors on full tensors; each rank keeps its part. For those that torch can't run on parts.
+"""Handlers of operations that DTensors (torch 2.11 to 2.14) can't run on parts, or run wrongly.
 
-Collective over the tensors' ranks. Every rank computes the full result and needs the memory for it.
+*Full tensors*: collective over the tensors' ranks. Every rank computes the full result, needs the memory for it, and
+keeps its part.
+
+*Random numbers*, as one process would draw them for the full tensor. torch coordinates generators over ranks on
+accelerators only. On the CPU each rank fills its part from its own generator, and between steps these have the same
+state on all ranks: ``nn.init.normal_(p)`` would give all shards the same values, ``torch.bernoulli(p)`` the same mask.
+Operations that draw by values gather these.
+
+*Lists* (``torch._foreach_lerp_``) that hold sharded parameters and plain buffers, as averages of a whole
+``state_dict()`` do (timm's ``ModelEmaV3``), are refused by DTensors. Here the DTensors are changed together, and then
+the plain tensors, if the other lists have the same kinds at the same places. ``torch._foreach_copy_`` is ``copy_`` of
+each.
+
+Private: the handlers of ``DTensor._op_dispatcher``, which are looked up in each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +26,49 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_shard.sharding import full_tensor, part_on
+
+Handler = Callable[..., Any]
+_FILLING = ["normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"]
+_MAKING = ["rand_like", "randn_like", "randint_like"]
+_DRAWING_BY_VALUES = [
+    *("bernoulli", "binomial", "multinomial", "normal", "poisson", "_sample_dirichlet", "_standard_gamma"),
+    *("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"),
+]
+_WRITING_ELSEWHERE = [
+    *("index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_", "put_"),
+    *("scatter_", "scatter_add_", "scatter_reduce_", "masked_scatter_"),
+    *("triu_", "tril_", "cumsum_", "cumprod_", "renorm_"),
+]
+"""In-place operations that write by places in the full tensor, or by more of it than a part."""
+_OF_LISTS = ["lerp", "add", "sub", "mul", "div", "addcmul", "addcdiv", "zero"]
+_MIXED = "mixed torch.Tensor and DTensor"
+
+
+def add_handlers(known: dict[Any, Handler]) -> None:
+    """Add them to those that ``DTensor._op_dispatcher`` has."""
+    groups = ((_FILLING, _fill), (_MAKING, _make), (_DRAWING_BY_VALUES, on_full_tensors))
+    for names, handler in (*groups, (_WRITING_ELSEWHERE, on_full_tensors)):
+        for packet in (getattr(torch.ops.aten, name) for name in names):
+            for overload in packet.overloads():
+                known[getattr(packet, overload)] = on_full_tensors if "out" in overload else handler
+
+    def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = known.pop(operation, None)  # torch handles the calls below
+        try:
+            return operation(*args, **kwargs)
+        except RuntimeError as error:
+            if _MIXED not in str(error) or not _agree(args):
+                raise
+            for sharded in (True, False):
+                places = [place for place, each in enumerate(args[0]) if isinstance(each, DTensor) is sharded]
+                operation(*(_at(places, each) for each in args), **kwargs)
+            return None
+        finally:
+            known[operation] = own or handle
+
+    for packet in (getattr(torch.ops.aten, f"_foreach_{name}_") for name in _OF_LISTS):
+        known.update({getattr(packet, overload): handle for overload in packet.overloads()})
+    known[torch.ops.aten._foreach_copy_.default] = _copy
 
 
 def on_full_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,3 +121,31 @@ def _sharded(value: Any) -> list[DTensor]:
     if isinstance(value, (tuple, list)):
         return [leaf for each in value for leaf in _sharded(each)]
     return [value] if isinstance(value, DTensor) else []
+
+
+def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    return target.copy_(operation(_whole(target), *map(full, args[1:]), **kwargs))
+
+
+def _make(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return cut(operation(_whole(args[0]), *map(full, args[1:]), **kwargs), args[0])
+
+
+def _whole(like: DTensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _copy(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for target, value in zip(args[0], args[1], strict=True):
+        target.copy_(value, *args[2:], **kwargs)
+
+
+def _agree(args: Sequence[Any]) -> bool:
+    """Whether all lists of tensors have DTensors at the same places."""
+    lists = [each for each in args if isinstance(each, (list, tuple)) and any(isinstance(t, Tensor) for t in each)]
+    return len({tuple(isinstance(tensor, DTensor) for tensor in tensors) for tensors in lists}) == 1
+
+
+def _at(places: Sequence[int], argument: Any) -> Any:
+    return [argument[place] for place in places] if isinstance(argument, (list, tuple)) else argument

@@ -21,9 +21,9 @@ What torch's DTensors (2.11 to 2.14) do by themselves, and what they do here:
   Here scalars are the full tensors', and an operation that joins both kinds, such as ``torch.cat``, gathers all of them
   at once and returns a plain tensor.
 - ``(p > 0).any(0).sum()`` and ``p.norm(dim=0).sum()`` count a column once per rank, and ``nn.init.eye_(p)`` writes the
-  full matrix to each rank's part. Here they use the full tensor; so do random numbers (``dtensor_random.py``).
+  full matrix to each rank's part. Here they use the full tensor; so do random numbers (``dtensor_whole.py``).
 - ``average - p`` of a plain tensor and a parameter fails. Here it is computed (``dtensor_mixed.py``).
-- ``torch._foreach_lerp_(averages, values, weight)`` of parameters and buffers fails (``dtensor_lists.py``).
+- ``torch._foreach_lerp_(averages, values, weight)`` of parameters and buffers fails (``dtensor_whole.py``).
 - ``total += p.norm()`` with a plain ``total`` fails with a bare assertion once torch has cached how to add two sharded
   scalars. Here it is refused in that case.
 
@@ -48,9 +48,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp import dtensor_lists, dtensor_random
 from lightning_shard.parallel.fsdp.data_writes import data_of, watch_data
-from lightning_shard.parallel.fsdp.dtensor_whole import full, on_full_tensors
+from lightning_shard.parallel.fsdp.dtensor_whole import add_handlers, full
 from lightning_shard.sharding import full_tensor, local_part, part_on
 
 _SET: Any = torch.Tensor.__setitem__
@@ -62,12 +61,6 @@ _REDUCING = {
     torch.ops.aten.linalg_vector_norm.default,
 }
 """Operations that torch applies to each rank's partial norms or maxima as if these were the full tensor's."""
-_WRITING_ELSEWHERE = [
-    *("index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_", "put_"),
-    *("scatter_", "scatter_add_", "scatter_reduce_", "masked_scatter_"),
-    *("triu_", "tril_", "cumsum_", "cumprod_", "renorm_"),
-]
-"""In-place operations that write by places in the full tensor, or by more of it than a part."""
 
 
 def behave_as_tensors() -> None:
@@ -81,10 +74,7 @@ def behave_as_tensors() -> None:
     handlers[torch.ops.aten.fill_.Tensor] = _copy
     handlers.update((getattr(torch.ops.aten.any, each), _any) for each in ("default", "dim", "dims"))
     handlers[torch.ops.aten._is_all_true.default] = _all
-    handlers.update(dtensor_random.handlers())
-    handlers.update(dtensor_lists.handlers(handlers))
-    for packet in (getattr(torch.ops.aten, name) for name in _WRITING_ELSEWHERE):
-        handlers.update({getattr(packet, overload): on_full_tensors for overload in packet.overloads()})
+    add_handlers(handlers)
     sharded.__setitem__ = _set
     sharded.__format__, sharded.tolist, sharded.numpy = _format, _list, _array
     dispatcher = type(sharded._op_dispatcher)

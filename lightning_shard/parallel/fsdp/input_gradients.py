@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.shard import expect_backward, has_unreduced_gradients
+from lightning_shard.parallel.fsdp.shard import expect_backward, has_unreduced_gradients, is_gathered
 from lightning_shard.parallel.fsdp.units import call_fsdp, groups_of, sharded_units
 
 
@@ -115,7 +115,7 @@ class InputGradients:
             )
 
     def _by_inputs(self, differentiate: Callable[[], Any], creates: bool) -> Any:
-        before = [unit for unit in self._units if _is_gathered(unit)]
+        before = [unit for unit in self._units if is_gathered(unit)]
         expect_backward(self._root, reduces=False, reshards=False)
         _gather(self._used)
         try:
@@ -123,17 +123,13 @@ class InputGradients:
         finally:
             expect_backward(self._root, reduces=self._reduces())
             if creates:
-                self._used = [unit for unit in self._units if unit in self._used or _is_gathered(unit)]
+                self._used = [unit for unit in self._units if unit in self._used or is_gathered(unit)]
             for unit in self._units if self._frees else ():
                 if unit not in before:
                     call_fsdp(unit, FSDPModule.reshard)
 
 
-def _is_gathered(unit: nn.Module) -> bool:
-    return any(group.is_unsharded for group in groups_of(unit))
-
-
 def _gather(units: Iterable[nn.Module]) -> None:
     for unit in units:
-        if not _is_gathered(unit):
+        if not is_gathered(unit):
             call_fsdp(unit, FSDPModule.unshard)

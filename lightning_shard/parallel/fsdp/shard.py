@@ -268,9 +268,10 @@ def prefetching(root: nn.Module, *, all_units: bool) -> Iterator[None]:
         root: The model.
         all_units: Prefetch all units, or only the first one.
     """
-    units = list(sharded_units(root))
-    check_before_gather(root)
-    handles = [call_fsdp(unit, FSDPModule.unshard, async_op=True) for unit in (units if all_units else units[:1])]
+    units = [*sharded_units(root)][: None if all_units else 1]
+    for unit in units:
+        check_before_gather(unit)
+    handles = [call_fsdp(unit, FSDPModule.unshard, async_op=True) for unit in units]
     yield
     for handle in handles:
         assert handle is not None
@@ -297,8 +298,8 @@ def reshard(root: nn.Module) -> None:
     """Free unsharded parameters, and put the sharded ones in their places."""
     if (held := unsharded_of(root)) is not None:
         held.free()
-    for unit in sharded_units(root):
-        call_fsdp(unit, FSDPModule.reshard)
+    for group in groups_under(root):
+        group.reshard()
 
 
 @contextmanager
@@ -355,7 +356,8 @@ def drop_unreduced_gradients(root: nn.Module) -> None:
     for group in groups_under(root):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
-            if (gathered := gathered_of(parameter)) is not None:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if gathered is not None:
                 gathered.grad = None
 
 

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 from lightning_shard import tree
@@ -49,13 +50,16 @@ def make_unit(module: nn.Module, **options: Any) -> None:
         if (base := unannounced_base(own)) is not Unannounced and own not in cls_to_fsdp_cls:
             cls_to_fsdp_cls[own] = type(own)(f"FSDP{own.__name__}", (base, FSDPModule, own), {})
         fully_shard(module, **options)
-    for group in groups_of(module):
+
+
+def leave_gathers_uncounted(root: nn.Module) -> None:
+    """Hide all-gathers, which units do if they aren't gathered, from stages: these count a microbatch's operations."""
+    for group in groups_under(root):
         for gathers in ("unshard", "wait_for_unshard"):
             setattr(group, gathers, _uncounted(getattr(group, gathers)))
 
 
 def _uncounted(gathers: Callable[..., Returned]) -> Callable[..., Returned]:
-    """What gathers only if nothing is gathered: stages count operations, which must be the same in each microbatch."""
 
     def uncounted(*args: Any, **kwargs: Any) -> Returned:
         with torch._C.DisableTorchFunction():
@@ -85,37 +89,30 @@ def call_fsdp(unit: nn.Module, method: Callable[..., Returned], *args: Any, **kw
 
 def state_of(unit: nn.Module) -> Any:
     """FSDP2's state of a unit."""
-    return call_fsdp(unit, FSDPModule._get_fsdp_state)
+    return _get_module_fsdp_state(unit)
 
 
-def sharded_units(root: nn.Module) -> Iterator[nn.Module]:
+def sharded_units(root: nn.Module) -> list[nn.Module]:
     """All FSDP2 units of a model, in the order of its modules."""
     known = _UNITS.get(root)
-    if known is None:
-        return _find_units(root)
-    return (unit for each in known if (unit := each()) is not None)
+    return [*filter(is_unit, root.modules())] if known is None else [unit for each in known if (unit := each())]
 
 
 def remember_units(root: nn.Module) -> None:
     """Sharding of a model is done: its units won't change."""
-    _UNITS[root] = [*map(ref, _find_units(root))]
+    _UNITS[root] = [*map(ref, sharded_units(root))]
 
 
-def _find_units(root: nn.Module) -> Iterator[nn.Module]:
-    return filter(is_unit, root.modules())
-
-
-def groups_under(root: nn.Module) -> Iterator[Any]:
+def groups_under(root: nn.Module) -> list[Any]:
     """FSDP2's parameter groups of all units of a model."""
-    for unit in sharded_units(root):
-        yield from groups_of(unit)
+    return [group for unit in sharded_units(root) for group in groups_of(unit)]
 
 
-def groups_of(unit: nn.Module) -> Iterator[Any]:
+def groups_of(unit: nn.Module) -> list[Any]:
     """FSDP2's parameter groups of one unit; they hold its parameters' states and unreduced gradients."""
-    state = state_of(unit)
+    state: Any = _get_module_fsdp_state(unit)
     groups = getattr(state, "_fsdp_param_groups", None)
-    yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
+    return [*filter(None, [state._fsdp_param_group])] if groups is None else groups
 
 
 def gathered_of(parameter: Any) -> Any:
@@ -157,7 +154,7 @@ def within_its_call(module: nn.Module) -> Iterator[None]:
     if not is_unit(module):
         yield
         return
-    state: Any = call_fsdp(module, FSDPModule._get_fsdp_state)
+    state = state_of(module)
     hooks: list[tuple[dict[int, Any], int]] = [
         (module._forward_pre_hooks, state._pre_forward_hook_handle.id),
         (module._forward_hooks, state._post_forward_hook_handle.id),

@@ -13,7 +13,7 @@ step. ``to_local()`` and ``from_local()`` are autograd operations, which take at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.data_writes import show_writes, was_written
+from lightning_shard.parallel.fsdp.data_writes import TAKEN, show_writes, was_written
 from lightning_shard.sharding import parameter_like, share_attributes
 
 _OF: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
@@ -51,12 +51,6 @@ class _Slot(NamedTuple):
     held: nn.Parameter
     running: nn.Parameter
     put: Callable[[str, Any], None]
-
-    @property
-    def module(self) -> nn.Module:
-        module = self.module_ref()
-        assert module is not None  # its root is called
-        return module
 
 
 def hold_unsharded(root: nn.Module, mesh: DeviceMesh) -> None:
@@ -120,10 +114,13 @@ class UnshardedParameters:
             return
         if not self._slots:  # not earlier: weights may be materialised or moved until the first call
             self._slots = list(self._find(root))
-        for slot in self._slots:
-            _, name, held, running, put = slot
-            if slot.module._parameters.get(name) is not held:
-                raise _replaced(slot.module, name, held)
+            if self.in_microbatches:
+                for slot in self._slots:
+                    show_writes(slot.running)
+        for module_ref, name, held, running, put in self._slots:
+            module: Any = module_ref()  # there, since its root is called
+            if module._parameters.get(name) is not held:
+                raise _replaced(module, name, held)
             if isinstance(running, DTensor):
                 running._local_tensor = held._local_tensor  # type: ignore[attr-defined]
             else:
@@ -135,8 +132,6 @@ class UnshardedParameters:
             if not self.in_microbatches and held.requires_grad and held not in self._watched:
                 self._watched.add(held)
                 running.register_post_accumulate_grad_hook(_moves_at_once(ref(self), held))
-            if self.in_microbatches:
-                show_writes(running)
             put(name, running)
         self._versions = self._seen_versions()
         self.is_gathered = True
@@ -146,7 +141,7 @@ class UnshardedParameters:
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
                     if parameter not in self._running:
-                        same = _local(parameter) if parameter.device_mesh == self._mesh else parameter
+                        same: Tensor = parameter._local_tensor if parameter.device_mesh == self._mesh else parameter
                         self._running[parameter] = nn.Parameter(same.detach(), parameter.requires_grad)
                         share_attributes(self._running[parameter], parameter)
                     yield _Slot(ref(module), name, parameter, self._running[parameter], _put_into(module))
@@ -159,23 +154,26 @@ class UnshardedParameters:
         """
         if self.is_gathered:
             assigned_others: set[nn.Parameter] = set()
-            for slot in self._slots:
-                _, name, held, running, put = slot
-                if slot.module._parameters.get(name) is not running:
-                    raise _replaced(slot.module, name, running)
+            for module_ref, name, held, running, put in self._slots:
+                module: Any = module_ref()
+                if module._parameters.get(name) is not running:
+                    raise _replaced(module, name, running)
                 put(name, held)
                 if held.requires_grad != running.requires_grad:
                     held.requires_grad_(running.requires_grad)
                 own: Tensor = held._local_tensor  # type: ignore[attr-defined]
-                if own.data_ptr() != (assigned := _local(running)).data_ptr():  # a step ran p.data = …
+                assigned: Tensor = running._local_tensor if isinstance(running, DTensor) else running
+                if own.data_ptr() != assigned.data_ptr():  # a step ran p.data = …
                     if self.in_microbatches and not torch.equal(own, assigned):
                         assigned_others.add(running)
                     own.data.copy_(assigned.data)
             self.is_gathered = False
+            was_taken = bool(TAKEN)
             for slot, before, now in zip(self._slots, self._versions, self._seen_versions()):
-                if before != now or was_written(slot.running) or slot.running in assigned_others:
+                written = before != now or (was_taken and was_written(slot.running))
+                if written or slot.running in assigned_others:
                     raise StepError(
-                        f"The parameter {slot.name!r} of a {type(slot.module).__name__}, of shape"
+                        f"The parameter {slot.name!r} of a {type(slot.module_ref()).__name__}, of shape"
                         f" {tuple(slot.running.shape)}, was"
                         " changed in place in a step, which runs once for each microbatch: make the change in"
                         " on_train_batch_start or on_train_batch_end, or keep it as a buffer."
@@ -184,27 +182,33 @@ class UnshardedParameters:
     def _seen_versions(self) -> list[int]:
         return [slot.running._version for slot in self._slots] if self.in_microbatches else []
 
-    @torch.no_grad()
     def move_gradients(self) -> None:
         """Move the gradients of the running parameters to the module's own."""
-        for held, running in self._running.items():
-            if running.grad is not None:
-                self._move_gradient(held, running)
-
-    def _move_gradient(self, held: nn.Parameter, running: nn.Parameter) -> None:
-        assert running.grad is not None
-        gradient = self._laid_out(running.grad, held)
-        running.grad = None
-        held.grad = gradient if held.grad is None else held.grad + gradient
-        hooks: Any = getattr(held, "_post_accumulate_grad_hooks", None) or {}
-        for hook in hooks.values():
-            hook(held)
+        self._move_gradients(self._running.items())
 
     @torch.no_grad()
+    def _move_gradients(self, of: Iterable[tuple[Any, Any]]) -> None:
+        for held, running in of:
+            if (own := running.grad) is None:
+                continue
+            running.grad, local = None, held._local_tensor
+            if (
+                not isinstance(own, DTensor)
+                and (own.layout, own.shape, own.dtype) == (torch.strided, local.shape, local.dtype)
+                and own.stride() == local.stride()
+            ):
+                # past __init__, which does nothing, and takes five times as long
+                gradient: Tensor = DTensor.__new__(DTensor, own, held._spec, requires_grad=False)
+            else:
+                gradient = self._laid_out(own, held)
+            held.grad = gradient if held.grad is None else held.grad + gradient
+            for hook in (getattr(held, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(held)
+
     def move_at_once(self, held: nn.Parameter, running: nn.Parameter) -> None:
         """Move the gradient at once if it comes from a part that was called between steps."""
         if not self.is_gathered:
-            self._move_gradient(held, running)
+            self._move_gradients([(held, running)])
 
     def _laid_out(self, gradient: Tensor, like: Tensor) -> Tensor:
         """The gradient in the parameter's layout. Of a split parameter it may be replicated or partial instead.
@@ -214,9 +218,6 @@ class UnshardedParameters:
         """
         assert isinstance(like, DTensor)
         if not isinstance(gradient, DTensor):
-            if _have_one_form(gradient, like._local_tensor):
-                # past __init__, which does nothing, and takes five times as long
-                return DTensor.__new__(DTensor, gradient, like._spec, requires_grad=False)
             if gradient.is_sparse:
                 raise StepError(SPARSE_GRADIENT)
             return DTensor.from_local(gradient, self._mesh, _PLACEMENT, run_check=False)
@@ -227,20 +228,6 @@ class UnshardedParameters:
     def drop_unreduced_gradients(self) -> None:
         for running in self._running.values():
             running.grad = None
-
-
-def _local(parameter: Tensor) -> Tensor:
-    held: Any = parameter
-    return held._local_tensor if isinstance(parameter, DTensor) else parameter
-
-
-def _have_one_form(one: Tensor, other: Tensor) -> bool:
-    return (
-        one.layout == other.layout == torch.strided
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype == other.dtype
-    )
 
 
 def _moves_at_once(whole: ref[UnshardedParameters], held: nn.Parameter) -> Callable[[Any], None]:

@@ -10,10 +10,9 @@ Private (torch 2.11 to 2.14): of the states of parameters, the modules that hold
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -22,125 +21,132 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.data_writes import forget_data, show_writes, was_written
-from lightning_shard.parallel.fsdp.units import gathered_of, groups_of, is_unit, remember_units, sharded_units
+from lightning_shard.parallel.fsdp.data_writes import TAKEN, forget_data, show_writes, was_written
+from lightning_shard.parallel.fsdp.units import groups_of
+from lightning_shard.sharding import share_attributes
+
+_WATCHED: WeakKeyDictionary[nn.Module, ref[Watched]] = WeakKeyDictionary()
 
 
-class _WatchedList(list["_Watched"]):
-    """The parameters to check in calls of one module. Only the module's hook owns the list.
+class _Parameter:
+    """One parameter of a unit, with the modules and names that hold it.
 
-    The list refers back to the module, so :data:`_WATCHED` has a weak reference to it.
+    Attributes:
+        held: FSDP2's state of it.
+        local: Its shard, as FSDP2 gathers it.
+        gathered: The unsharded parameter of the last all-gather, and the version that it had then.
     """
 
+    __slots__ = ("gathered", "held", "local", "slots", "version")
 
-_WATCHED: WeakKeyDictionary[nn.Module, ref[_WatchedList]] = WeakKeyDictionary()
+    def __init__(self, held: Any) -> None:
+        info = held._module_info
+        self.held = held
+        self.slots = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names)]
+        self.local = held.sharded_param._local_tensor
+        self.gathered: Any = None
+        self.version = 0
+
+    def error(self, what: str) -> StepError:
+        module, name = self.slots[0]
+        shape = tuple(self.held.sharded_param.shape)
+        return StepError(f"The parameter {name!r} of a {type(module).__name__}, of shape {shape}, {what}")
 
 
-class _Watched:
-    """One parameter of a unit, with the modules and names that hold it."""
+class Watched:
+    """A unit's parameters. Checked as a whole, since a call in Python for each parameter would take longer.
 
-    def __init__(self, group: Any, parameter: Any) -> None:
-        info = parameter._module_info
-        self._group = group
-        self._parameter = parameter
-        self._slots = [
-            (info.module, info.param_name),
-            *zip(info.shared_modules, info.shared_param_names),
-        ]
-        self._local = parameter.sharded_param._local_tensor
-        self._gathered: Any = None
-        self._version = 0
+    It refers to modules, so :data:`_WATCHED` has a weak reference to it; the unit's hooks own it.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._groups = [(group, [*map(_Parameter, group.fsdp_params)]) for group in groups_of(unit)]
+        _WATCHED[unit] = ref(self)
 
     def before_gather(self) -> None:
-        """Check before the all-gather for a step; take over a shard that was assigned by ``p.data = …``."""
-        held = self._parameter
-        self.check_in_place()
-        if self._group.is_sharded and held.sharded_param._local_tensor is not self._local:
-            held.reset_sharded_param()  # FSDP2 itself has still the old local tensor
-            self._local = held.sharded_param._local_tensor
+        """Check before the all-gather for a step; take over a shard that was assigned by ``p.data = …``.
+
+        Raises:
+            StepError: A parameter was replaced or removed.
+        """
+        self._check_in_place()
+        for group, parameters in self._groups:
+            for each in parameters if group.is_sharded else ():
+                if each.held.sharded_param._local_tensor is not each.local:
+                    each.held.reset_sharded_param()  # FSDP2 itself has still the old local tensor
+                    each.local = each.held.sharded_param._local_tensor
 
     def after_gather(self) -> None:
-        gathered = gathered_of(self._parameter)
-        if gathered is not self._gathered:
-            self._gathered, self._version = gathered, gathered._version
-            show_writes(gathered)
+        """Have parameters that FSDP2 has made by this gather be as those that they stand for, and be watched."""
+        for _, parameters in self._groups:
+            for each in parameters:
+                gathered: Any = getattr(each.held, "_unsharded_param", None)
+                if gathered is not each.gathered:
+                    each.gathered, each.version = gathered, gathered._version
+                    show_writes(gathered)
+                    share_attributes(gathered, each.held.sharded_param)
 
     def after_forward(self) -> None:
-        """Check after the unit's forward, before the parameter is freed; take over ``requires_grad``."""
-        if not self._group.is_unsharded:
-            return
-        self.check_in_place()
-        self.check_unchanged()
-        sharded, gathered = self._parameter.sharded_param, self._gathered
-        if sharded.requires_grad != gathered.requires_grad:
-            sharded.requires_grad_(gathered.requires_grad)
+        """Check after the unit's forward, before the parameters are freed; take over ``requires_grad``.
 
-    def check_unchanged(self) -> None:
-        """Check that the gathered parameter, if there is one, was left as it was gathered."""
-        gathered = self._gathered
-        if gathered is None:
-            return
-        is_unsharded = self._group.is_unsharded
-        is_elsewhere = is_unsharded and not self._is_over_gathered_memory(gathered)
-        if not is_unsharded:
-            forget_data(gathered)
-        if is_elsewhere or gathered._version != self._version or was_written(gathered):
-            raise StepError(self._text("was changed in place while it was unsharded (all-gathered) for a step", _LOST))
+        Raises:
+            StepError: A parameter was replaced, or changed in place.
+        """
+        self.check()
+        for group, parameters in self._groups:
+            for each in parameters if group.is_unsharded else ():
+                sharded, gathered = each.held.sharded_param, each.gathered
+                if sharded.requires_grad != gathered.requires_grad:
+                    sharded.requires_grad_(gathered.requires_grad)
 
-    def _is_over_gathered_memory(self, gathered: Any) -> bool:
-        """False after ``p.data = …`` in a step: the parameter would keep that memory, and not be all-gathered again."""
-        local = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
-        outputs = self._parameter.all_gather_outputs
-        return len(outputs) != 1 or bool(local.data_ptr() == outputs[0].data_ptr())
+    def check(self) -> None:
+        """Check that all are in their places, and that those gathered, if any, were left as they were gathered.
 
-    def check_in_place(self) -> None:
+        Raises:
+            StepError: A parameter was replaced, or changed in place.
+        """
+        self._check_in_place()
+        was_taken = bool(TAKEN)
+        for group, parameters in self._groups:
+            is_unsharded = group.is_unsharded
+            for each in parameters:
+                gathered = each.gathered
+                if gathered is None:
+                    continue
+                is_changed = gathered._version != each.version
+                if is_unsharded:
+                    # after ``p.data = …`` in a step the parameter would keep that memory, and not be gathered again
+                    local = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
+                    outputs = each.held.all_gather_outputs
+                    is_changed |= len(outputs) == 1 and local.data_ptr() != outputs[0].data_ptr()
+                    is_changed |= was_taken and was_written(gathered)
+                elif was_taken:
+                    forget_data(gathered)
+                if is_changed:
+                    raise each.error(_LOST)
+
+    def _check_in_place(self) -> None:
         if _OTHERS_IN_PLACE.get():
             return
-        held = self._parameter
-        expected = held.sharded_param if self._group.is_sharded else gathered_of(held)
-        for module, name in self._slots:
-            if module._parameters.get(name) is not expected:
-                raise StepError(self._text("was replaced or removed after the module was sharded", _REPLACED))
-
-    def _text(self, what: str, remedy: str) -> str:
-        module, name = self._slots[0]
-        shape = tuple(self._parameter.sharded_param.shape)
-        return f"The parameter {name!r} of a {type(module).__name__}, of shape {shape}, {what}{remedy}"
+        for group, parameters in self._groups:
+            is_sharded = group.is_sharded
+            for each in parameters:
+                expected = each.held.sharded_param if is_sharded else each.held._unsharded_param
+                for module, name in each.slots:
+                    if module._parameters.get(name) is not expected:
+                        raise each.error(_REPLACED)
 
 
 _REPLACED = (
-    ", but FSDP2 still gathers and trains the original: change its values in place, as by copy_, or replace it in"
-    " __init__, configure_model or setup. torch.func.functional_call replaces parameters too, for one call: use it"
-    " only for a module that isn't in a block, or use data_parallel_size=1."
+    "was replaced or removed after the module was sharded, but FSDP2 still gathers and trains the original: change its"
+    " values in place, as by copy_, or replace it in __init__, configure_model or setup. torch.func.functional_call"
+    " replaces parameters too, for one call: use it only for a module that isn't in a block, or use"
+    " data_parallel_size=1."
 )
 _LOST = (
-    ", and the change is lost when it is resharded: make it in on_train_batch_start or on_train_batch_end, where it is"
-    " sharded, or keep it as a buffer."
+    "was changed in place while it was unsharded (all-gathered) for a step, and the change is lost when it is"
+    " resharded: make it in on_train_batch_start or on_train_batch_end, where it is sharded, or keep it as a buffer."
 )
-
-
-def watch_parameters(root: nn.Module) -> None:
-    """Register hooks: what is set on parameters, unsharded or not, acts in the next step at the latest, or is refused.
-
-    Args:
-        root: The model, after FSDP2 was applied to all its units. If ``root`` is a unit, a step is a call of it;
-            otherwise a step calls the units.
-    """
-    remember_units(root)
-    held: dict[Any, _WatchedList] = {
-        unit: _WatchedList(_Watched(group, parameter) for group in groups_of(unit) for parameter in group.fsdp_params)
-        for unit in sharded_units(root)
-    }
-    for unit, own in held.items():
-        _WATCHED[unit] = ref(own)
-        # prepended: before FSDP2's hook that all-gathers, and before the one that frees
-        unit.register_forward_pre_hook(check_before_gather, prepend=True)
-        unit.register_forward_pre_hook(partial(_after_gather, own))
-        unit.register_forward_hook(partial(_after_forward, own), prepend=True)
-    if is_unit(root):
-        everything = _WatchedList(parameter for own in held.values() for parameter in own)
-        _WATCHED[root] = ref(everything)
-        root.register_forward_hook(partial(_at_end, everything), prepend=True)
 
 
 _OTHERS_IN_PLACE: ContextVar[bool] = ContextVar("whether others are in parameters' places", default=False)
@@ -156,32 +162,8 @@ def others_in_place() -> Iterator[None]:
         _OTHERS_IN_PLACE.reset(token)
 
 
-def check_before_gather(called: nn.Module, *_: Any) -> None:
-    """Before an all-gather: check that all parameters are in their places, and take over assigned data.
-
-    Raises:
-        StepError: A parameter was replaced or removed.
-    """
+def check_before_gather(unit: nn.Module) -> None:
+    """Before an all-gather of a unit, other than by its call: :meth:`Watched.before_gather`."""
     with torch._C.DisableTorchFunction():  # stages count operations, and must not count these
-        found = _WATCHED.get(called)
-        for parameter in (found and found()) or ():
-            parameter.before_gather()
-
-
-def _at_end(held: Iterable[_Watched], *_: Any) -> None:
-    with torch._C.DisableTorchFunction():
-        for parameter in held:
-            parameter.check_in_place()
-            parameter.check_unchanged()
-
-
-def _after_gather(held: Iterable[_Watched], *_: Any) -> None:
-    with torch._C.DisableTorchFunction():
-        for parameter in held:
-            parameter.after_gather()
-
-
-def _after_forward(held: Iterable[_Watched], *_: Any) -> None:
-    with torch._C.DisableTorchFunction():
-        for parameter in held:
-            parameter.after_forward()
+        if (found := _WATCHED.get(unit)) is not None and (watched := found()) is not None:
+            watched.before_gather()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -111,7 +112,7 @@ class Crossing:
 
     def is_traced(self) -> bool:
         """Whether operations must be counted. Blocks' outputs cross without that."""
-        return any(key[0] == "operation" for key in chain(self.incoming.slots, self.asked))
+        return "operation" in map(itemgetter(0), chain(self.incoming.slots, self.asked))
 
 
 @dataclass
@@ -210,7 +211,7 @@ class Passage:
 
     def enter(self) -> None:
         """The code that follows wasn't run by the previous stage."""
-        if not self.entered:
+        if self.entered_at is None:
             self.entered_at = self.counted
             self.forget_hooks()
 
@@ -256,12 +257,9 @@ class Passage:
         Args:
             written: Whether an existing tensor was changed in place.
         """
-        if torch.is_grad_enabled() == self.differentiates:
-            return self._produced(key, tensor, parents, written)
-        with torch.set_grad_enabled(self.differentiates):  # also in the user's torch.no_grad()
-            return self._produced(key, tensor, parents, written)
-
-    def _produced(self, key: Key, tensor: Tensor, parents: tuple[Value, ...], written: bool) -> Tensor:
+        if torch.is_grad_enabled() != self.differentiates:
+            with torch.set_grad_enabled(self.differentiates):  # also in the user's torch.no_grad()
+                return self.produced(key, tensor, parents, written=written)
         if written and self.memory is not None:
             self.memory.is_written(tensor)
         if key in self.received:

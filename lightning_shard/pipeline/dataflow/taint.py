@@ -368,7 +368,9 @@ def refuse(value: Any, where: str) -> None:
     Args:
         where: The consumer of the value, as the beginning of the error message.
     """
-    if any(isinstance(leaf, Unknown) for leaf in tree.leaves(value)):
+    if type(value) is Tensor or value is None:
+        return
+    if tree.leaves(value, Unknown):
         unknown = [(path, leaf) for path, leaf in tree.walk(value) if isinstance(leaf, Unknown)]
         path, first = unknown[0]
         place = f" ({'.'.join(path)})" if path else ""

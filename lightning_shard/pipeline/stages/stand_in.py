@@ -80,12 +80,11 @@ class StandIn:
         if self.own is not None and passage.differentiates:
             self._check_recomputed_alone()
         done = passage.blocks.get(index)
-        before = [self.stage.blocks[place] for place in self.stage.places_run if place > index]
-        if done is None and before:
-            raise StepError(out_of_order(self.stage.method, self.name, before))
-        if done is None and passage.entered_after is not None:
-            raise StepError(passage.entered_after.why or called_now(self.name))
         if done is None:
+            if before := [self.stage.blocks[place] for place in self.stage.places_run if place > index]:
+                raise StepError(out_of_order(self.stage.method, self.name, before))
+            if passage.entered_after is not None:
+                raise StepError(passage.entered_after.why or called_now(self.name))
             raise StepError(
                 f"Stage {self.stage.index} calls {self.name}, and the stage that holds it didn't: which blocks run may"
                 " depend on a batch, not on random numbers. Or use pipeline_parallel_size=1."

@@ -25,14 +25,13 @@ from lightning_shard.parallel.containers import with_forward
 from lightning_shard.parallel.context.blocks import ShardedSequences
 from lightning_shard.parallel.context.chunks import Part
 from lightning_shard.parallel.experts.stacked import apply_expert_parallel, resolve_experts
-from lightning_shard.parallel.fsdp.arguments import pass_arguments_on
-from lightning_shard.parallel.fsdp.calls_between_steps import gather_for_calls, refuse_calls
+from lightning_shard.parallel.fsdp.arguments import watch_calls
 from lightning_shard.parallel.fsdp.dtensor_writes import behave_as_tensors
 from lightning_shard.parallel.fsdp.lockstep import Lockstep
+from lightning_shard.parallel.fsdp.part_calls import gather_for_calls, refuse_calls
 from lightning_shard.parallel.fsdp.shard import Sharding, apply_fully_sharded, parallelizes_itself, to_device
-from lightning_shard.parallel.fsdp.units import sharded_units
+from lightning_shard.parallel.fsdp.units import leave_gathers_uncounted, remember_units, sharded_units
 from lightning_shard.parallel.fsdp.unsharded import unsharded_of
-from lightning_shard.parallel.fsdp.watched_parameters import watch_parameters
 from lightning_shard.parallel.init import agree_on_weights, materialize
 from lightning_shard.parallel.tensor.check_plan import PlanCheck
 from lightning_shard.parallel.tensor.plan import apply_tensor_parallel, resolve_plan
@@ -282,8 +281,8 @@ def _differing(before: Iterable[Any], now: Iterable[Any]) -> tuple[str, str]:
 
 def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str], *, whole_steps: bool) -> None:
     """Install what preserves or refuses users' accesses to a sharded module, in steps and between them."""
-    watch_parameters(module)
-    pass_arguments_on(sharded_units(module))
+    remember_units(module)
+    watch_calls(sharded_units(module), module)
     whole = unsharded_of(module)
     if whole is not None:
         whole.in_microbatches = part.stages is not None
@@ -293,6 +292,7 @@ def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str
         else:
             refuse_calls(module, _present(module, units), part.beside)
     if part.stages is not None:
+        leave_gathers_uncounted(module)
         _join(module, part.stages, layout.pipeline_rank, part.ties)
     refuse_copies(module, is_cut=part.stages is not None)
 

@@ -104,7 +104,7 @@ class ShardedSampler(Sampler[Any]):
         self._seed_workers()
 
     def __iter__(self) -> Iterator[Any]:
-        positions = self._positions()
+        positions = chain.from_iterable(self._positions())
         head = list(islice(positions, self.data_size - 1))
         positions = chain(head, positions)
         next(islice(positions, self._next_start, self._next_start), None)
@@ -138,8 +138,8 @@ class ShardedSampler(Sampler[Any]):
         rest = length % self.data_size
         return 0 < rest <= self.data_rank and (self._share(length) - 1) % self.batch_size == 0
 
-    def _positions(self) -> Iterator[Any]:
-        """Yield the epoch's global order from its start; generators that others use are restored."""
+    def _positions(self) -> Iterator[list[Any]]:
+        """Yield the epoch's global order from its start, in pieces; generators that others use are restored."""
         seed = randomness.derive(self.seed, "order", *self.next_pass())
         own = [
             g for part in self._user_samplers() if isinstance(g := getattr(part, "generator", None), torch.Generator)
@@ -163,7 +163,7 @@ class ShardedSampler(Sampler[Any]):
                 own_states = [generator.get_state() for generator in own]
             for generator, state in zip(own, outer, strict=True):
                 generator.set_state(state)
-            yield from drawn
+            yield drawn
             if len(drawn) < READ_AHEAD:
                 return
 

@@ -71,13 +71,18 @@ def remember(device: torch.device, for_numpy: np.random.MT19937 | None = None) -
             numpy's 624 numbers and their restoring 50 µs; it drops the second Gaussian number that a draw may have
             cached.
     """
-    python, put_torch_back, put_unseeded_back = random.getstate(), remember_torch(device), unseeded.remember()
-    put_numpy_back = _remember_numpy() if for_numpy is None else _draw_numpy_from(for_numpy)
+    python, made, put_torch_back = random.getstate(), unseeded.STATE.next, remember_torch(device)
+    generator = _numpy.get_bit_generator()
+    numpys = _numpy.get_state(legacy=False) if for_numpy is None else None
+    if for_numpy is not None:
+        _numpy.set_bit_generator(for_numpy)
 
     def put_back() -> None:
-        put_unseeded_back()
+        unseeded.STATE.next = made
         random.setstate(python)
-        put_numpy_back()
+        _numpy.set_bit_generator(generator)
+        if numpys is not None:
+            _numpy.set_state(numpys)
         put_torch_back()
 
     return put_back
@@ -98,25 +103,9 @@ def remember_torch(device: torch.device) -> Callable[[], None]:
     return put_back
 
 
-def _remember_numpy() -> Callable[[], None]:
-    generator, state = _numpy.get_bit_generator(), _numpy.get_state(legacy=False)
-
-    def put_back() -> None:
-        _numpy.set_bit_generator(generator)
-        _numpy.set_state(state)
-
-    return put_back
-
-
-def _draw_numpy_from(generator: Any) -> Callable[[], None]:
-    put_back = partial(_numpy.set_bit_generator, _numpy.get_bit_generator())
-    _numpy.set_bit_generator(generator)
-    return put_back
-
-
 def drop_numpys_second_number() -> None:
     """Drop the second Gaussian number that numpy may have cached, as :func:`remember` does with a generator."""
-    _draw_numpy_from(_numpy.get_bit_generator())
+    _numpy.set_bit_generator(_numpy.get_bit_generator())
 
 
 def where_others_stand() -> Any:

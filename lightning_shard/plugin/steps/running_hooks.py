@@ -70,7 +70,7 @@ class RunningHooks:
     def _profile(self, profile: Callable[[str], AbstractContextManager[Any]], action: str) -> Any:
         if action not in self._is_users:
             self._is_users[action] = self._of_user(action)
-        if not self._is_users[action] and self.current is None:
+        if not self._is_users[action] and not (self._calls and self._calls[-1]):
             return profile(action)
         return self._call(profile(action), HookCall(action.partition("]")[2]) if self._is_users[action] else None)
 

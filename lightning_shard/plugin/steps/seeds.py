@@ -86,24 +86,25 @@ class Seeds:
         Numpy's and Python's generators take most of the time. In evaluations they are skipped for a block that didn't
         draw from them in the first microbatch of its kind, unless modules have generators of their own.
         """
-        randomness.drop_numpys_second_number()
         if index not in stage.owned and len(stage.places[stage.blocks[index]]) == 1:
+            randomness.drop_numpys_second_number()
             return lambda: None
         calls = stage.calls.count if stage.calls is not None else 0
         own = randomness.derive(seed, "block", index, *([calls] if calls else []))
         skips = not torch.is_grad_enabled() and not self._generators.own
         if skips and index in self._draw_from_torch and not stage.passage.searching:
-            put_unseeded_back, put_torch_back = unseeded.remember(), randomness.remember_torch(self._device)
+            randomness.drop_numpys_second_number()  # as a replacement of numpy's generator does below
+            made, put_torch_back = unseeded.STATE.next, randomness.remember_torch(self._device)
             unseeded.seed(own)
             randomness.seed_torch(own)
 
             def put_these_back() -> None:
-                put_unseeded_back()
+                unseeded.STATE.next = made
                 put_torch_back()
 
             return put_these_back
         put_back = self._generators.remember(self._numpys[index])
-        self.seed(own)
+        self._generators.seed(own)
         if not skips or index in self._draw_from_others:
             return put_back
         before = randomness.where_others_stand()

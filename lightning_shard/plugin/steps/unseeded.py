@@ -15,7 +15,7 @@ import hashlib
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -31,20 +31,18 @@ class _State(threading.local):
 
     Attributes:
         is_active: Whether it is inside of :func:`seeded`.
-        seed: From which seeds are derived; ``None`` as long as there is none.
-        taken: The number of seeds that were taken.
+        next: From which seed the next ones are derived, and how many were; ``None`` as long as there is none.
     """
 
     is_active = False
-    seed: int | None = None
-    taken = 0
+    next: tuple[int, int] | None = None
 
 
-_STATE = _State()
+STATE = _State()
 
 
 def _forget() -> None:
-    _STATE.seed = None
+    STATE.next = None
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -52,24 +50,14 @@ os.register_at_fork(after_in_child=_forget)
 
 def seed(number: int) -> None:
     """Derive the next seeds from this one; does nothing outside of :func:`seeded`."""
-    if _STATE.is_active:
-        _STATE.seed, _STATE.taken = number, 0
-
-
-def remember() -> Callable[[], None]:
-    """Snapshot which seed is next; returns a function that restores it."""
-    before = _STATE.seed, _STATE.taken
-
-    def put_back() -> None:
-        _STATE.seed, _STATE.taken = before
-
-    return put_back
+    if STATE.is_active:
+        STATE.next = number, 0
 
 
 @contextmanager
 def seeded() -> Iterator[None]:
     """Context in which generators without a seed of their own get derived ones, once :func:`seed` was called."""
-    if _STATE.is_active:
+    if STATE.is_active:
         yield
         return
     python: Any = random
@@ -78,12 +66,12 @@ def seeded() -> Iterator[None]:
     of_system: Any = getattr(numpy, "randbits", None)
 
     def bits(count: int) -> int:
-        return of_system(count) if _STATE.seed is None else _next(count)
+        return of_system(count) if STATE.next is None else _next(count)
 
     def seed_one(generator: random.Random, a: Any = None, version: int = 2) -> None:
-        _seed_python(generator, _next(_BITS) if a is None and _STATE.seed is not None else a, version)
+        _seed_python(generator, _next(_BITS) if a is None and STATE.next is not None else a, version)
 
-    _STATE.is_active = True
+    STATE.is_active = True
     python.Random.seed = seed_one
     python.seed = MethodType(seed_one, seed_global.__self__)
     if of_system is not None:
@@ -91,7 +79,7 @@ def seeded() -> Iterator[None]:
     try:
         yield
     finally:
-        _STATE.is_active, _STATE.seed, _STATE.taken = False, None, 0
+        STATE.is_active, STATE.next = False, None
         python.Random.seed, python.seed = _seed_python, seed_global
         if of_system is not None:
             numpy.randbits = of_system
@@ -99,7 +87,9 @@ def seeded() -> Iterator[None]:
 
 def _next(bits: int) -> int:
     """The next seed, of so many bits."""
-    text = f"{_STATE.seed}/made/{_STATE.taken}"
-    _STATE.taken += 1
+    assert STATE.next is not None
+    seed, taken = STATE.next
+    STATE.next = seed, taken + 1
+    text = f"{seed}/made/{taken}"
     size = -(-bits // 8)
     return int.from_bytes(hashlib.shake_128(text.encode()).digest(size), "big") >> (8 * size - bits)

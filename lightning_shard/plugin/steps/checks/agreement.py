@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import and_, not_
 from typing import Any
 
 import lightning.pytorch as pl
@@ -100,7 +102,8 @@ class SameGradients:
     """
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
-        self._without = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
+        with torch._C.DisableTorchFunctionSubclass():
+            self._without = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
         self.flags = _of_stage(self._without, layout)
 
     def check(self, combined: Sequence[bool]) -> None:
@@ -176,17 +179,20 @@ def _of_all(value: object) -> list[bool]:
     """Encode a value so that an "or" over all ranks shows whether their values differ."""
     digest = xxhash.xxh3_64_intdigest(repr(value).encode())
     own = [bool(digest >> bit & 1) for bit in range(_BITS)]
-    return [*own, *(not bit for bit in own)]
+    return [*own, *map(not_, own)]
 
 
 def _differ(combined: Sequence[bool]) -> bool:
     parts = [combined[start : start + _BITS] for start in range(0, len(combined), _BITS)]
-    return any(bit and opposite for one, other in zip(parts[::2], parts[1::2]) for bit, opposite in zip(one, other))
+    return any(map(and_, chain(*parts[::2]), chain(*parts[1::2])))
 
 
 def _numbers(group: Mapping[str, Any]) -> list[Any]:
-    simple = ((name, value) for name, value in group.items() if isinstance(value, (bool, int, float, tuple)))
-    return [(name, value) for name, value in simple if not tree.tensors(value)]
+    return [
+        (name, value)
+        for name, value in group.items()
+        if isinstance(value, (bool, int, float)) or (isinstance(value, tuple) and not tree.tensors(value))
+    ]
 
 
 def check_copies(

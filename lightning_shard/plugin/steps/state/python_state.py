@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from enum import Enum
 from itertools import chain, islice
 from operator import is_
@@ -45,13 +46,13 @@ _NOT_STATE = ("_parameters", "_modules", *OF_RECURRENT_LAYERS)
 """Excluded from a module's attributes: sharding replaces parameters in a forward; submodules are visited themselves."""
 
 
-def reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
+def reachable(root: nn.Module) -> list[tuple[str, Any]]:
     """Each object that may change, once, with the first path to it; the same order on every stage.
 
-    Yields modules, other objects, containers, closure cells, tensors (parameters too), arrays, generators, namespaces.
+    Returns modules, other objects, containers, closure cells, tensors (parameters too), arrays, generators, namespaces.
     """
     _, found = _searched(root)
-    yield from found
+    return found
 
 
 def beside(root: nn.Module) -> tuple[Namespace, ...]:
@@ -83,7 +84,7 @@ def _searched(root: nn.Module) -> tuple[tuple[Namespace, ...], list[tuple[str, A
     while True:
         outside = namespaces(*of_modules, *sorted(of_objects.keys() - of_modules.keys(), key=_name_of))
         begins: dict[Any, None] = {}
-        found = [*_reached([*root.named_modules(), *((each.name, each) for each in outside)], package, begins)]
+        found = _reached([*root.named_modules(), *((each.name, each) for each in outside)], package, begins)
         if not begins.keys() - of_modules.keys() - of_objects.keys():
             _BEGINS[root] = of_objects
             return outside, found
@@ -97,9 +98,9 @@ def _name_of(begin: Any) -> tuple[str, str, int]:
     return str(begin.__module__), begin.__qualname__, 0
 
 
-def below(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """An attribute's value and everything reachable from it, but for modules and what is below them."""
-    return _reached([(path, value)], enters_modules=False)
+def below(path: str, value: Any, most: float = math.inf) -> list[tuple[str, Any]]:
+    """An attribute's value and what is reachable from it, ``most`` objects, but for modules and what is below them."""
+    return _reached([(path, value)], enters_modules=False, most=most)
 
 
 def _reached(
@@ -108,15 +109,17 @@ def _reached(
     begins: dict[Any, None] | None = None,
     *,
     enters_modules: bool = True,
-) -> Iterator[tuple[str, Any]]:
+    most: float = math.inf,
+) -> list[tuple[str, Any]]:
     """
     Args:
         begins: Filled with the classes of objects, and with functions, whose code may use namespaces: the user's own,
             and those of a package.
     """
     seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
+    found: list[tuple[str, Any]] = []
     waiting: collections.deque[tuple[str, Any]] = collections.deque(begin)
-    while waiting:
+    while waiting and len(found) < most:
         path, value = waiting.popleft()
         if id(value) in seen:
             continue
@@ -132,10 +135,13 @@ def _reached(
             elif _is_of(kind, package):
                 begins[kind] = None
         if may_change:
-            yield path, value
+            found.append((path, value))
         if entries_of is not None:
             prefix = f"{path}." if path else ""
-            waiting.extend((f"{prefix}{key}", child) for key, child in entries_of(value) if type(child) not in _PLAIN)
+            for key, child in entries_of(value):
+                if type(child) not in _PLAIN:
+                    waiting.append((f"{prefix}{key}", child))
+    return found
 
 
 @functools.cache

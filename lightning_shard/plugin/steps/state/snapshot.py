@@ -11,7 +11,7 @@ import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +69,7 @@ class Memory:
     def __init__(self, root: nn.Module, stages: int = 1, callbacks: Sequence[Any] = ()) -> None:
         self._root = root
         self._stages = stages
-        of_callbacks = (islice(below(f"callbacks.{i}", each), _OF_CALLBACK) for i, each in enumerate(callbacks))
+        of_callbacks = (below(f"callbacks.{i}", each, _OF_CALLBACK) for i, each in enumerate(callbacks))
         found = [*reachable(root), *chain.from_iterable(of_callbacks)]
         self._iterators = ReplayedIterators(value for _, value in found)
         self._notes = [note for path, value in found if (note := note_of(path, value)) is not None]

@@ -1,9 +1,13 @@
-"""Support calls of a model's parts between steps, such as ``self.net(x)`` in ``on_train_epoch_end``.
+"""All-gather a unit for calls of its parts; FSDP2 does it for calls of whole units only.
 
-The root unit (everything outside of blocks) is unsharded only while a step runs. Here, a part that is called outside of
-a step unshards it for its own call, and once more for a backward through it. With several data ranks this is
-collective, so all of them must make the call. With manual optimization the units are the networks below the root, each
-unsharded during its own calls; a call of a network's part, such as ``self.vae.encoder(x)``, does likewise.
+Between steps, as of ``self.net(x)`` in ``on_train_epoch_end``: the root unit (everything outside of blocks) is
+unsharded only while a step runs. A part that is called outside of a step unshards it for its own call, and once more
+for a backward through it. With several data ranks this is collective, so all of them must make the call. With manual
+optimization the units are the networks below the root, each unsharded during its own calls; a call of a network's part,
+such as ``self.vae.encoder(x)``, does likewise.
+
+In a step, as of ``self.blocks[0].norm.embed(t)``: hooks on all parts of blocks would cost time in each call, so the
+first step of each kind finds those that are called by themselves, and only these keep hooks.
 
 Nothing stays unsharded, after a call of the whole either: later steps would take it for the present weights, whatever
 has changed the shards meanwhile.
@@ -12,13 +16,18 @@ has changed the shards meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.compiled_blocks import is_compiled
 from lightning_shard.parallel.containers import called_below, has_forward
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.fsdp.units import (
@@ -29,9 +38,15 @@ from lightning_shard.parallel.fsdp.units import (
     is_set_up,
     is_unit,
     set_up,
+    sharded_units,
+    state_of,
 )
 from lightning_shard.parallel.fsdp.unsharded import COPIED, unsharded_of
 from lightning_shard.parallel.fsdp.watched_parameters import check_before_gather
+
+_is_sharded = attrgetter("is_sharded")
+_FOUND: WeakSet[nn.Module] = WeakSet()
+"""Parts of units that steps call by themselves: they have hooks."""
 
 
 def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module], *, whole_steps: bool) -> None:
@@ -117,7 +132,6 @@ class _Calls:
         part.register_forward_hook(self.leave if holds else _Uncopied(self.leave), always_call=True)
 
     def enter(self, *_: Any) -> None:
-        set_up(self._root)  # a part may be called before the first step, such as in configure_optimizers
         if self._depth or not self._is_gathered():
             self._depth += 1
             if self._depth == 1:
@@ -134,6 +148,8 @@ class _Calls:
 
     def refuse(self, part: nn.Module, _: Any) -> None:
         whole = unsharded_of(self._root)  # asked of each part in each step
+        if whole is None and is_unit(self._root) and not is_set_up(self._root):
+            return
         is_gathered = self._is_gathered() if whole is None else whole.is_gathered
         if not is_gathered and any(isinstance(parameter, DTensor) for parameter in part.parameters()):
             raise StepError(
@@ -150,12 +166,15 @@ class _Calls:
                 self._free(args, output)
 
     def _is_gathered(self) -> bool:
-        """Whether the root unit is unsharded, has nothing to all-gather, or isn't initialised by FSDP2 yet."""
-        if (whole := unsharded_of(self._root)) is not None:
+        """Whether the root unit is unsharded, or has nothing to all-gather."""
+        state = state_of(self._root)
+        if state is None:
+            if (whole := unsharded_of(self._root)) is None:
+                raise StepError(COPIED.format(kind=class_name(self._root)))
             return whole.is_gathered
-        if not is_unit(self._root):
-            raise StepError(COPIED.format(kind=class_name(self._root)))
-        return not is_set_up(self._root) or not any(group.is_sharded for group in groups_of(self._root))
+        if state._is_root is None:  # a part may be called before the first step, such as in configure_optimizers
+            set_up(self._root)
+        return not any(map(_is_sharded, groups_of(self._root)))
 
     def _gather(self) -> None:
         if (whole := unsharded_of(self._root)) is not None:
@@ -170,3 +189,37 @@ class _Calls:
         elif is_unit(self._root):
             gather_for_backward(self._root, args, output)
             call_fsdp(self._root, FSDPModule.reshard)
+
+
+@contextmanager
+def finding_calls_of_parts(root: nn.Module) -> Iterator[None]:
+    """Context of a step: parts of units below ``root`` that are called by themselves will always gather their unit."""
+    outermost: dict[nn.Module, nn.Module] = {}
+    with ExitStack() as hooks:
+        for unit in sharded_units(root):
+            for module in unit.modules():
+                outermost.setdefault(module, unit)
+            if unit is not root:
+                for part in _parts(unit):
+                    found = partial(_gather_from_now_on, unit, outermost[part])
+                    hooks.callback(part.register_forward_pre_hook(found, prepend=True).remove)
+        yield
+
+
+def _parts(unit: Any) -> Iterator[nn.Module]:
+    """The modules in a unit that have parameters of it; not those of units in it, nor what is compiled."""
+    for child in () if is_compiled(unit) else unit.children():
+        if not is_unit(child) and any(True for _ in child.parameters()):
+            yield child
+            yield from _parts(child)
+
+
+def _gather_from_now_on(unit: nn.Module, outermost: Any, part: nn.Module, args: Any) -> None:
+    if part in _FOUND:
+        return
+    set_up(outermost)
+    if any(map(_is_sharded, groups_of(unit))):
+        _FOUND.add(part)
+        calls = _Calls(unit)
+        calls.gather_for(part)
+        calls.enter()  # of this call, for which the new hook is too late
