@@ -99,10 +99,12 @@ def _of_fewer_kinds(rows: list[Row]) -> str:
 def _table(family: str, rows: list[Row], reasons: _Reasons) -> str:
     alike = sum(all(result["result"] in SHOWN for result in row["layouts"].values()) for row in rows)
     lines = [f"## {family.capitalize()}: {len(rows)}, {alike} of them refused on no layout\n"]
-    lines += ["| architecture | pp2 | dp2 | tp2 |", "|---|---|---|---|"]
+    by_cells: dict[tuple[str, ...], list[str]] = {}
     for row in sorted(rows, key=lambda row: str(row["class"]).lower()):
-        cells = (_cell(row, layout, reasons) for layout in LAYOUTS)
-        lines.append(f"| {row['class']} | {' | '.join(cells)} |")
+        by_cells.setdefault(tuple(_cell(row, layout, reasons) for layout in LAYOUTS), []).append(str(row["class"]))
+    lines += ["| pp2 | dp2 | tp2 | architectures |", "|---|---|---|---|"]
+    for cells, names in sorted(by_cells.items(), key=lambda each: -len(each[1])):
+        lines.append(f"| {' | '.join(cells)} | {', '.join(names)} |")
     return "\n".join(lines) + "\n"
 
 
