@@ -23,7 +23,7 @@ _STYLE = """
 :root{color-scheme:light dark} body{margin:24px;font:15px/1.5 system-ui,sans-serif}
 pre{overflow-x:auto;font:12px/1.5 ui-monospace,monospace} svg{width:100%;min-width:800px} div{overflow-x:auto}
 text{font-size:11px;fill:currentColor} .idle{fill:#8883} .F{fill:#4c8dd6} .B{fill:#e8853d}
-.I{fill:#f0b429} .W{fill:#5aa469}
+.I{fill:#f0b429} .W{fill:#5aa469} svg.key{width:12px;min-width:0}
 """
 
 
@@ -58,6 +58,11 @@ def page(title: str, text: str, timelines: Mapping[str, Timeline], foot: str) ->
     parts = [f"<h1>{escape(title)}</h1><pre>{escape(text)}</pre>"]
     for name, timeline in timelines.items():
         parts += [f"<h2>{escape(name)}</h2><div>", *_svg(timeline, until), "</div>"]
+    kinds = dict.fromkeys(e.action.kind for timeline in timelines.values() for e in timeline.events)
+    boxes = (
+        f'<svg class="key" viewBox="0 0 12 12">{_rect(kind, 0, 0, 12)}</rect></svg> {KINDS[kind]}' for kind in kinds
+    )
+    parts += [f"<p>{' · '.join(boxes)}</p>"]
     head = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
     body = "\n".join(parts)
     return f"{head}<style>{_STYLE}</style></head><body>\n{body}\n<p>{escape(foot)}</p></body></html>\n"
@@ -73,13 +78,13 @@ def _svg(timeline: Timeline, until: float) -> Iterator[str]:
     for event in timeline.events:
         action, times = event.action, f"{seconds_text(event.start)} to {seconds_text(event.end)}"
         tip = f"{action}: {KINDS[action.kind]} of stage {action.stage}, microbatch {action.microbatch}, {times}"
-        box = _rect(action.kind, _LEFT + scale * event.start, event.rank, scale * (event.end - event.start))
+        box = _rect(action.kind, _LEFT + scale * event.start, event.rank, 0.97 * scale * (event.end - event.start))
         yield f"{box}<title>{tip}</title></rect>"
     yield "</svg>"
 
 
 def _rect(kind: str, x: float, rank: int, width: float) -> str:
-    return f'<rect class="{kind}" x="{x:.2f}" y="{rank * _ROW}" width="{0.97 * width:.2f}" height="{_ROW - 4}">'
+    return f'<rect class="{kind}" x="{x:.2f}" y="{rank * _ROW}" width="{width:.2f}" height="{_ROW - 4}">'
 
 
 def _row_name(timeline: Timeline, rank: int) -> str:
