@@ -48,7 +48,6 @@ def page(results: Mapping[str, Any]) -> str:
     parts = [
         _HEAD.format(when=_when(rows), **results["made"]),
         _counts(rows, compared, int(results["made"]["architectures"])),
-        _of_fewer_kinds(compared),
         *tables,
         reasons.section(),
         _others("Random", "random", rows, "Two runs on one process differ where random numbers do."),
@@ -84,16 +83,6 @@ def _counts(rows: list[Row], compared: list[Row], known: int) -> str:
         kinds = ("alike", "refused", "no plan", "in parts", "rounding", "not run", "different", "crashed")
         lines.append(f"| {layout}, {meaning} | " + " | ".join(str(counts[kind]) for kind in kinds) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _of_fewer_kinds(rows: list[Row]) -> str:
-    names = sorted(str(row["class"]) for row in rows if row.get("of fewer kinds"))
-    if not names:
-        return ""
-    return (
-        f"{len(names)} rows have yet to be run again: their configurations had fewer kinds of layers, or windows longer"
-        f" than the texts. {', '.join(names)}.\n"
-    )
 
 
 def _table(family: str, rows: list[Row], reasons: _Reasons) -> str:

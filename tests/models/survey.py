@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.models.survey --jobs 2                   # what isn't in the JSON yet or is marked there
+    python -m tests.models.survey --jobs 2                   # what isn't in the JSON yet
     python -m tests.models.survey --again --layouts pp2      # all of it anew, on these layouts
     python -m tests.models.survey --before 2026-11-23        # what is older, or isn't in the JSON yet
     python -m tests.models.survey --only llama,bert,nn.LSTM  # names, classes or families that contain one of these
@@ -232,7 +232,7 @@ def main() -> None:
 def _is_due(row: Row | None, arguments: argparse.Namespace, is_named: bool) -> bool:
     if row is not None and arguments.before:
         return row["date"] < str(arguments.before)
-    return row is None or "of fewer kinds" in row or is_named or bool(arguments.again)
+    return row is None or is_named or bool(arguments.again)
 
 
 def in_short(row: Row) -> str:
