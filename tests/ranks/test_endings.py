@@ -403,7 +403,8 @@ def test_the_first_cause_is_the_last_that_rank_0_prints_and_only_its_traceback_i
     assert code == 1
     assert sum("Traceback" in line for line in lines) == 1, lines
     assert not any("Child process" in line for line in lines), lines
-    *_, told, remedy = (line for line in lines if line.strip())
+    # rank 1's own traceback may come below, since the processes write to one pipe
+    *_, told, remedy = (line for line in lines if line.strip() and not line.startswith("[rank1]"))
     assert "rank 0 lost the others. The first failure was on rank 1: ValueError: a bad sample of one rank" in told
     assert 'started again with ckpt_path="last"' in remedy
 
