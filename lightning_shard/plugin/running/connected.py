@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -115,6 +116,8 @@ class ConnectedStrategy(ModelParallelStrategy):
         assert self.cluster_environment is not None
         assert self.lightning_module is not None
         ParallelStrategy.setup_environment(self)
+        # Lightning's own loaders cause it, on each rank
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", module=r"lightning\.")
         self._setup_distributed()
         if self._groups is None:
             with one_worker():
