@@ -27,8 +27,8 @@ from rich.text import Text
 
 from lightning_shard import checkpoint
 from lightning_shard.cli_plan import add_plan
-from lightning_shard.errors import ConfigurationError, ShardError
-from lightning_shard.installed import how_to_install, lacks, own_conf, recipes, version
+from lightning_shard.errors import ShardError
+from lightning_shard.installed import need_recipes, own_conf, recipes, version
 
 FAULTS_SHOWN = 20
 RANKS_SHOWN = 8
@@ -126,8 +126,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    if lacks("recipes"):
-        raise ConfigurationError(f"Recipes are configured by Hydra, which isn't installed: {how_to_install('recipes')}")
+    need_recipes()
     own = own_conf()
     added = ["--config-dir", str(own)] if own is not None else []
     # this process becomes the recipe's, so that signals and the launcher's other ranks see what they would without it

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lightning_shard.errors import ConfigurationError, ShardError
-from lightning_shard.installed import how_to_install, lacks, own_conf, recipes
+from lightning_shard.installed import need_recipes, own_conf, recipes
 
 if TYPE_CHECKING:
     from lightning_shard.dryrun.planned import Plan
@@ -239,8 +239,7 @@ def _parameters(build: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _settings_of_recipe(overrides: list[str], recipes: Path) -> Iterator[tuple[str, Any]]:
     """Yield a plan's settings: what ``recipes/train.py`` would train with these overrides."""
-    if lacks("recipes"):
-        raise ConfigurationError(f"Recipes are configured by Hydra, which isn't installed: {how_to_install('recipes')}")
+    need_recipes()
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from hydra.utils import instantiate

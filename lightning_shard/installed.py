@@ -7,6 +7,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from lightning_shard.errors import ConfigurationError
+
 _NAME = "lightning-shard"
 _MODULES = {"hydra-core": "hydra"}
 """Of packages whose module has another name."""
@@ -34,6 +36,15 @@ def how_to_install(extra: str) -> str:
     marked = re.compile(rf"(.+?) *; *extra == ['\"]{extra}['\"]")
     packages = [found[1] for found in map(marked.fullmatch, metadata.requires(_NAME) or ()) if found]
     return f"pip install {' '.join(repr(each) for each in packages)}"
+
+
+def need_recipes() -> None:
+    """
+    Raises:
+        ConfigurationError: A package that recipes need isn't installed.
+    """
+    if lacks("recipes"):
+        raise ConfigurationError(f"Recipes are configured by Hydra, which isn't installed: {how_to_install('recipes')}")
 
 
 def lacks(extra: str) -> bool:

@@ -32,7 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "dense": {"tree"},
     "errors": set(),
     "gloo": {"torch_private"},
-    "installed": set(),
+    "installed": {"errors"},
     "layout": {"errors"},
     "lightning_private": {"torch_private"},
     "namespaces": set(),
