@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning_shard.checkpoint.folder import Earlier
-from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, check_digest, digest
-from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Chunk, FileEntry, Manifest
+from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, check_digest, digest_bytes
+from lightning_shard.checkpoint.format.chunks import Chunk
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange, together
 from lightning_shard.checkpoint.saving.commit import (
@@ -137,17 +138,16 @@ def attempt_at(store: Store) -> str:
 def _with_blocks(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, Iterator[Buffer]]]:
     """Yield each file with an iterator over its bytes in order, which verifies digests as it goes."""
     own = set(files)
-    chunks: dict[int, list[tuple[str, Chunk]]] = {
-        index: [] for index, file in enumerate(checkpoint.manifest.files) if file in own
-    }
-    for section in checkpoint.manifest.sections().values() if chunks else ():
-        for name, entry in section.items():
-            if section.alias_of(name) is None:
-                for chunk in entry.in_files(chunks):
-                    chunks[chunk.file].append((name, chunk))
-    for index, of_file in chunks.items():
+    table = checkpoint.manifest.chunks
+    indices = [index for index, file in enumerate(checkpoint.manifest.files) if file in own]
+    if indices:
+        table.check(table.entries)
+    for index in indices:
         file = checkpoint.manifest.files[index]
-        yield file, _checked(checkpoint, file, sorted(of_file, key=lambda one: (one[1].begin, one[1].end)))
+        yield (
+            file,
+            _checked(checkpoint, file, [(table.names[number][1], chunk) for number, chunk in table.in_file(index)]),
+        )
 
 
 def _checked(checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, Chunk]]) -> Iterator[Buffer]:
@@ -161,7 +161,7 @@ def _checked(checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, Ch
             block = memory[: end - begin]
             read_into([(begin, block)])
             if expected:
-                check_digest(digest(block), expected, name, begin, end, source)
+                check_digest(digest_bytes(block), expected, name, begin, end, source)
             yield block
 
 
@@ -175,10 +175,11 @@ def _saying_that_it_is_damaged(source: str) -> Iterator[None]:
 
 def _blocks(
     checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, Chunk]]
-) -> Iterator[tuple[str, int, int, str | None]]:
+) -> Iterator[tuple[str, int, int, bytes | None]]:
     """Yield consecutive ranges that cover a file: (what they are a part of, begin, end, expected digest or None)."""
     at = file.header_bytes or file.bytes
-    yield "header" if file.header_bytes else "state", 0, at, file.digest
+    expected = bytes.fromhex(file.digest) if file.digest is not None else None
+    yield "header" if file.header_bytes else "state", 0, at, expected
     block_bytes = checkpoint.manifest.block_bytes or BLOCK_BYTES
     for name, chunk in chunks:
         if chunk.begin != at:

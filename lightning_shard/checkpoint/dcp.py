@@ -65,10 +65,11 @@ from torch.futures import Future
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.folder import Earlier
+from lightning_shard.checkpoint.format.chunks import TensorEntry
 from lightning_shard.checkpoint.format.decode import decode
 from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.format.header import DTYPES
-from lightning_shard.checkpoint.format.manifest import TensorEntry
+from lightning_shard.checkpoint.format.manifest import table_path
 from lightning_shard.checkpoint.format.registered import TAG
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
@@ -216,12 +217,14 @@ class DcpWriter(_AtPath, StorageWriter):
         values = {name: value for part in parts for name, value in part.values.items()}
         committing = False
         names = [file.path for account in accounts.values() for file in account.files()]
+        names.append(table_path(self._attempt))
         try:
             if values:
-                names.append(f"trainer/state-{self._attempt}.json")
-                own.state_file = write_json(self._store, names[-1], values, digests=self.digests, durable=self.fsync)
+                state_path = f"trainer/state-{self._attempt}.json"
+                names.append(state_path)
+                own.state_file = write_json(self._store, state_path, values, digests=self.digests, durable=self.fsync)
                 if self.fsync:
-                    self._store.sync(names[-1:])
+                    self._store.sync([state_path])
             merged = Merged([joined(list(accounts.values()))])
             manifest = merged.manifest(attempt=self._attempt, layout=None, writer=WRITER, digests=self.digests)
             manifest.world_size = len(results)

@@ -25,8 +25,8 @@ from lightning_shard.checkpoint.carry import attempt_at, carry, damage
 from lightning_shard.checkpoint.catalog import commits, committed_at, names_in, step_of
 from lightning_shard.checkpoint.folder import look, remove
 from lightning_shard.checkpoint.format.blocks import digest
-from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_FILE, FileEntry
-from lightning_shard.checkpoint.loading.open import Found, open_found, read
+from lightning_shard.checkpoint.format.manifest import OWN_FILE, FileEntry
+from lightning_shard.checkpoint.loading.open import Found, find_with_table, open_found, read
 from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
 from lightning_shard.checkpoint.saving.commit import commit
@@ -192,6 +192,7 @@ class LocalTier:
     def _copy_at(self, path: str, rank: int) -> _Copy:
         try:
             copy = read(self.copy_of(path))
+            copy.manifest.chunks.table.data()  # it is whole
             committed = committed_at(copy.store)
         except CheckpointNotFoundError:
             return _Copy(rank)
@@ -320,11 +321,11 @@ def _was_carried(copy: Checkpoint) -> bool:
 def _open_together(copy: str, ranks: Ranks, holder: int) -> Checkpoint:
     """Open a copy on all ranks by ``holder``'s manifest; each rank reads files on its own disk. A collective call."""
 
-    def manifest() -> bytes | None:
-        return open_store(copy).read(MANIFEST_NAME) if ranks.rank == holder else None
+    def look() -> Found | None:
+        return find_with_table(copy) if ranks.rank == holder else None
 
-    data: bytes = together(ranks, manifest, lambda found: next(one for one in found if one is not None))
-    return open_found(copy, None, True, Found(copy, data))
+    found: Found = together(ranks, look, lambda looks: next(one for one in looks if one is not None))
+    return open_found(copy, None, True, found)
 
 
 def _instead(path: str, seen: _Look, fault: str) -> Source:
@@ -352,7 +353,7 @@ def _put_manifest_here(checkpoint: Checkpoint, fsync: bool) -> bool:
 def _writer(file: FileEntry, ranks: Ranks) -> int:
     """The rank that wrote a file, from its name; the first rank for the trainer state."""
     own = OWN_FILE.fullmatch(file.path)
-    name = own[2].removeprefix("rank-") if own else ""
+    name = own[2].removeprefix("rank-") if own and own[2] else ""
     rank = int(name) if name.isdigit() else ranks.members[0]
     return rank if rank in ranks.members else ranks.members[0]
 

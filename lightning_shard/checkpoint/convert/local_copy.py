@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_shard.checkpoint.boxes import Box, slabs
 from lightning_shard.checkpoint.convert.outfile import Extent, Literal, Step
 from lightning_shard.checkpoint.format.blocks import check_digest
+from lightning_shard.checkpoint.format.chunks import Chunk
 from lightning_shard.checkpoint.format.header import DTYPES
-from lightning_shard.checkpoint.format.manifest import Chunk
 from lightning_shard.checkpoint.loading.ranges import naming_what_fails
 from lightning_shard.checkpoint.memory import byte_view, narrow
 from lightning_shard.checkpoint.store import Buffer
@@ -155,7 +155,7 @@ class _Stream:
         block = (self._at - 1) // self._block_bytes
         begin, end = self._chunk.begin + block * self._block_bytes, self._chunk.begin + self._at
         expected = self._chunk.block_digest(block)
-        check_digest(self._hasher.hexdigest(), expected, self._name, begin, end, f"{self._store.root}/{self._path}")
+        check_digest(self._hasher.digest(), expected, self._name, begin, end, f"{self._store.root}/{self._path}")
         self._hasher.reset()
 
 

@@ -7,7 +7,7 @@ that are strided in the checkpoint, or change their dtype, are read in slabs of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box, slabs
-from lightning_shard.checkpoint.format.chunks import Tiling
+from lightning_shard.checkpoint.format.chunks import Chunk, TensorEntry
 from lightning_shard.checkpoint.format.header import item_bytes
-from lightning_shard.checkpoint.format.manifest import TensorEntry
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.memory import byte_view
@@ -139,31 +138,44 @@ def _literals(data: bytes, step_bytes: int) -> Iterator[Literal]:
 
 def _parts(source: Source, step_bytes: int, slab_bytes: int) -> Iterator[Extent]:
     entry, manifest = source.stored.entry, source.stored.checkpoint.manifest
-    columns = entry.columns()
-    order = columns.tiling.in_row_major_order if source.dtype == source.stored.dtype else None
+    chunks = entry.chunks
+    order = _in_row_major_order(entry.shape, chunks) if source.dtype == source.stored.dtype else None
     if order is None:
         width = max(source.dtype.itemsize, source.stored.dtype.itemsize)
-        multiple = _whole_blocks(columns.tiling, item_bytes(entry.dtype), manifest.block_bytes)
+        multiple = _whole_blocks({chunk.sizes for chunk in chunks}, item_bytes(entry.dtype), manifest.block_bytes)
         for box in slabs(Box.whole(entry.shape), slab_bytes // width, multiple):
             yield Extent(source, entry, box, source.dtype, verbatim=False)
         return
     step_bytes -= step_bytes % manifest.block_bytes if 0 < manifest.block_bytes <= step_bytes else 0
-    for chunk in map(columns.chunk, order):
+    for chunk in order:
         size = chunk.end - chunk.begin
-        as_bytes = TensorEntry("U8", (size,), (chunk._replace(offsets=(0,), sizes=(size,)),))
+        as_bytes = TensorEntry("U8", (size,), given=(chunk._replace(offsets=(0,), sizes=(size,)),))
         for at in range(0, size, step_bytes):
             box = Box((at,), (min(step_bytes, size - at),))
             yield Extent(source, as_bytes, box, torch.uint8, verbatim=True)
 
 
-def _whole_blocks(tiling: Tiling, width: int, block_bytes: int) -> Callable[[int], int]:
+def _in_row_major_order(shape: Sequence[int], chunks: Sequence[Chunk]) -> list[Chunk] | None:
+    """The chunks in the order in which they are the row-major tensor, one after another; None if there is no such."""
+    ordered = sorted((chunk for chunk in chunks if chunk.end > chunk.begin), key=lambda chunk: chunk.offsets)
+    position = 0
+    for chunk in ordered:
+        box = Box(chunk.offsets, chunk.sizes)
+        dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), len(box.sizes))
+        if box.first(shape) != position or box.sizes[dim + 1 :] != shape[dim + 1 :]:
+            return None
+        position += box.numel
+    return ordered
+
+
+def _whole_blocks(all_sizes: Collection[tuple[int, ...]], width: int, block_bytes: int) -> Callable[[int], int]:
     """A function of a dim: how many rows along it are whole digest blocks in every chunk, so no block is read twice."""
 
     @lru_cache
     def rows(dim: int) -> int:
         if not block_bytes:
             return 1
-        row_bytes = {math.prod(sizes[dim + 1 :]) * width for sizes in tiling.sizes}
+        row_bytes = {math.prod(sizes[dim + 1 :]) * width for sizes in all_sizes if 0 not in sizes}
         return math.lcm(*(block_bytes // math.gcd(block_bytes, size) for size in row_bytes))
 
     return rows

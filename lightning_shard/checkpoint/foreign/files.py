@@ -7,7 +7,6 @@ on any other.
 from __future__ import annotations
 
 import io
-import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,16 +16,10 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.foreign import lightning_ckpt
 from lightning_shard.checkpoint.foreign.torchfile import MAGIC, Archive, read_archive
+from lightning_shard.checkpoint.format.chunks import Chunk, TensorEntry, rows_of
 from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.format.header import DTYPES, MAX_HEADER_BYTES, layout_fault, parse_header
-from lightning_shard.checkpoint.format.manifest import (
-    Chunk,
-    FileEntry,
-    Manifest,
-    chunk_to_json,
-    is_safe_path,
-    tensor_to_json,
-)
+from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest, Section, is_safe_path
 from lightning_shard.checkpoint.format.strict_json import loads, text
 from lightning_shard.checkpoint.store import Store, open_store, parted
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
@@ -113,7 +106,7 @@ def _indexed(data: bytes, source: str) -> dict[str, set[str] | None]:
 def _safetensors(path: str, store: Store, expected: Mapping[str, set[str] | None]) -> Manifest:
     """Make the manifest of safetensors files; ``expected``: for each file, the names to take, or None for all."""
     files: list[FileEntry] = []
-    model: dict[str, Any] = {}
+    model: dict[str, TensorEntry] = {}
     for number, (file, names) in enumerate(sorted(expected.items())):
         source = f"{store.root}/{file}"
         head = _head(store, file)
@@ -141,8 +134,9 @@ def _safetensors(path: str, store: Store, expected: Mapping[str, set[str] | None
             if entry.dtype not in DTYPES:
                 raise UnsupportedStateError(f"{source}: {name!r} has dtype {entry.dtype!r}, which is unknown here.")
             chunk = Chunk(number, entry.begin, entry.end, (0,) * len(entry.shape), entry.shape)
-            model[name] = tensor_to_json(entry.dtype, entry.shape, [chunk_to_json(chunk, number)])
-    return Manifest("", files, writer="safetensors", raw_sections={"model": model}, source=path)
+            model[name] = TensorEntry(entry.dtype, entry.shape, given=(chunk,))
+    manifest = Manifest("", files, writer="safetensors", model=Section(model), source=path)
+    return manifest.with_rows(rows_of(list(model.values())))
 
 
 # -- torch ------------------------------------------------------------------------------------------------------------
@@ -156,16 +150,16 @@ def _torch(path: str, store: Store, name: str) -> ForeignCheckpoint:
         model, optimizer, rest = _take_apart(archive.content, path)
         state, others = encode(rest, lambda name, tensor: None)  # stored already, so storable
         sections = {"model": model, "optimizer": optimizer, "trainer": others}
-        raw = {title: _entries(section, archive) for title, section in sections.items()}
+        entries = {title: _entries(section, archive) for title, section in sections.items()}
     except CheckpointError:
         raise
     except Exception as error:  # the content isn't as Lightning and torch save it
         raise CorruptCheckpointError(
             f"{path} isn't as Lightning or torch saves a checkpoint: {type(error).__name__} {error}."
         ) from error
-    return ForeignCheckpoint(
-        store, Manifest("", [FileEntry(name, size)], writer="torch", raw_sections=raw, source=path), state
-    )
+    manifest = Manifest("", [FileEntry(name, size)], writer="torch", source=path, **entries)
+    rows = rows_of([entry for section in entries.values() for _, entry in section.own()])
+    return ForeignCheckpoint(store, manifest.with_rows(rows), state)
 
 
 def _take_apart(content: Any, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
@@ -180,17 +174,21 @@ def _take_apart(content: Any, path: str) -> tuple[dict[str, Tensor], dict[str, T
     return tensors, {}, None
 
 
-def _entries(tensors: Mapping[str, Tensor], archive: Archive) -> dict[str, Any]:
+def _entries(tensors: Mapping[str, Tensor], archive: Archive) -> Section:
     """A section of the manifest; tensors that are the same bytes of the file become aliases."""
-    section: dict[str, Any] = {}
-    known: dict[str, str] = {}
+    section: dict[str, TensorEntry] = {}
+    aliases: dict[str, str] = {}
+    known: dict[Any, str] = {}
     for name, tensor in tensors.items():
         if not isinstance(name, str) or any("\ud800" <= character <= "\udfff" for character in name):
             raise CheckpointError(f"A tensor is named {name!r:.60}: names must be strings that UTF-8 has.")
         entry = archive.stored_as(name, tensor)
-        first = known.setdefault(json.dumps(entry), name) if tensor.numel() else name
-        section[name] = entry if first == name else {"same_as": first}
-    return section
+        first = known.setdefault((entry.dtype, entry.shape, entry.given), name) if tensor.numel() else name
+        if first == name:
+            section[name] = entry
+        else:
+            aliases[name] = first
+    return Section(section, aliases)
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:

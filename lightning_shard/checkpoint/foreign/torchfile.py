@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_shard.checkpoint.format.chunks import Chunk, TensorEntry
 from lightning_shard.checkpoint.format.header import dtype_name
-from lightning_shard.checkpoint.format.manifest import Chunk, chunk_to_json, tensor_to_json
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 
 MAGIC = b"PK\x03\x04"
@@ -213,8 +213,8 @@ class Archive:
     content: Any
     records: dict[int, int]
 
-    def stored_as(self, name: str, tensor: Tensor) -> dict[str, Any]:
-        """The manifest's JSON for a tensor of the content, which lies in file 0.
+    def stored_as(self, name: str, tensor: Tensor) -> TensorEntry:
+        """The manifest's entry of a tensor of the content, which lies in file 0.
 
         Raises:
             UnsupportedStateError: A sparse or quantized tensor, or one whose strides make too many chunks.
@@ -229,7 +229,7 @@ class Archive:
         storage: Any = tensor.untyped_storage()
         shape, strides = tuple(tensor.shape), tensor.stride()
         if not math.prod(shape):
-            return tensor_to_json(dtype_name(tensor.dtype, name), shape, [])
+            return TensorEntry(dtype_name(tensor.dtype, name), shape)
         begin = getattr(storage, "_checkpoint_offset", None)
         if begin is None:
             raise UnsupportedStateError(f"{name!r} is on {tensor.device}, and has no bytes in the file.")
@@ -254,8 +254,8 @@ class Archive:
         for index in itertools.product(*map(range, shape[:inner])):
             at = begin + (first + sum(i * stride for i, stride in zip(index, strides))) * width
             offsets, sizes = index + (0,) * (len(shape) - inner), (1,) * inner + shape[inner:]
-            chunks.append(chunk_to_json(Chunk(0, at, at + nbytes, offsets, sizes), 0))
-        return tensor_to_json(dtype_name(tensor.dtype, name), shape, chunks)
+            chunks.append(Chunk(0, at, at + nbytes, offsets, sizes))
+        return TensorEntry(dtype_name(tensor.dtype, name), shape, given=tuple(chunks))
 
 
 def _contiguous_dims(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

@@ -10,15 +10,20 @@ import xxhash
 from lightning_shard.errors import CorruptCheckpointError
 
 DIGEST_ALGORITHM = "xxh3_128"
-DIGEST_HEX_CHARS = 32
+DIGEST_BYTES = 16
 BLOCK_BYTES = 4 * 2**20
 Digest = str
 """32 lowercase hexadecimal digits: the canonical (big-endian) bytes of an xxh3_128 hash."""
 
 
-def digest_at(digests: str, block: int) -> Digest:
+def digest_at(digests: bytes, block: int) -> bytes:
     """The digest of block number ``block``, from the concatenated digests of all blocks."""
-    return digests[block * DIGEST_HEX_CHARS : (block + 1) * DIGEST_HEX_CHARS]
+    return digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+
+
+def digest_bytes(data: Any) -> bytes:
+    """The canonical bytes of a hash, as the table of chunks has them."""
+    return xxhash.xxh3_128_digest(data)
 
 
 def digest(data: Any) -> Digest:
@@ -33,7 +38,7 @@ def digest_of_parts(parts: Iterable[Any]) -> Digest:
     return hasher.hexdigest()
 
 
-def check_digest(found: str, expected: str, name: str, begin: int, end: int, file: str) -> None:
+def check_digest(found: bytes | str, expected: bytes | str, name: str, begin: int, end: int, file: str) -> None:
     """Raise CorruptCheckpointError if bytes ``begin`` to ``end`` of a file, a part of tensor ``name``, have changed."""
     if found != expected:
         raise CorruptCheckpointError(

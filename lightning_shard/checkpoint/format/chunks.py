@@ -1,34 +1,25 @@
-"""A tensor's chunks: the boxes that tile it, and the file and byte range of each. Parsed lazily.
+"""Tensors and their chunks: which boxes of a tensor lie in which bytes of which files, checked by array operations.
 
-A large run has hundreds of thousands of chunks. Most tensors are cut in the same way, and a rank needs few chunks of
-each. So a tensor's chunk text is only split; boxes are parsed and checked once for all tensors with the same cuts
-(:class:`Tiling`); and a chunk's numbers are parsed when the chunk is accessed.
+All chunks of a checkpoint are rows of one :class:`~..table.Table`. Before a row is used, all numbers of its tensor are
+checked, its exact cover among them: if two chunks overlapped, readers of different parts would read different values.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from operator import itemgetter
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection
-from lightning_shard.checkpoint.format.blocks import Digest, digest_at
-from lightning_shard.checkpoint.format.columns import Integers, Parsed, parse_columns
+from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection, uncovered
+from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest_at
 from lightning_shard.checkpoint.format.header import item_bytes
-from lightning_shard.checkpoint.format.text import ChunkText, chunk_texts, chunk_texts_in
-
-TILINGS_KEPT = 32
-"""Size of the cache of tilings: models have few shapes, which repeat in each layer."""
-PARTS_KEPT = 1024
-"""Size of the cache of overlaps between a tiling and a box that is read."""
-LONG_BYTES = 4096
-"""Shorter text is faster parsed chunk by chunk than by columns."""
+from lightning_shard.checkpoint.format.table import Integers, Rows, Spans, Table, padded
+from lightning_shard.errors import CorruptCheckpointError
 
 
 class Chunk(NamedTuple):
@@ -43,259 +34,325 @@ class Chunk(NamedTuple):
     end: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    digests: str = ""
+    digests: bytes = b""
 
-    def block_digest(self, block: int) -> Digest:
+    def block_digest(self, block: int) -> bytes:
         return digest_at(self.digests, block)
 
 
-@dataclass(frozen=True, eq=False)
-class Columns:
-    """All chunks of a tensor, checked, in columns instead of an object for each.
-
-    ``files``, ``begins`` and ``ends`` have one number per chunk, and ``tiling`` has their boxes. ``digests`` is the
-    concatenation of all chunks' digests; chunk ``i``'s end at ``digest_ends[i]``.
-    """
-
-    files: Integers
-    begins: Integers
-    ends: Integers
-    tiling: Tiling
-    digests: bytes
-    digest_ends: Integers
-
-    @classmethod
-    def of(cls, chunks: Sequence[Chunk], tiling: Tiling) -> Columns:
-        numbers = np.array([chunk[:3] for chunk in chunks], np.int64).reshape(-1, 3)
-        digits = np.array([len(chunk.digests) for chunk in chunks], np.int64)
-        digests = "".join(chunk.digests for chunk in chunks).encode()
-        return cls(numbers[:, 0], numbers[:, 1], numbers[:, 2], tiling, digests, digits.cumsum())
-
-    @property
-    def boxes(self) -> Sequence[Box]:
-        return self.tiling.boxes
-
-    def __len__(self) -> int:
-        return len(self.boxes)
-
-    def digests_of(self, number: int) -> str:
-        first = int(self.digest_ends[number - 1]) if number else 0
-        return self.digests[first : int(self.digest_ends[number])].decode()
-
-    def chunk(self, number: int) -> Chunk:
-        box = self.boxes[number]
-        span = int(self.begins[number]), int(self.ends[number])
-        return Chunk(int(self.files[number]), *span, box.offsets, box.sizes, self.digests_of(number))
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class TensorEntry:
     """A tensor in a manifest: its dtype by the format's name, its global shape, and its chunks.
 
-    Each element is in exactly one chunk, which :class:`Chunks` checks.
+    Attributes:
+        span: Its rows of the table, ``[first, last)``.
+        given: Its chunks, where they aren't rows of a table.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: Sequence[Chunk]
+    span: tuple[int, int] = (0, 0)
+    given: tuple[Chunk, ...] = ()
+    table: ChunkTable | None = field(default=None, repr=False)
+    number: int = 0
+    """Its number in the table's list of tensors."""
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * item_bytes(self.dtype)
 
-    def check_coverage(self) -> None:
-        """Raise CorruptCheckpointError unless the chunks cover the tensor, each element exactly once."""
-        if isinstance(self.chunks, Chunks):
-            self.chunks.check_coverage()
+    @property
+    def chunk_count(self) -> int:
+        return self.span[1] - self.span[0] if self.table is not None else len(self.given)
 
-    def columns(self) -> Columns:
-        """All chunks at once. Only for an entry that was parsed from a manifest."""
-        assert isinstance(self.chunks, Chunks)
-        return self.chunks.columns()
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """All chunks.
 
-    def same_chunks(self, other: TensorEntry) -> bool:
-        """Whether another tensor's chunks have the same text: the same files, bytes, boxes and digests."""
-        assert isinstance(self.chunks, Chunks)
-        assert isinstance(other.chunks, Chunks)
-        return self.chunks.written_as(other.chunks)
+        Raises:
+            CorruptCheckpointError: They don't cover the tensor exactly, or a number of one is out of range.
+        """
+        return self.given if self.table is None else self.table.chunks(self)
 
     def overlapping(self, box: Box) -> list[tuple[Chunk, Box]]:
         """The chunks that overlap with a box, each with the intersection."""
-        if isinstance(self.chunks, Chunks):
-            return self.chunks.overlapping(box)
-        parts = ((chunk, intersection(chunk.offsets, chunk.sizes, box)) for chunk in self.chunks)
-        return [(chunk, part) for chunk, part in parts if part is not None]
-
-    def in_files(self, files: Collection[int]) -> Iterable[Chunk]:
-        """The chunks that lie in the files of these indices.
-
-        Coverage of the tensor isn't checked: a caller that copies whole files checks that chunks cover the files.
-        """
-        if isinstance(self.chunks, Chunks):
-            return self.chunks.in_files(files)
-        return (chunk for chunk in self.chunks if chunk.file in files)
+        return next(overlaps([(self, box)]))
 
 
-class Chunks(Sequence[Chunk]):
-    """A tensor's chunks as text. Each is parsed and checked when it is needed, and not cached.
+def overlaps(wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterable[list[tuple[Chunk, Box]]]:
+    """For each tensor and box, the chunks that overlap with the box, each with the intersection."""
+    tables = {id(entry.table): entry.table for entry, _ in wanted}
+    found = {
+        key: iter(table.overlaps([pair for pair in wanted if pair[0].table is table]))
+        for key, table in tables.items()
+        if table is not None
+    }
+    for entry, box in wanted:
+        if entry.table is not None:
+            yield next(found[id(entry.table)])
+        else:
+            parts = ((chunk, intersection(chunk.offsets, chunk.sizes, box)) for chunk in entry.given)
+            yield [(chunk, part) for chunk, part in parts if part is not None]
 
-    Coverage of the whole tensor is checked on first access, whichever chunk is needed: if two chunks overlapped,
-    readers of different parts could otherwise read different values.
+
+def rows_of(entries: Sequence[TensorEntry]) -> Rows:
+    """The table of tensors whose chunks are given, without digests; sets each tensor's ``span``."""
+    chunks: list[Chunk] = []
+    for entry in entries:
+        entry.span = len(chunks), len(chunks) + len(entry.given)
+        chunks += entry.given
+    dims = max((len(entry.shape) for entry in entries), default=0)
+    numbers = np.array([(chunk.file, chunk.begin, 0) for chunk in chunks], np.int64).reshape(-1, 3).T
+    boxes = np.array(
+        [
+            (*chunk.offsets, *(0,) * (dims - len(chunk.sizes)), *chunk.sizes, *(1,) * (dims - len(chunk.sizes)))
+            for chunk in chunks
+        ],
+        np.int64,
+    ).reshape(len(chunks), 2 * dims)
+    return Rows(*numbers, boxes[:, :dims], boxes[:, dims:], np.empty((0, DIGEST_BYTES), np.uint8))
+
+
+class ChunkTable:
+    """The rows of all tensors of a manifest.
 
     Args:
-        text: Returns the chunks' text, joined by commas; checks its layout.
-        tile: Returns the tiling of the boxes; raises if they don't tile the tensor.
-        check: Makes a chunk from its text and box; raises if its numbers are invalid.
-        fit: Whether the numbers of all chunks are valid.
-        unchecked: Returns the chunks' text without checking its layout.
+        table: The columns.
+        tensors: Each tensor's section, name and entry; not the aliases.
+        files: Each file's header bytes (row 0) and bytes (row 1), of shape (2, files).
+        block_bytes: The size of digests' blocks; 0 if there are none.
+        corrupt: Makes the error of a text.
     """
 
     def __init__(
         self,
-        text: Callable[[], bytes],
-        tile: Callable[[Places], Tiling],
-        check: Callable[[ChunkText, Box], Chunk],
-        fit: Callable[[Parsed, Tiling], bool],
-        unchecked: Callable[[], bytes],
+        table: Table,
+        tensors: Sequence[tuple[str, str, TensorEntry]],
+        files: Integers,
+        block_bytes: int,
+        corrupt: Callable[[str], CorruptCheckpointError],
     ) -> None:
-        self._text = text
-        self._tile = tile
-        self._check = check
-        self._fit = fit
-        self._unchecked = unchecked
-        self._tiling: Tiling | None = None
+        self.table = table
+        self.names = [(title, name) for title, name, _ in tensors]
+        self.entries = [entry for _, _, entry in tensors]
+        self._files = files
+        self._block_bytes = block_bytes
+        self._corrupt = corrupt
+        self._sound = np.zeros(len(tensors), bool)
+        for number, entry in enumerate(self.entries):
+            entry.table, entry.number = self, number
 
-    def _look(self) -> tuple[list[ChunkText], Tiling]:
-        texts = chunk_texts(self._text())
-        if self._tiling is None:
-            self._tiling = self._tile(tuple(map(_place, texts)))
-        return texts, self._tiling
-
-    def check_coverage(self) -> None:
-        if self._tiling is None:
-            self._look()
-
-    def overlapping(self, box: Box) -> list[tuple[Chunk, Box]]:
-        """The chunks that overlap with a box, each with the intersection."""
-        texts, tiling = self._look()
-        return [(self._check(texts[number], tiling.boxes[number]), part) for number, part in tiling.parts(box)]
-
-    def columns(self) -> Columns:
-        """All chunks: parsed by columns if the text is long and valid; else one by one, which raises the errors."""
-        text = self._unchecked()
-        parsed = parse_columns(text) if len(text) >= LONG_BYTES else None
-        if parsed is not None:
-            tiling = self._tile(parsed.places)
-            if self._fit(parsed, tiling):
-                self._tiling = tiling
-                begins, ends = parsed.spans.T
-                return Columns(parsed.files, begins, ends, tiling, parsed.digests, parsed.digits.cumsum())
-        chunks = list(iter(self))
-        assert self._tiling is not None
-        return Columns.of(chunks, self._tiling)
-
-    def written_as(self, other: Chunks) -> bool:
-        """Whether both have the same text."""
-        return self._unchecked() == other._unchecked()
-
-    def in_files(self, files: Collection[int]) -> Iterator[Chunk]:
-        """The chunks that lie in ``files``. The text of others, most of a large manifest, isn't parsed."""
-        for text in chunk_texts_in(self._unchecked(), frozenset(files)):
-            yield self._check(text, _box(_place(text)))
-
-    def __len__(self) -> int:
-        return len(self._look()[0])
-
-    def __getitem__(self, index: Any) -> Any:
-        return list(iter(self))[index]
-
-    def __iter__(self) -> Iterator[Chunk]:
-        """Splits the text, as does ``len``: ``list(chunks)`` splits it twice, ``list(iter(chunks))`` once."""
-        texts, tiling = self._look()
-        return map(self._check, texts, tiling.boxes)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(iter(self)) == list(iter(other))
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-Places = tuple[bytes, ...]
-"""The boxes of a tensor's chunks as text."""
-_place: Callable[[ChunkText], bytes] = itemgetter(3)
-
-
-def _box(place: bytes) -> Box:
-    fields = json.loads(b"{" + place + b"}")
-    return Box(tuple(fields["offsets"]), tuple(fields["sizes"]))
-
-
-class Tiling:
-    """Boxes that cover a tensor, each element exactly once.
-
-    Tensors with the same cuts share one object (:data:`tiling_of`), which is compared by identity.
-
-    Raises:
-        ValueError: The boxes don't cover the tensor; the message says why.
-    """
-
-    def __init__(self, shape: tuple[int, ...], places: Places) -> None:
-        self.shape = shape
-        self.boxes: list[Box] = []
-        for place in places:
-            box = _box(place)
-            if not len(box.offsets) == len(box.sizes) == len(shape) or any(
-                offset + size > whole for offset, size, whole in zip(box.offsets, box.sizes, shape)
-            ):
-                raise ValueError(
-                    f"a chunk at offsets {box.offsets} with sizes {box.sizes} isn't inside the shape {shape}"
-                )
-            self.boxes.append(box)
-        fault = coverage_fault(shape, self.boxes)
-        if fault is not None:
-            raise ValueError(fault)
-        self._numbers = {box: number for number, box in enumerate(self.boxes)}
+    # -- checks -------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def numels(self) -> Integers:
-        """The number of elements of each box."""
-        return np.array([box.numel for box in self.boxes], np.int64)
+    def _spans(self) -> Integers:
+        """Each tensor's first and last row, of shape (tensors, 2)."""
+        spans = np.array([entry.span for entry in self.entries], np.int64).reshape(-1, 2)
+        count = len(self.table.rows.file)
+        ends = spans[np.lexsort(spans.T[::-1])]
+        at = np.concatenate([[0], ends[:, 1]])
+        if (at[:-1] != ends[:, 0]).any() or at[-1] != count:
+            raise self._corrupt(f"its tensors don't take the {count:,} rows of {self.table.file.path}, each once")
+        return spans
 
     @cached_property
-    def in_row_major_order(self) -> list[int] | None:
-        """The order of boxes whose concatenation is the row-major tensor, as indices; None if there is none.
+    def _shapes(self) -> Integers:
+        """Each tensor's shape, padded to the table's dims."""
+        dims, most = self.table.rows.offsets.shape[1], int(self._ndims.max(initial=0))
+        if most > dims:
+            raise self._corrupt(f"a tensor has {most} dims, and the boxes of {self.table.file.path} have {dims}")
+        shapes = _boxes([entry.shape for entry in self.entries], dims, 1)
+        return shapes
 
-        Boxes without elements are left out.
+    @cached_property
+    def _widths(self) -> Integers:
+        return np.array([item_bytes(entry.dtype) for entry in self.entries], np.int64)
+
+    @cached_property
+    def _ndims(self) -> Integers:
+        return np.array([len(entry.shape) for entry in self.entries], np.int64)
+
+    def check(self, entries: Iterable[TensorEntry]) -> None:
+        """Read and check the rows of tensors.
+
+        Raises:
+            CorruptCheckpointError: The table is damaged; a number is out of range; or a tensor isn't covered exactly.
         """
-        numbers = sorted((n for n, box in enumerate(self.boxes) if box.numel), key=lambda n: self.boxes[n].offsets)
-        position = 0
-        for number in numbers:
-            box = self.boxes[number]
-            dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), len(box.sizes))
-            if box.first(self.shape) != position or box.sizes[dim + 1 :] != self.shape[dim + 1 :]:
-                return None
-            position += box.numel
-        return numbers
+        faults = self.faults([entry.number for entry in entries])
+        if faults:
+            number, what = min(faults.items())
+            title, name = self.names[number]
+            raise self._corrupt(f"{title} tensor {name!r} {what}")
+
+    def check_all(self) -> dict[int, str]:
+        """Check all tensors; returns what is wrong, by the tensor's number."""
+        return self.faults(range(len(self.entries)))
+
+    def faults(self, numbers: Sequence[int]) -> dict[int, str]:
+        asked = np.unique(np.asarray(numbers, np.int64))
+        new = asked[~self._sound[asked]]
+        if not len(new):
+            return {}
+        new = new[np.argsort(self._spans[new, 0], kind="stable")]
+        spans = self._spans[new]
+        runs = _runs(spans)
+        rows = self.table.bring(runs)
+        taken = slice(*runs[0]) if len(runs) == 1 else _ranges(spans)
+        lengths = spans[:, 1] - spans[:, 0]
+        owner = np.repeat(new, lengths)
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        file, begin, block, offsets, sizes = (column[taken] for column in rows[:5])
+        shapes = self._shapes[owner]
+        found: dict[int, str] = {}
+
+        def refuse(wrong: NDArray[np.bool_], what: Callable[[int], str]) -> None:
+            for row in np.flatnonzero(wrong).tolist():
+                found.setdefault(int(owner[row]), what(row))
+
+        padding = np.arange(shapes.shape[1]) >= self._ndims[owner][:, None]
+        outside = (offsets < 0) | (sizes < 0) | (offsets > shapes) | (sizes > shapes - offsets)
+        outside |= padding & ((offsets != 0) | (sizes != 1))
+        outside_rows = outside.any(axis=1)
+        refuse(outside_rows, lambda row: f"is damaged: {_box_text(offsets[row], sizes[row], shapes[row])}")
+        strange = (file < 0) | (file >= self._files.shape[1])
+        refuse(strange, lambda row: f"refers to file {file[row]} of {self._files.shape[1]}")
+        nbytes = np.where(outside_rows[:, None], 0, sizes).prod(axis=1) * self._widths[owner]
+        headers, ends = self._files[:, np.where(strange, 0, file)] if self._files.shape[1] else (0 * file, 0 * file)
+        refuse(
+            (begin < headers) | (begin > ends) | (nbytes > ends - begin),
+            lambda row: (
+                f"has a chunk of {nbytes[row]:,} bytes at byte {begin[row]} of file {file[row]},"
+                f" which has {ends[row]:,}"
+            ),
+        )
+        blocks, stored = self._blocks(nbytes), len(rows.digests)
+        refuse(
+            (block < 0) | (block > stored) | (blocks > stored - block),
+            lambda row: f"has digests {block[row]} to {block[row] + blocks[row]} of {stored}",
+        )
+        for index in np.flatnonzero(uncovered(self._shapes[new], bounds, offsets, sizes)).tolist():
+            if int(new[index]) not in found:
+                found[int(new[index])] = self._why_uncovered(self.entries[new[index]], rows)
+        self._sound[new] = True
+        self._sound[list(found)] = False
+        return found
+
+    def _why_uncovered(self, entry: TensorEntry, rows: Rows) -> str:
+        (first, last), ndim = entry.span, len(entry.shape)
+        boxes = zip(rows.offsets[first:last, :ndim].tolist(), rows.sizes[first:last, :ndim].tolist())
+        why = coverage_fault(entry.shape, [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes])
+        return f"has chunks that don't make it up: {why}"
+
+    def _blocks(self, nbytes: Integers) -> Integers:
+        return -(-nbytes // self._block_bytes) if self._block_bytes else 0 * nbytes
+
+    # -- chunks -------------------------------------------------------------------------------------------------------
+
+    def chunks(self, entry: TensorEntry) -> list[Chunk]:
+        """All chunks of a tensor."""
+        self.check([entry])
+        return self._chunks(np.arange(*entry.span), np.full(entry.chunk_count, entry.number))
+
+    def files_of(self, entries: Sequence[TensorEntry]) -> list[int]:
+        """The indices of the files that hold tensors."""
+        self.check(entries)
+        spans = self._spans[np.array([entry.number for entry in entries], np.int64)]
+        return np.unique(self.table.rows.file[_ranges(spans)]).tolist()
+
+    def rows(self, entry: TensorEntry) -> tuple[Rows, slice]:
+        """The columns, and which of their rows are a tensor's; checked."""
+        self.check([entry])
+        return self.table.rows, slice(*entry.span)
+
+    def _chunks(self, rows: Integers, owners: Integers) -> list[Chunk]:
+        """Chunks by their rows, which have been checked, and their tensors' numbers."""
+        file, begin, block, offsets, sizes, _ = self.table.rows
+        nbytes = sizes[rows].prod(axis=1) * self._widths[owners]
+        blocks = self._blocks(nbytes)
+        first = block[rows]
+        digests = self.table.bring_digests(_runs(np.stack([first, first + blocks], axis=1)))
+        memory = memoryview(digests.reshape(-1))  # type: ignore[arg-type]
+        numbers = (file[rows], begin[rows], begin[rows] + nbytes, first, first + blocks, self._ndims[owners])
+        return [
+            Chunk(
+                number,
+                start,
+                end,
+                tuple(corner[:ndim]),
+                tuple(extent[:ndim]),
+                memory[DIGEST_BYTES * a : DIGEST_BYTES * b].tobytes(),
+            )
+            for number, start, end, a, b, ndim, corner, extent in zip(
+                *(column.tolist() for column in numbers), offsets[rows].tolist(), sizes[rows].tolist()
+            )
+        ]
+
+    def overlaps(self, wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterable[list[tuple[Chunk, Box]]]:
+        """For each tensor and box, the chunks that overlap with the box, each with the intersection."""
+        entries = [entry for entry, _ in wanted]
+        self.check(entries)
+        table = self.table.rows
+        dims = table.offsets.shape[1]
+        numbers = np.array([entry.number for entry in entries], np.int64)
+        corners = _boxes([box.offsets for _, box in wanted], dims, 0)
+        extents = _boxes([box.sizes for _, box in wanted], dims, 1)
+        spans = self._spans[numbers]
+        rows = _ranges(spans)
+        asker = np.repeat(np.arange(len(wanted)), spans[:, 1] - spans[:, 0])
+        low = np.maximum(table.offsets[rows], corners[asker])
+        length = np.minimum(table.offsets[rows] + table.sizes[rows], (corners + extents)[asker]) - low
+        hit = (length > 0).all(axis=1)
+        asker = asker[hit]
+        bounds = np.searchsorted(asker, np.arange(len(wanted) + 1)).tolist()
+        chunks = self._chunks(rows[hit], numbers[asker])
+        starts, lengths = low[hit].tolist(), length[hit].tolist()
+        for (entry, _), first, last in zip(wanted, bounds, bounds[1:]):
+            ndim = len(entry.shape)
+            yield [(chunks[at], Box(tuple(starts[at][:ndim]), tuple(lengths[at][:ndim]))) for at in range(first, last)]
+
+    # -- by file ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def sizes(self) -> set[tuple[int, ...]]:
-        """The distinct sizes of the boxes that have elements."""
-        return {box.sizes for box in self.boxes if box.numel}
+    def _by_file(self) -> tuple[Integers, Integers, Integers]:
+        """Of tensors that are sound: rows sorted by file and position, their tensors, and each file's bounds."""
+        numbers = np.flatnonzero(self._sound)
+        spans = self._spans[numbers]
+        rows, owners = _ranges(spans), np.repeat(numbers, spans[:, 1] - spans[:, 0])
+        file, begin = self.table.rows.file[rows], self.table.rows.begin[rows]
+        nbytes = self.table.rows.sizes[rows].prod(axis=1)
+        order = np.lexsort((nbytes, begin, file))
+        return rows[order], owners[order], np.searchsorted(file[order], np.arange(self._files.shape[1] + 1))
 
-    def parts(self, box: Box) -> list[tuple[int, Box]]:
-        """The indices of the boxes that overlap with ``box``, each with the intersection."""
-        number = self._numbers.get(box)
-        # fast path: same layout as the save, as nearly always
-        return [(number, box)] if number is not None and box.numel else _parts(self, box)
-
-    def _search(self, box: Box) -> list[tuple[int, Box]]:
-        found = ((number, own.intersect(box)) for number, own in enumerate(self.boxes))
-        return [(number, part) for number, part in found if part is not None]
-
-
-@lru_cache(maxsize=PARTS_KEPT)
-def _parts(tiling: Tiling, box: Box) -> list[tuple[int, Box]]:
-    return tiling._search(box)
+    def in_file(self, file: int) -> list[tuple[int, Chunk]]:
+        """The chunks in a file of all tensors that have been checked, in order: (the tensor's number, chunk)."""
+        rows, owners, bounds = self._by_file
+        own = slice(bounds[file], bounds[file + 1])
+        return list(zip(owners[own].tolist(), self._chunks(rows[own], owners[own])))
 
 
-tiling_of = lru_cache(maxsize=TILINGS_KEPT)(Tiling)
+def _ranges(spans: Integers) -> Integers:
+    """The numbers in all spans, one after another."""
+    lengths = spans[:, 1] - spans[:, 0]
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) + np.repeat(spans[:, 0] - before, lengths)
+
+
+def _runs(spans: Integers) -> Spans:
+    """Spans, in which those that follow each other are joined."""
+    if not len(spans):
+        return []
+    starts = np.flatnonzero(np.concatenate([[True], spans[1:, 0] != spans[:-1, 1]]))
+    stops = np.concatenate([starts[1:], [len(spans)]]) - 1
+    return list(zip(spans[starts, 0].tolist(), spans[stops, 1].tolist()))
+
+
+def _boxes(numbers: Sequence[tuple[int, ...]], dims: int, fill: int) -> Integers:
+    """Offsets or sizes, padded."""
+    return np.array([(*each, *(fill,) * (dims - len(each))) for each in numbers], np.int64).reshape(len(numbers), dims)
+
+
+def _box_text(offsets: Integers, sizes: Integers, shape: Integers) -> str:
+    return f"a chunk at offsets {offsets.tolist()} with sizes {sizes.tolist()} isn't inside the shape {shape.tolist()}"
+
+
+__all__ = ["Chunk", "ChunkTable", "TensorEntry", "overlaps", "padded", "rows_of"]

@@ -1,6 +1,6 @@
-"""The manifest: every file, every tensor, and the file and bytes of each of its chunks. Specified in docs/format.md.
+"""The manifest: every file and every tensor; the chunks are in the table that it names. Specified in docs/format.md.
 
-Only this module and ``text`` know the JSON's field names. Tensors are parsed lazily, when they are first accessed.
+Only this module knows the JSON's field names.
 """
 
 from __future__ import annotations
@@ -8,62 +8,49 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
 
-from lightning_shard.checkpoint.boxes import Box
-from lightning_shard.checkpoint.format.blocks import DIGEST_ALGORITHM, DIGEST_HEX_CHARS, Digest
-from lightning_shard.checkpoint.format.chunks import Chunk, Chunks, Places, TensorEntry, Tiling, tiling_of
-from lightning_shard.checkpoint.format.columns import Integers, Parsed
-from lightning_shard.checkpoint.format.header import DTYPES, item_bytes
-from lightning_shard.checkpoint.format.strict_json import integer, text
-from lightning_shard.checkpoint.format.text import (
-    OWN_DIGEST,
-    OWN_WRITER,
-    TENSOR_SECTIONS,
-    ChunkText,
-    Lines,
-    Objects,
-    TensorText,
-    array_of_lines,
-    dump,
-    object_of_lines,
-    object_on_a_line,
-    own_digest_fits,
-    parse,
-    signed,
-    tensor_text,
-)
+from lightning_shard.checkpoint.format.blocks import DIGEST_ALGORITHM, DIGEST_BYTES, Digest, digest
+from lightning_shard.checkpoint.format.chunks import ChunkTable, TensorEntry
+from lightning_shard.checkpoint.format.header import DTYPES, METADATA, item_bytes
+from lightning_shard.checkpoint.format.strict_json import integer, loads, text
+from lightning_shard.checkpoint.format.table import BLOCK_BYTES as TABLE_BLOCK_BYTES
+from lightning_shard.checkpoint.format.table import Rows, Table, TableFile, table_file
 from lightning_shard.errors import CorruptCheckpointError, FormatVersionError
 
 FORMAT = "lightning_shard"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 MAX_DIMS = 64
 MAX_TENSOR_BYTES = 2**63 - 1
 MAX_BLOCK_BYTES = 2**28
 """A block is read whole, so this bounds the memory that a reader needs."""
-LARGE_BYTES = 64 * 2**20
-"""In larger manifests that this program wrote, and that match their own digest, tensors' lines are checked lazily: a
-rank needs few of them, and checking all takes seconds."""
-KINDS_KEPT = 256
-"""Size of the cache of parsed dtypes and shapes, which most tensors share with others."""
+OWN_DIGEST = "manifest_digest"
+OWN_WRITER = "lightning_shard "
+"""Prefix of ``writer`` in manifests that this program wrote, which have their own digest."""
+TENSOR_SECTIONS = ("model", "optimizer", "trainer")
 MAX_PATH_CHARS, MAX_NAME_BYTES = 1024, 255
 _SECTIONS = (*TENSOR_SECTIONS, "ranks")
 _FIELDS = {
-    *("format", "format_version", "writer", "attempt", "world_size", "layout", "digest", "files", "state_file"),
+    *("format", "format_version", "writer", "attempt", "world_size", "layout", "digest", "files", "table"),
+    "state_file",
     *_SECTIONS,
     OWN_DIGEST,
 }
 _HASH = re.compile(r"[0-9a-f]{32}")
+_END = f',\n"{OWN_DIGEST}":'.encode()
 _RANK = re.compile(r"0|[1-9][0-9]{0,15}")
 
 # The paths that we write, and so may remove. The last part of the stem is the attempt.
-OWN_FILE = re.compile(r"(model|optimizer|trainer)/(rank-\d{5,}|state)-([0-9a-f]{12})\.(safetensors|json)")
+OWN_FILE = re.compile(r"(?:(model|optimizer|trainer)/(rank-\d{5,}|state)|table)-([0-9a-f]{12})\.(safetensors|json)")
+
+
+def table_path(attempt: str) -> str:
+    return f"table-{attempt}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -77,85 +64,36 @@ class FileEntry:
     digest: Digest | None = None
 
 
-class Section(Mapping[str, TensorEntry]):
+class Section(dict[str, TensorEntry]):
     """The tensors of one section by name; an alias maps to the entry of the tensor that it shares memory with."""
 
-    def __init__(self, raw: Mapping[str, Any], manifest: Manifest, title: str) -> None:
-        self.raw = raw
-        self._manifest = manifest
-        self._title = title
-        self._parsed: dict[str, tuple[TensorEntry, str | None]] = {}
-
-    def __getitem__(self, name: str) -> TensorEntry:
-        return self._parse(name)[0]
+    def __init__(
+        self, tensors: Mapping[str, TensorEntry] | None = None, aliases: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(tensors or {})
+        self.aliases = dict(aliases or {})
+        self.update({name: self[target] for name, target in self.aliases.items()})
 
     def alias_of(self, name: str) -> str | None:
         """The name of the tensor that ``name`` is an alias of; None if it is no alias."""
-        return self._parse(name)[1]
+        return self.aliases.get(name)
 
-    def _parse(self, name: str) -> tuple[TensorEntry, str | None]:
-        known = self._parsed.get(name)
-        if known is not None:
-            return known
-        title = f"{self._title} tensor {name!r}"
-        try:
-            raw = self.raw[name]
-            target = text(raw["same_as"], "same_as") if _is_alias(raw) else None
-            if target is not None and "chunks" in raw:
-                raise ValueError("it is an alias, and has chunks")
-            lost = target is not None and (target not in self.raw or _is_alias(self.raw[target]))
-        except (ValueError, TypeError) as error:
-            raise self._manifest.corrupt(f"{title} is damaged: {error}") from error
-        if lost:
-            raise self._manifest.corrupt(f"{title} is an alias of {target!r}: no tensor")
-        entry = self._manifest.parse_tensor(title, raw) if target is None else self[target]
-        self._parsed[name] = entry, target
-        return entry, target
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.raw)
-
-    def __len__(self) -> int:
-        return len(self.raw)
+    def own(self) -> Iterator[tuple[str, TensorEntry]]:
+        """The tensors that aren't aliases."""
+        return ((name, entry) for name, entry in self.items() if name not in self.aliases)
 
 
-class RankSections(Mapping[int, Section]):
-    """The sections of tensors that belong to a single rank, by rank. Those of a large manifest are parsed lazily."""
-
-    def __init__(self, raw: Mapping[str, Any], manifest: Manifest) -> None:
-        self._raw = raw
-        self._manifest = manifest
-        self._names = {int(rank): rank for rank in raw}
-        self._parsed: dict[int, Section] = {}
-
-    def __getitem__(self, rank: int) -> Section:
-        name = self._names[rank]
-        if rank not in self._parsed:
-            try:
-                section = self._raw[name]
-                _check_section(name, section)
-            except ValueError as error:
-                raise self._manifest.corrupt(f"the section of rank {rank} is damaged: {error}") from error
-            self._parsed[rank] = Section(section, self._manifest, f"rank {rank}")
-        return self._parsed[rank]
-
-    def __contains__(self, rank: object) -> bool:
-        return rank in self._names
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def _is_alias(raw: Any) -> bool:
-    return not isinstance(raw, TensorText) and "same_as" in raw
-
-
-@dataclass
+@dataclass(eq=False)
 class Manifest:
-    """A parsed manifest. ``model``, ``optimizer``, ``trainer`` and ``ranks[r]`` are sections of tensors."""
+    """A manifest. ``model``, ``optimizer``, ``trainer`` and ``ranks[r]`` are sections of tensors.
+
+    Attributes:
+        block_bytes: The block size of digests; 0 if there are no digests.
+        state_file: The index of ``trainer/state-….json`` in ``files``.
+        source: The path that it was read from, for errors.
+        signed: Whether it contains its own digest.
+        chunks: The table of all tensors' chunks; set by :meth:`take_table`.
+    """
 
     attempt: str
     files: list[FileEntry]
@@ -164,21 +102,15 @@ class Manifest:
     writer: str = ""
     format_version: int = FORMAT_VERSION
     block_bytes: int = 0
-    """The block size of digests; 0 if there are no digests."""
     state_file: int | None = None
-    """The index of ``trainer/state-….json`` in ``files``."""
-    raw_sections: dict[str, Any] = field(default_factory=dict)
+    model: Section = field(default_factory=Section)
+    optimizer: Section = field(default_factory=Section)
+    trainer: Section = field(default_factory=Section)
+    ranks: dict[int, Section] = field(default_factory=dict)
+    table: TableFile = field(default_factory=lambda: TableFile("", 0, ""))
     source: str = MANIFEST_NAME
-    """The path that it was read from, for errors."""
     signed: bool = True
-    """Whether it contains its own digest."""
-
-    def __post_init__(self) -> None:
-        raw = self.raw_sections
-        self.model = Section(raw.get("model", {}), self, "model")
-        self.optimizer = Section(raw.get("optimizer", {}), self, "optimizer")
-        self.trainer = Section(raw.get("trainer", {}), self, "trainer")
-        self.ranks = RankSections(raw.get("ranks", {}), self)
+    chunks: ChunkTable = field(init=False, repr=False)
 
     def sections(self) -> dict[str, Section]:
         """Every section by its title: ``model``, ``optimizer``, ``trainer``, ``rank 0`` …"""
@@ -187,6 +119,21 @@ class Manifest:
 
     def corrupt(self, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.source}: {what}.")
+
+    # -- the table ----------------------------------------------------------------------------------------------------
+
+    def with_rows(self, rows: Rows) -> Manifest:
+        """Set the rows that the tensors' spans refer to."""
+        data = rows.encode()
+        self.table = table_file(table_path(self.attempt), data)
+        return self.take_table(Table(self.table, self.table.path, data=data))
+
+    def take_table(self, table: Table) -> Manifest:
+        """Set the table that the tensors' spans refer to; its rows are checked when a tensor of them is used."""
+        tensors = [(title, *tensor) for title, section in self.sections().items() for tensor in section.own()]
+        files = np.array([(file.header_bytes, file.bytes) for file in self.files], np.int64).reshape(-1, 2).T
+        self.chunks = ChunkTable(table, tensors, files, self.block_bytes, self.corrupt)
+        return self
 
     # -- to and from bytes --------------------------------------------------------------------------------------------
 
@@ -201,22 +148,19 @@ class Manifest:
             "layout": self.layout,
             "digest": {"algorithm": DIGEST_ALGORITHM, "block_bytes": self.block_bytes} if self.block_bytes else None,
         }
-        parts = [b"{"]
-        for key, value in head.items():
-            parts.append(f"{dump(key)}:{dump(value)},\n".encode())
-        parts += array_of_lines("files", (dump(_file_to_json(file)).encode() for file in self.files))
-        parts.append(f',\n"state_file":{dump(self.state_file)}'.encode())
-        for name in TENSOR_SECTIONS:
-            parts.append(b",\n")
-            parts += object_of_lines(name, _lines(self.raw_sections.get(name, {})))
-        parts.append(b",\n")
-        of_ranks = self.raw_sections.get("ranks", {})
-        parts += object_of_lines("ranks", ((str(rank), _line_of_rank(of_ranks, rank)) for rank in of_ranks))
-        return signed(*parts)
+        fields = [f"{_dump(key)}:{_dump(value)}" for key, value in head.items()]
+        fields.append(_lines("files", "[]", (_dump(_file_to_json(file)) for file in self.files)))
+        table = {"path": self.table.path, "bytes": self.table.bytes, "digests": self.table.digests}
+        fields += [f'"table":{_dump(table)}', f'"state_file":{_dump(self.state_file)}']
+        for name, section in ((name, getattr(self, name)) for name in TENSOR_SECTIONS):
+            fields.append(_lines(name, "{}", _tensors(section)))
+        of_ranks = (f'"{rank}":{{{",".join(_tensors(section))}}}' for rank, section in self.ranks.items())
+        fields.append(_lines("ranks", "{}", of_ranks))
+        return signed(b"{" + ",\n".join(fields).encode())
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str = MANIFEST_NAME, *, foreign: bool = False) -> Manifest:
-        """Parse and check a manifest.
+        """Parse and check a manifest; its table is to be set by :meth:`take_table`.
 
         Args:
             data: The file's bytes.
@@ -224,13 +168,12 @@ class Manifest:
             foreign: It describes another program's files, whose paths aren't checked.
 
         Raises:
-            FormatVersionError: Written by a newer version of the format.
+            FormatVersionError: Written by another version of the format.
             CorruptCheckpointError: Not a manifest, torn, different from its own digest, or it names files outside of
                 the checkpoint.
         """
-        fits = own_digest_fits(data)
         try:
-            raw = parse(data, at_once=not (fits and is_large(data)))
+            raw = loads(data)
         except ValueError as error:
             raise CorruptCheckpointError(
                 f"{source} is not valid JSON ({error}): it is damaged, use another checkpoint."
@@ -238,16 +181,17 @@ class Manifest:
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise CorruptCheckpointError(f"{source} is not a manifest of this format: it has no format={FORMAT!r}.")
         signed_by_itself = OWN_DIGEST in raw
-        if signed_by_itself and not fits:
+        if signed_by_itself and not _own_digest_fits(data):
             raise CorruptCheckpointError(
                 f"{source} differs from its own digest: it was damaged, or changed by hand. Use another checkpoint."
             )
         try:
             version = integer(raw.get("format_version"), "format_version", 1)
-            if version > FORMAT_VERSION:
+            if version != FORMAT_VERSION:
+                remedy = "upgrade lightning-shard" if version > FORMAT_VERSION else "save it anew with this program"
                 raise FormatVersionError(
-                    f"{source} has format version {version}, and this program reads up to {FORMAT_VERSION}: upgrade"
-                    f" lightning-shard (it was written by {raw.get('writer') or 'an unnamed writer'})."
+                    f"{source} has format version {version}, and this program reads version {FORMAT_VERSION}: {remedy}"
+                    f" (it was written by {raw.get('writer') or 'an unnamed writer'})."
                 )
             manifest = cls(
                 attempt=text(raw["attempt"], "attempt"),
@@ -260,9 +204,10 @@ class Manifest:
                 state_file=None
                 if raw["state_file"] is None
                 else integer(raw["state_file"], "state_file", 0, len(raw["files"]) - 1),
-                raw_sections=_sections(raw, source),
+                table=_table_from_json(raw["table"]),
                 source=source,
                 signed=signed_by_itself,
+                **_sections(raw, source),
             )
         except KeyError as error:
             raise CorruptCheckpointError(f"{source} is damaged: it has no {error}.") from error
@@ -277,145 +222,49 @@ class Manifest:
         return manifest
 
     def _check_files(self, foreign: bool) -> None:
+        paths = [*(file.path for file in self.files), self.table.path]
+        for path in paths if not foreign else ():
+            if not is_safe_path(path):
+                raise self.corrupt(f"it names the file {path!r:.80}, which is not inside of the checkpoint")
         for file in self.files:
-            if not foreign and not is_safe_path(file.path):
-                raise self.corrupt(f"it names the file {file.path!r:.80}, which is not inside of the checkpoint")
             if file.header_bytes > file.bytes:
                 raise self.corrupt(f"{file.path} has {file.bytes} bytes and a header of {file.header_bytes}")
             if (file.digest is None) == bool(self.block_bytes):
                 raise self.corrupt(f"{file.path} has {'no' if self.block_bytes else 'a'} digest, unlike the checkpoint")
-        if len({file.path for file in self.files}) != len(self.files):
+        if len(set(paths)) != len(paths):
             raise self.corrupt("it names a file twice")
         if self.state_file is not None and self.files[self.state_file].header_bytes:
             raise self.corrupt(f"state_file is {self.files[self.state_file].path}, which is no JSON")
 
-    def parse_tensor(self, title: str, raw: Any) -> TensorEntry:
-        """Parse a tensor. Its chunks are checked lazily against the shape, the dtype and the files' sizes.
 
-        Args:
-            title: For errors.
-            raw: The tensor's JSON value, or its text.
-        """
-        try:
-            text_of = raw if isinstance(raw, TensorText) else tensor_text(raw)
-            dtype, shape = _dtype_and_shape(text_of.head)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
-            raise self._damaged(title, error) from error
-        if dtype not in DTYPES:
-            raise FormatVersionError(
-                f"{self.source}: {title} has dtype {dtype!r:.40}, which is unknown here: upgrade lightning-shard."
-            )
-        width = item_bytes(dtype)
-        if math.prod(filter(None, shape)) * width > MAX_TENSOR_BYTES:
-            raise self.corrupt(f"{title} is damaged: no memory could hold its shape")
-        return TensorEntry(
-            dtype,
-            shape,
-            Chunks(
-                partial(self._chunks, title, text_of.chunks),
-                partial(self._tiling, title, shape),
-                partial(self._chunk, title, width),
-                partial(self._fit, width),
-                text_of.unchecked,
-            ),
-        )
-
-    def _chunks(self, title: str, text_of: Callable[[], bytes]) -> bytes:
-        try:
-            return text_of()
-        except ValueError as error:
-            raise self._damaged(title, error) from error
-
-    def _tiling(self, title: str, shape: tuple[int, ...], places: Places) -> Tiling:
-        try:
-            return tiling_of(shape, places)
-        except ValueError as error:
-            raise self.corrupt(f"the chunks of {title} don't make it up: {error}") from error
-
-    def _damaged(self, title: str, error: Exception) -> CorruptCheckpointError:
-        return self.corrupt(f"{title} is damaged: {type(error).__name__} {error}")
-
-    def _chunk(self, title: str, width: int, text_of: ChunkText, box: Box) -> Chunk:
-        try:
-            number, begin, end = map(int, text_of[:3])
-        except ValueError as error:  # int() of thousands of digits
-            raise self._damaged(title, error) from error
-        if number >= len(self.files):
-            raise self.corrupt(f"{title} refers to file {number} of {len(self.files)}")
-        file, nbytes = self.files[number], box.numel * width
-        if end - begin != nbytes or not file.header_bytes <= begin <= end <= file.bytes:
-            raise self.corrupt(f"{title} has a chunk at bytes {begin}..{end} of {file.path}")
-        digests = text_of[4].decode()
-        blocks = -(-nbytes // self.block_bytes) if self.block_bytes else 0
-        if len(digests) != blocks * DIGEST_HEX_CHARS:
-            raise self.corrupt(f"{title} has {len(digests)} digits of digests for {blocks} blocks")
-        return Chunk(number, begin, end, box.offsets, box.sizes, digests)
-
-    def _fit(self, width: int, parsed: Parsed, tiling: Tiling) -> bool:
-        """Whether :meth:`_chunk` would accept all of a tensor's chunks (vectorized)."""
-        if (parsed.files >= len(self.files)).any():
-            return False
-        nbytes, (begins, ends) = tiling.numels * width, parsed.spans.T
-        headers, sizes = self._file_sizes[:, parsed.files]
-        blocks = -(-nbytes // self.block_bytes) if self.block_bytes else 0
-        return bool(
-            (ends - begins == nbytes).all()
-            and (headers <= begins).all()
-            and (ends <= sizes).all()
-            and (parsed.digits == blocks * DIGEST_HEX_CHARS).all()
-        )
-
-    def has_files_like(self, other: Manifest) -> bool:
-        """Whether both manifests have the same block size, and files of equal sizes and header sizes: then chunks that
-        are valid for the one's files are valid for the other's."""
-        return self.block_bytes == other.block_bytes and np.array_equal(self._file_sizes, other._file_sizes)
-
-    @cached_property
-    def _file_sizes(self) -> Integers:
-        """Each file's header bytes (row 0) and bytes (row 1), of shape (2, files)."""
-        return np.array([(file.header_bytes, file.bytes) for file in self.files], np.int64).reshape(-1, 2).T
+def signed(body: bytes) -> bytes:
+    """Append the manifest's own digest to a JSON object without its closing brace."""
+    return body + _END + f'"{digest(body)}"}}\n'.encode()
 
 
-@lru_cache(maxsize=KINDS_KEPT)
-def _dtype_and_shape(head: bytes) -> tuple[str, tuple[int, ...]]:
-    """A tensor's dtype and shape, parsed from the text before its chunks."""
-    raw = json.loads(head + b"}")
-    dtype, shape = text(raw["dtype"], "dtype"), raw["shape"]
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS:
-        raise ValueError(f"its shape is no list of up to {MAX_DIMS} sizes")
-    return dtype, tuple(integer(size, "a size in its shape") for size in shape)
+def _own_digest_fits(data: bytes) -> bool:
+    end = data.rfind(_END)
+    return end >= 0 and data == signed(data[:end])
 
 
-def _lines(section: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """Yield a section's tensors: (name, the tensor's JSON text)."""
-    for name in section:
-        yield name, section.line(name) if isinstance(section, Lines) else dump(section[name]).encode()
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+_dump = _ENCODER.encode
 
 
-def _line_of_rank(ranks: Mapping[str, Any], rank: str) -> bytes:
-    return ranks.line(rank) if isinstance(ranks, Objects) else object_on_a_line(_lines(ranks[rank]))
+def _lines(name: str, brackets: str, items: Iterable[str]) -> str:
+    """``"name":[…]`` with one item per line."""
+    inner = ",\n".join(items)
+    return f'"{name}":{brackets[0]}\n{inner}\n{brackets[1]}' if inner else f'"{name}":{brackets}'
 
 
-def is_large(data: bytes) -> bool:
-    """Whether a manifest's lines are to be checked lazily; see :data:`LARGE_BYTES`."""
-    return len(data) > LARGE_BYTES
-
-
-def tensor_to_json(dtype: str, shape: tuple[int, ...], chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape), "chunks": chunks}
-
-
-def chunk_to_json(chunk: Chunk, file: int) -> dict[str, Any]:
-    """A chunk as JSON; ``file`` is its file's index in the manifest, which replaces ``chunk.file``."""
-    entry: dict[str, Any] = {
-        "file": file,
-        "bytes": (chunk.begin, chunk.end),
-        "offsets": chunk.offsets,
-        "sizes": chunk.sizes,
-    }
-    if chunk.digests:
-        entry["digests"] = chunk.digests
-    return entry
+def _tensors(section: Section) -> Iterator[str]:
+    for name, entry in section.items():
+        target = section.alias_of(name)
+        if target is None:
+            value: Any = {"dtype": entry.dtype, "shape": entry.shape, "chunks": entry.span}
+        else:
+            value = {"same_as": target}
+        yield f"{_dump(name)}:{_dump(value)}"
 
 
 def is_safe_path(path: str) -> bool:
@@ -429,29 +278,60 @@ def is_safe_path(path: str) -> bool:
 
 
 def _sections(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    sections = {name: raw[name] for name in _SECTIONS}
-    for name, tensors in sections.items():
-        _check_section(name, tensors)
-    ranks = sections["ranks"]
-    for rank, tensors in ranks.items() if isinstance(ranks, dict) else ():
-        _check_section(rank, tensors)
-    lost = next((rank for rank in ranks if not _RANK.fullmatch(rank)), None)
-    if lost is not None:
-        raise ValueError(f"{lost!r} is no rank")
     for name, value in raw.items():
         entries = value.values() if isinstance(value, dict) and name not in _FIELDS else ()
         if any(isinstance(entry, dict) and ("chunks" in entry or "same_as" in entry) for entry in entries):
             raise FormatVersionError(
                 f"{source} has a section {name!r} of tensors, unknown here: upgrade lightning-shard."
             )
-    return sections
+    ranks = raw["ranks"]
+    if not isinstance(ranks, dict):
+        raise ValueError("its section 'ranks' is no object")
+    lost = next((rank for rank in ranks if not _RANK.fullmatch(rank)), None)
+    if lost is not None:
+        raise ValueError(f"{lost!r} is no rank")
+    return {
+        **{name: _section(name, raw[name], source) for name in TENSOR_SECTIONS},
+        "ranks": {int(rank): _section(f"rank {rank}", tensors, source) for rank, tensors in ranks.items()},
+    }
 
 
-def _check_section(name: str, tensors: Any) -> None:
-    if not isinstance(tensors, Mapping):
-        raise ValueError(f"its section {name!r} is no object")
-    if "__metadata__" in tensors:
-        raise ValueError("it has a tensor with the name __metadata__, which no file can hold")
+def _section(title: str, raw: Any, source: str) -> Section:
+    if not isinstance(raw, dict):
+        raise ValueError(f"its section {title!r} is no object")
+    if METADATA in raw:
+        raise ValueError(f"it has a tensor with the name {METADATA}, which no file can hold")
+    tensors: dict[str, TensorEntry] = {}
+    aliases: dict[str, str] = {}
+    for name, value in raw.items():
+        try:
+            if "same_as" not in value:
+                tensors[name] = _tensor(value, f"{source}: {title} tensor {name!r}")
+            elif "chunks" in value:
+                raise ValueError("it is an alias, and has chunks")
+            else:
+                aliases[name] = text(value["same_as"], "same_as")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{title} tensor {name!r} is damaged: {type(error).__name__} {error}") from error
+    for name, target in aliases.items():
+        if target not in tensors:
+            raise ValueError(f"{title} tensor {name!r} is an alias of {target!r}: no tensor")
+    return Section(tensors, aliases)
+
+
+def _tensor(raw: Any, title: str) -> TensorEntry:
+    dtype, shape, span = text(raw["dtype"], "dtype"), raw["shape"], raw["chunks"]
+    if dtype not in DTYPES:
+        raise FormatVersionError(f"{title} has dtype {dtype!r:.40}, which is unknown here: upgrade lightning-shard.")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS:
+        raise ValueError(f"its shape is no list of up to {MAX_DIMS} sizes")
+    sizes = tuple(integer(size, "a size in its shape") for size in shape)
+    if math.prod(filter(None, sizes)) * item_bytes(dtype) > MAX_TENSOR_BYTES:
+        raise ValueError("no memory could hold its shape")
+    if not isinstance(span, list) or len(span) != 2:
+        raise ValueError("its chunks are no pair of rows")
+    first = integer(span[0], "its first row")
+    return TensorEntry(dtype, sizes, (first, integer(span[1], "the end of its rows", first)))
 
 
 def _block_bytes(grid: Any, source: str) -> int:
@@ -474,6 +354,16 @@ def _file_to_json(file: FileEntry) -> dict[str, Any]:
     if file.digest:
         entry["digest"] = file.digest
     return entry
+
+
+def _table_from_json(raw: Any) -> TableFile:
+    size = integer(raw["bytes"], "the table's size", 8)
+    digests = text(raw["digests"], "the table's digests")
+    if not re.fullmatch("(?:[0-9a-f]{32})*", digests) or len(digests) != 2 * DIGEST_BYTES * -(
+        -size // TABLE_BLOCK_BYTES
+    ):
+        raise ValueError(f"the table of {size:,} bytes has {len(digests)} digits of digests")
+    return TableFile(text(raw["path"], "the table's path"), size, digests)
 
 
 def _file_from_json(raw: Mapping[str, Any]) -> FileEntry:

@@ -195,7 +195,7 @@ def load(
     def find_it(everyone: list[Asked]) -> tuple[Found, bool, Asked]:
         root = as_path(path)
         share = open_store(root, storage_options).is_remote if share_reads is None else share_reads
-        return to_tell(_find(root, storage_options), ranks), share, all_asked(everyone)
+        return to_tell(_find(root, storage_options), storage_options, ranks), share, all_asked(everyone)
 
     found, share, (asked_by_any, more_to_do) = together_by_groups(ranks, ask, all_asked, find_it)
     found = in_reach(found, storage_options, ranks)

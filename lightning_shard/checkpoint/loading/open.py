@@ -1,7 +1,7 @@
 """``read``: finds a checkpoint at a path, ours or another program's file, and opens it.
 
-Where ranks read together, only the first rank finds it and broadcasts the result; of a large manifest it broadcasts an
-outline, and each rank reads the parts that it needs.
+Where ranks read together, only the first rank finds it, and broadcasts the manifest and the table of chunks; of a large
+table, each rank reads the blocks that it needs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from lightning_shard.checkpoint.foreign import files as foreign
 from lightning_shard.checkpoint.foreign.files import NOT_A_FILE
-from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest, is_large
-from lightning_shard.checkpoint.format.outline import Outline
-from lightning_shard.checkpoint.loading.outlined import Brought
-from lightning_shard.checkpoint.loading.stored import Checkpoint
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from lightning_shard.checkpoint.format.table import WHOLE_BYTES, Table
+from lightning_shard.checkpoint.loading.stored import Checkpoint, change_since
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, raised_by_all, together
-from lightning_shard.checkpoint.store import LocalStore, Store, as_path, open_store
-from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, CheckpointReplacedError
+from lightning_shard.checkpoint.store import Buffer, LocalStore, Store, as_path, open_store
+from lightning_shard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -50,22 +54,20 @@ class Found(NamedTuple):
     root: str
     """The directory of the files."""
     manifest: bytes
-    """The manifest's bytes; empty if ``outline`` replaces it."""
     state: Any = None
     """The trainer state of another program's file, which has it inside, not in a file of its own."""
     foreign: bool = False
     """Whether the files are another program's."""
-    outline: Outline | None = None
+    table: bytes | None = None
+    """The bytes of the table; None if each rank reads it."""
 
 
 def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, found: Found) -> Checkpoint:
     """Open the checkpoint that :func:`find` has found at a path, on this rank or on another one."""
     store = _store_of(found, storage_options)
     source = path if found.foreign else f"{path}/{MANIFEST_NAME}"
-    if found.outline is not None:
-        manifest = found.outline.manifest(Brought(store, found.outline))
-    else:
-        manifest = Manifest.from_bytes(found.manifest, source, foreign=found.foreign)
+    manifest = Manifest.from_bytes(found.manifest, source, foreign=found.foreign)
+    manifest.take_table(_table(store, manifest, path, found.table))
     if not manifest.signed:
         warnings.warn(
             f"{source} has no digest of its own (written by {manifest.writer or 'an unnamed writer'}), so damage to it"
@@ -83,29 +85,62 @@ def _store_of(found: Found, storage_options: dict[str, Any] | None) -> Store:
     return store
 
 
-def to_tell(found: Found, ranks: Ranks) -> Found:
-    """What the first rank broadcasts: ``found``, with a large manifest replaced by its outline."""
-    if ranks.alone or found.foreign or not is_large(found.manifest):
-        return found
-    outline = Outline.of(found.manifest, f"{found.root}/{MANIFEST_NAME}")
-    return found if outline is None else found._replace(manifest=b"", outline=outline)
+def _table(store: Store, manifest: Manifest, path: str, data: bytes | None = None) -> Table:
+    """The table of a manifest, whose file is read when it is needed, unless its bytes are given."""
+    name = manifest.table.path
+    source = f"{path}/{name}"
+
+    def read(begin: int, buffer: Buffer) -> None:
+        try:
+            with store.reading(name) as read_into:
+                read_into([(begin, buffer)])
+        except NOT_A_FILE as error:
+            if change := change_since(store, manifest.attempt):
+                raise CheckpointReplacedError(f"{path} was {change} while it was read: open it anew.") from error
+            raise CorruptCheckpointError(f"{source} is missing: use another checkpoint.") from error
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{source} can't be read: {type(error).__name__}: {error}") from error
+
+    return Table(manifest.table, source, read, data)
+
+
+def to_tell(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) -> Found:
+    """What the first rank broadcasts: ``found`` with the table's bytes, unless these are many."""
+    return found if ranks.alone else _with_table(found, storage_options, WHOLE_BYTES)
+
+
+def find_with_table(path: str) -> Found:
+    """As :func:`find`, and the table's bytes."""
+    return _with_table(find(path, None), None)
 
 
 def in_reach(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) -> Found:
-    """Replace an outline by the whole manifest on all ranks, unless each of them can read the file. A collective call.
+    """Send a large table to all ranks, unless each of them can read its file. A collective call.
 
-    Machines may have disks of their own, with the manifest only on the first rank's.
+    Machines may have disks of their own, with the table only on the first rank's.
     """
-    if found.outline is None:
+    if found.table is not None or ranks.alone:
         return found
     try:
-        there = Brought(_store_of(found, storage_options), found.outline).is_there()
+        file = Manifest.from_bytes(found.manifest).table
+        there = _store_of(found, storage_options).size(file.path) == file.bytes
     except Exception:
         there = False
     (out_of_reach,) = ranks.any(not there)
     if not out_of_reach:
         return found
-    return together(ranks, lambda: None, lambda _: find(found.root, storage_options))
+    return together(ranks, lambda: None, lambda _: _with_table(found, storage_options))
+
+
+def _with_table(found: Found, storage_options: dict[str, Any] | None, most_bytes: int = 2**63) -> Found:
+    if found.table is not None:
+        return found
+    manifest = Manifest.from_bytes(found.manifest, f"{found.root}/{MANIFEST_NAME}")
+    if manifest.table.bytes > most_bytes:
+        return found
+    return found._replace(table=_table(_store_of(found, storage_options), manifest, found.root).data())
 
 
 def read_together(
@@ -117,7 +152,7 @@ def read_together(
 ) -> Checkpoint:
     """As :func:`read`, but only the first rank reads the manifest, and broadcasts it. A collective call."""
     root, ranks = as_path(path), Ranks.of(group)
-    found = together(ranks, lambda: None, lambda _: to_tell(find(root, storage_options), ranks))
+    found = together(ranks, lambda: None, lambda _: to_tell(find(root, storage_options), storage_options, ranks))
     found = in_reach(found, storage_options, ranks)
     with all_or_none(group):
         return open_found(root, storage_options, verify, found)
@@ -165,7 +200,8 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
         raise CheckpointNotFoundError(
             f"{path} holds no committed checkpoint: there is no {MANIFEST_NAME}. {_what_is_there(path, store)}"
         )
-    return Found(found.store.root, found.manifest.to_bytes(), found.state, foreign=True)
+    table = found.manifest.chunks.table.data()
+    return Found(found.store.root, found.manifest.to_bytes(), found.state, foreign=True, table=table)
 
 
 def _manifest(store: Store) -> bytes:

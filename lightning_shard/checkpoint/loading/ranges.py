@@ -20,9 +20,10 @@ import xxhash
 from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box
-from lightning_shard.checkpoint.format.blocks import DIGEST_HEX_CHARS, Digest, check_digest, digest, digest_at
+from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, check_digest, digest_at, digest_bytes
+from lightning_shard.checkpoint.format.chunks import Chunk, TensorEntry, overlaps
 from lightning_shard.checkpoint.format.header import DTYPES
-from lightning_shard.checkpoint.format.manifest import Chunk, Manifest, TensorEntry
+from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.memory import byte_view, is_plain, narrow, settle
 from lightning_shard.checkpoint.store import Buffer, Reader, Store
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
@@ -66,16 +67,16 @@ class _Job(NamedTuple):
     begin: int
     end: int
     into: Buffer | None
-    digests: str
+    digests: bytes
     block_bytes: int
     dtype: torch.dtype = torch.uint8
     target: Tensor | None = None
     strides: tuple[int, ...] = ()
     offset: int = 0
 
-    def blocks(self) -> Iterator[tuple[int, int, Digest]]:
+    def blocks(self) -> Iterator[tuple[int, int, bytes]]:
         """Yield each block's begin and end, in bytes from the job's begin, and its digest."""
-        for number in range(len(self.digests) // DIGEST_HEX_CHARS):
+        for number in range(len(self.digests) // DIGEST_BYTES):
             start = number * self.block_bytes
             yield start, min(start + self.block_bytes, self.end - self.begin), digest_at(self.digests, number)
 
@@ -136,16 +137,18 @@ def plan_reads(manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> li
     Bytes that are contiguous in a file and in memory are one range of any length; :func:`_batches` cuts it later.
     """
     per_file: dict[int, list[_Job]] = {}
-    for read in reads:
-        for file, job in _plan(read, manifest, verify):
+    reads = list(reads)
+    for read, found in zip(reads, overlaps([(read.entry, read.box) for read in reads])):
+        for file, job in _plan(read, found, manifest, verify):
             per_file.setdefault(file, []).append(job)
     return [
         (manifest.files[file].path, sorted(jobs, key=lambda job: job.begin)) for file, jobs in sorted(per_file.items())
     ]
 
 
-def _plan(read: Read, manifest: Manifest, verify: bool) -> Iterator[tuple[int, _Job]]:
-    found = read.entry.overlapping(read.box)
+def _plan(
+    read: Read, found: Sequence[tuple[Chunk, Box]], manifest: Manifest, verify: bool
+) -> Iterator[tuple[int, _Job]]:
     block_bytes = manifest.block_bytes if verify else 0
     if len(found) == 1 and found[0][0].sizes == read.box.sizes == found[0][1].sizes and _lies_alike(read):
         # fast path: same layout as the save, as nearly always
@@ -167,7 +170,7 @@ def _lies_alike(read: Read) -> bool:
 
 def _whole_chunk(read: Read, chunk: Chunk, block_bytes: int) -> _Job:
     memory = byte_view(read.target) if read.memory is None else read.memory
-    digests = chunk.digests if block_bytes else ""
+    digests = chunk.digests if block_bytes else b""
     return _Job(read.name, chunk.begin, chunk.end, memory, digests, block_bytes)
 
 
@@ -266,13 +269,13 @@ def _windows(begin: int, end: int, chunk_bytes: int, block_bytes: int) -> Iterat
         yield last, end, False
 
 
-def _digests(digests: str, begin: int, end: int, block_bytes: int) -> str:
+def _digests(digests: bytes, begin: int, end: int, block_bytes: int) -> bytes:
     """The digests of the blocks from byte ``begin``, a block boundary, to ``end``; empty without digests."""
     if not digests or not block_bytes:
-        return ""
+        return b""
     assert begin % block_bytes == 0
     first, last = begin // block_bytes, -(-end // block_bytes)
-    return digests[first * DIGEST_HEX_CHARS : last * DIGEST_HEX_CHARS]
+    return digests[first * DIGEST_BYTES : last * DIGEST_BYTES]
 
 
 def _batches(plan: Iterable[tuple[str, Sequence[_Job]]], batch_bytes: int) -> Iterator[tuple[str, list[_Job]]]:
@@ -413,12 +416,12 @@ def _read_and_check(read: Reader, jobs: Sequence[tuple[_Job, Buffer]], step_byte
             part = buffer[begin : min(begin + step_bytes, stop)]
             read([(job.begin + begin, part)])
             hasher.update(part)
-        check_digest(hasher.hexdigest(), expected, job.name, job.begin + start, job.begin + stop, file)
+        check_digest(hasher.digest(), expected, job.name, job.begin + start, job.begin + stop, file)
 
 
 def _check(job: _Job, memory: Buffer, file: str) -> None:
     for start, stop, expected in job.blocks():
-        check_digest(digest(memory[start:stop]), expected, job.name, job.begin + start, job.begin + stop, file)
+        check_digest(digest_bytes(memory[start:stop]), expected, job.name, job.begin + start, job.begin + stop, file)
 
 
 @lru_cache(maxsize=LAYOUTS_KEPT)

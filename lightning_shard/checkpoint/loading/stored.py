@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.blocks import digest
+from lightning_shard.checkpoint.format.chunks import TensorEntry
 from lightning_shard.checkpoint.format.decode import decode, parse
 from lightning_shard.checkpoint.format.header import DTYPES
-from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, Section, TensorEntry
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, Section
 from lightning_shard.checkpoint.loading.index import select
 from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
 from lightning_shard.checkpoint.store import Store
@@ -106,7 +107,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
         return len(self._section)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._section.raw
+        return name in self._section
 
     def alias_of(self, name: str) -> str | None:
         """The name of the tensor that this one shared its memory with when it was saved, if any."""
@@ -162,13 +163,12 @@ class Checkpoint(StoredTensors):
             CorruptCheckpointError: A tensor's chunks don't cover it, or the files are too short to hold so much.
             CheckpointError: There isn't enough memory.
         """
-        files: set[int] = set()
-        for _, entry, _ in boxes:
-            entry.check_coverage()
+        table = self.manifest.chunks
+        table.check(entry for _, entry, _ in boxes)
         needed = sum(box.numel * DTYPES[entry.dtype].itemsize for _, entry, box in boxes)
         if needed > TRUSTED_BYTES:
-            files.update(chunk.file for _, entry, _ in boxes for chunk in entry.chunks)
-            stored = sum(self._size(self.manifest.files[file]) for file in sorted(files))
+            files = table.files_of([entry for _, entry, _ in boxes])
+            stored = sum(self._size(self.manifest.files[file]) for file in files)
             if needed > MOST_SHARED * stored:
                 raise CorruptCheckpointError(
                     f"{self.path}: the manifest gives {boxes[0][0]!r}{' and others' if len(boxes) > 1 else ''}"
@@ -258,13 +258,19 @@ class Checkpoint(StoredTensors):
             raise
 
     def _change(self) -> str:
-        try:
-            now = Manifest.from_bytes(self.store.read(MANIFEST_NAME))
-        except FileNotFoundError:
-            return "removed" if self._state is None else ""
-        except Exception:
-            return ""
-        return f"replaced by attempt {now.attempt}" if now.attempt != self.manifest.attempt else ""
+        # another program's file has its state inside, and no manifest
+        return change_since(self.store, self.manifest.attempt) if self._state is None else ""
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r}, {len(self)} model and {len(self.optimizer)} optimizer tensors)"
+
+
+def change_since(store: Store, attempt: str) -> str:
+    """What has happened to a checkpoint since its manifest, of this attempt, was read; empty if nothing has."""
+    try:
+        now = Manifest.from_bytes(store.read(MANIFEST_NAME))
+    except FileNotFoundError:
+        return "removed"
+    except Exception:
+        return ""
+    return f"replaced by attempt {now.attempt}" if now.attempt != attempt else ""

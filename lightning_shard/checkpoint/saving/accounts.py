@@ -1,19 +1,23 @@
 """Reports of what each rank has written, and their joining by group leaders. No I/O.
 
 Each rank sends an :class:`Account` of its files. The leader of each group of ranks joins its group's accounts
-(:func:`joined`) and makes the manifest's text of each tensor's chunks. So many ranks share the work that is
-proportional to the chunks, and the first rank's work grows only with the tensors and the groups.
+(:func:`joined`), so that the first rank's work in Python grows only with the tensors and the groups; chunks are rows of
+arrays on the way.
 """
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES
 from lightning_shard.checkpoint.format.manifest import FileEntry
-from lightning_shard.checkpoint.format.text import object_on_a_line, tensor_line
+from lightning_shard.checkpoint.format.table import Integers, Rows, padded
 from lightning_shard.checkpoint.saving.files import Written
 
 
@@ -67,21 +71,17 @@ class Held(NamedTuple):
     If these ranks disagree on its dtype or shape, there is one ``Held`` for each.
 
     Attributes:
-        title: The section: ``model``, ``optimizer`` or ``trainer``.
+        title: The section: ``model``, ``optimizer`` or ``trainer``, or a rank's number, for tensors of it alone.
         mesh: The index of the ranks' mesh in :attr:`Joined.meshes`.
-        head: The dtype and global shape, as the manifest's text has them.
         rank: The first of the ranks that wrote a part of it.
-        places: The index of its chunks' boxes in :attr:`Joined.places`.
-        chunks: The chunks' texts in the manifest, joined by commas.
     """
 
-    title: str
+    title: str | int
     name: str
     mesh: int
-    head: str
+    dtype: str
+    shape: tuple[int, ...]
     rank: int
-    places: int
-    chunks: bytes
 
 
 class Alias(NamedTuple):
@@ -93,10 +93,6 @@ class Alias(NamedTuple):
     rank: int
 
 
-Places = tuple[str, ...]
-"""The boxes of a tensor's chunks, each as the manifest's text has it."""
-
-
 @dataclass
 class Joined:
     """The joined accounts of a group of ranks; what several of them have in common is stored once.
@@ -104,7 +100,8 @@ class Joined:
     Attributes:
         state_file: The index of the trainer state's file in the manifest; None if no rank of the group wrote it.
         hosts: The files written by the ranks of each machine, by host name.
-        of_ranks: The manifest's text of tensors that belong to a single rank, by rank.
+        rows: The chunks of all tensors.
+        owners: For each row, the index of its tensor in ``tensors``.
     """
 
     ranks: list[int]
@@ -114,9 +111,9 @@ class Joined:
     hosts: dict[str, list[FileEntry]]
     state_file: int | None
     tensors: list[Held]
-    places: list[Places]
+    rows: Rows
+    owners: Integers
     aliases: list[Alias]
-    of_ranks: dict[str, bytes]
 
 
 def joined(accounts: Sequence[Account], files_before: int = 0) -> Joined:
@@ -132,8 +129,9 @@ def joined(accounts: Sequence[Account], files_before: int = 0) -> Joined:
     files: list[FileEntry] = []
     state_file = None
     aliases: dict[tuple[str, str, str, int], int] = {}
-    tensors: dict[tuple[str, str, int, str], _Chunks] = {}
-    of_ranks: dict[str, bytes] = {}
+    tensors = _Tensors()
+    parts: list[tuple[Written, int]] = []
+    owners: list[Integers] = []
     for account in accounts:
         mesh = meshes.setdefault(account.mesh_ranks, len(meshes))
         told = mesh, account.fingerprint, account.replicated, account.contents
@@ -144,26 +142,14 @@ def joined(accounts: Sequence[Account], files_before: int = 0) -> Joined:
         number = files_before + len(files) + (account.state_file is not None)
         files += account.files()
         for section, of_section in account.written.items():
-            found: dict[tuple[str, str, int, str], _Chunks] = {} if section == "rank" else tensors
             for written in of_section:
-                for name, head, place, text in written.chunks(number):
-                    own = found.get((section, name, mesh, head))
-                    if own is None:
-                        own = found[section, name, mesh, head] = _Chunks(account.rank)
-                    own.places.append(place)
-                    own.texts.append(text)
+                title = account.rank if section == "rank" else section
+                owners.append(tensors.numbers(title, mesh, account.rank, written.columns.tensors))
+                parts.append((written, number))
                 number += 1
-            if section == "rank":
-                lines = ((name, tensor_line(head, [own.text()])) for (_, name, _, head), own in found.items())
-                of_ranks[str(account.rank)] = object_on_a_line(lines)
         for section, targets in account.aliases.items():
             for name, target in targets.items():
                 aliases.setdefault((section, name, target, mesh), account.rank)
-    places: dict[Places, int] = {}
-    held = [
-        Held(*key, own.rank, places.setdefault(tuple(own.places), len(places)), own.text())
-        for key, own in tensors.items()
-    ]
     return Joined(
         ranks=[account.rank for account in accounts],
         meshes=list(meshes),
@@ -171,21 +157,53 @@ def joined(accounts: Sequence[Account], files_before: int = 0) -> Joined:
         files=files,
         hosts=hosts,
         state_file=state_file,
-        tensors=held,
-        places=list(places),
+        tensors=tensors.held,
+        rows=_rows(parts),
+        owners=np.concatenate([np.empty(0, np.int64), *owners]),
         aliases=[Alias(*alias, rank) for alias, rank in aliases.items()],
-        of_ranks=of_ranks,
     )
 
 
-class _Chunks:
-    """Accumulates the chunks of one tensor; ``rank`` is the first rank that wrote one."""
+class _Tensors:
+    """Numbers the tensors of a group of ranks."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.places: list[str] = []
-        self.texts: list[str] = []
+    def __init__(self) -> None:
+        self.held: list[Held] = []
+        self._known: dict[tuple[Any, ...], int] = {}
+        self._texts: dict[tuple[str | int, int, str], Integers] = {}
 
-    def text(self) -> bytes:
-        """The chunks' text in the manifest."""
-        return ",".join(self.texts).encode()
+    def numbers(self, title: str | int, mesh: int, rank: int, text: str) -> Integers:
+        """The number of each tensor of a file; ``text`` is its :attr:`Columns.tensors`."""
+        found = self._texts.get((title, mesh, text))
+        if found is None:
+            listed = [
+                self._number(Held(title, name, mesh, dtype, tuple(shape), rank)) for name, dtype, shape in json.loads(text)
+            ]
+            found = self._texts[title, mesh, text] = np.array(listed, np.int64)
+        return found
+
+    def _number(self, held: Held) -> int:
+        number = self._known.setdefault(held[:-1], len(self.held))
+        if number == len(self.held):
+            self.held.append(held)
+        return number
+
+
+def _rows(parts: Sequence[tuple[Written, int]]) -> Rows:
+    """The chunks of files, given with their numbers in the manifest."""
+    dims = max((written.columns.sizes.shape[1] for written, _ in parts), default=0)
+    digests = np.frombuffer(b"".join(written.digests for written, _ in parts), np.uint8).reshape(-1, DIGEST_BYTES)
+    none, no_box = np.empty(0, np.int64), np.empty((0, dims), np.int64)
+    begins = [written.columns.begins + written.file.header_bytes for written, _ in parts]
+    blocks = [-(-written.columns.nbytes // BLOCK_BYTES) * bool(written.digests) for written, _ in parts]
+    counts = np.concatenate([none, *blocks])
+    return Rows(
+        np.repeat(
+            np.array([number for _, number in parts], np.int64), [len(written.columns.begins) for written, _ in parts]
+        ),
+        np.concatenate([none, *begins]),
+        np.cumsum(counts) - counts,
+        np.concatenate([no_box, *(padded(written.columns.offsets, dims, 0) for written, _ in parts)]),
+        np.concatenate([no_box, *(padded(written.columns.sizes, dims, 1) for written, _ in parts)]),
+        digests,
+    )

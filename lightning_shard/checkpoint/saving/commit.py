@@ -120,17 +120,19 @@ def _on_own_disk(store: Store, host: str, own_host: str) -> str:
 
 
 def commit(store: Store, manifest: Manifest, earlier: Earlier, *, durable: bool) -> None:
-    """Replace the earlier manifest by this one, then remove the files that it named, and old leftovers.
+    """Write the table, replace the earlier manifest by this one, and remove the files that it named, and old leftovers.
 
     Raises:
         CheckpointConflictError: Another save has committed first. Its checkpoint stays.
     """
-    data = manifest.to_bytes()
+    data, table = manifest.to_bytes(), manifest.chunks.table.data()
+    # atomically, since another process may be committing the same attempt from a copy of it
+    store.publish(manifest.table.path, [memoryview(table)], len(table), durable=durable)
     try:
         store.publish(MANIFEST_NAME, [memoryview(data)], len(data), durable=durable, replaces=earlier.stamp)
     except CheckpointConflictError as error:
         raise CheckpointConflictError(_conflict(store, manifest.attempt)) from error
-    keep = {file.path for file in manifest.files}
+    keep = {manifest.table.path, *(file.path for file in manifest.files)}
     remove_files(store, earlier.files - keep)
     remove_leftovers(store, keep=keep, clock=lambda: store.modified(MANIFEST_NAME))
 

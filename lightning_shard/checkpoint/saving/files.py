@@ -10,15 +10,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box
-from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, digest
+from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, digest, digest_bytes
 from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, dtype_name, header_of, tensor_table
 from lightning_shard.checkpoint.format.manifest import FileEntry
-from lightning_shard.checkpoint.format.text import chunk_text, place_text, tensor_head
+from lightning_shard.checkpoint.format.table import Integers
 from lightning_shard.checkpoint.memory import byte_view, is_plain, resolved, settle
 from lightning_shard.checkpoint.store import Buffer, Store
 
@@ -63,7 +64,7 @@ class FilePlan:
         header: The header's JSON of tensors, without metadata.
         places: Entries of the header's metadata: the box that a piece is of its tensor.
         data_bytes: Bytes of all pieces.
-        table: What the manifest needs of the pieces.
+        columns: What the manifest needs of the pieces.
     """
 
     order: tuple[int, ...]
@@ -71,23 +72,25 @@ class FilePlan:
     header: str
     places: dict[str, str]
     data_bytes: int
-    table: Table
+    columns: Columns
 
 
-class Table(NamedTuple):
-    """A file's pieces in columns, as the manifest's text needs them.
+class Columns(NamedTuple):
+    """A file's ``n`` pieces in columns.
 
     Attributes:
-        names: The tensors' names.
-        heads: Text of the tensors' dtypes and global shapes, see :func:`~..format.text.tensor_head`.
-        places: Text of the pieces' boxes, see :func:`~..format.text.place_text`.
-        spans: (begin, end) of the pieces' bytes, from the beginning of the file's data section.
+        tensors: JSON of the pieces' tensors: an array of ``[name, dtype, shape]``. Ranks that write parts of the same
+            tensors have equal texts, which are parsed once.
+        begins: The pieces' first bytes from the beginning of the file's data section, of shape ``(n,)``.
+        nbytes: Their sizes in bytes, ``(n,)``.
+        offsets, sizes: Their boxes, ``(n, dims)``, padded by offset 0 and size 1.
     """
 
-    names: list[str]
-    heads: list[str]
-    places: list[str]
-    spans: list[tuple[int, int]]
+    tensors: str
+    begins: Integers
+    nbytes: Integers
+    offsets: Integers
+    sizes: Integers
 
 
 @dataclass(frozen=True)
@@ -96,23 +99,13 @@ class Written:
 
     Attributes:
         file: The file's entry.
-        table: The chunks' metadata, the same in every save.
-        digests: For each chunk its blocks' digests, joined.
+        columns: The chunks' metadata, the same in every save.
+        digests: The digests of all chunks' blocks, concatenated; empty without digests.
     """
 
     file: FileEntry
-    table: Table
-    digests: list[str]
-
-    def chunks(self, number: int) -> Iterator[tuple[str, str, str, str]]:
-        """Yield of each chunk: the tensor's name and head, the place, and the chunk's text in the manifest.
-
-        Args:
-            number: The file's index in the manifest.
-        """
-        base = self.file.header_bytes
-        for name, head, place, (begin, end), digests in zip(*self.table, self.digests, strict=True):
-            yield name, head, place, chunk_text(number, base + begin, base + end, place, digests)
+    columns: Columns
+    digests: bytes
 
 
 def plan_file(outlines: Sequence[Outline]) -> FilePlan:
@@ -133,19 +126,17 @@ def plan_file(outlines: Sequence[Outline]) -> FilePlan:
         if piece.box.sizes != piece.shape
     }
     header, spans = tensor_table([(key, dtype, piece.box.sizes) for key, dtype, piece in zip(keys, dtypes, ordered)])
-    known: dict[str, str] = {}  # equal texts become one object, which is pickled once
-
-    def once(text: str) -> str:
-        return known.setdefault(text, text)
-
-    table = Table(
-        [piece.name for piece in ordered],
-        [once(tensor_head(dtype, piece.shape)) for piece, dtype in zip(ordered, dtypes)],
-        [once(place_text(piece.box.offsets, piece.box.sizes)) for piece in ordered],
-        spans,
-    )
+    dims = max((len(piece.shape) for piece in ordered), default=0)
+    boxes = [
+        (*box.offsets, *(0,) * (dims - len(box.sizes)), *box.sizes, *(1,) * (dims - len(box.sizes)))
+        for box in (piece.box for piece in ordered)
+    ]
+    offsets, sizes = np.array(boxes, np.int64).reshape(len(boxes), 2, dims).transpose(1, 0, 2)
+    begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
+    tensors = [(piece.name, dtype, piece.shape) for piece, dtype in zip(ordered, dtypes)]
+    columns = Columns(json.dumps(tensors), begins, ends - begins, offsets, sizes)
     data_bytes = spans[-1][1] if spans else 0
-    return FilePlan(tuple(order), tuple(ordered), header, places, data_bytes, table)
+    return FilePlan(tuple(order), tuple(ordered), header, places, data_bytes, columns)
 
 
 def _position(piece: Outline) -> tuple[Any, ...]:
@@ -181,10 +172,10 @@ def write_file(
     """Write one safetensors file by a plan; ``data`` has the elements of the plan's pieces, in the plan's order."""
     header = header_of(plan.header, {**metadata, **plan.places})
     size = len(header) + plan.data_bytes
-    sums: list[list[str]] = [[] for _ in data]
+    sums: list[bytes] = []
     store.write(path, _stream(header, data, sums if digests else None), size, durable=durable)
     entry = FileEntry(path, size, len(header), digest(header) if digests else None)
-    return Written(entry, plan.table, ["".join(found) for found in sums])
+    return Written(entry, plan.columns, b"".join(sums))
 
 
 def write_json(store: Store, path: str, tree: Any, *, digests: bool, durable: bool) -> FileEntry:
@@ -209,19 +200,19 @@ def _unambiguous(names: Sequence[str]) -> list[str]:
     return keys
 
 
-def _stream(header: bytes, data: Iterable[Tensor], sums: list[list[str]] | None) -> Iterator[Buffer]:
-    """Yield the file's bytes in order; adds each tensor's block digests to ``sums`` on the way."""
+def _stream(header: bytes, data: Iterable[Tensor], sums: list[bytes] | None) -> Iterator[Buffer]:
+    """Yield the file's bytes in order; adds the tensors' block digests to ``sums`` on the way."""
     yield memoryview(header)
     staging: list[Tensor] = []
-    small: list[tuple[int, Tensor]] = []
+    small: list[Tensor] = []
     filled = 0
-    for index, tensor in enumerate(data):
+    for tensor in data:
         fits = tensor.nbytes <= min(SMALL_BYTES, WRITE_STEP_BYTES, BLOCK_BYTES) and is_plain(tensor)
-        if small and not (fits and filled + tensor.nbytes <= WRITE_STEP_BYTES and tensor.dtype == small[0][1].dtype):
+        if small and not (fits and filled + tensor.nbytes <= WRITE_STEP_BYTES and tensor.dtype == small[0].dtype):
             yield _together(small, sums)
             small, filled = [], 0
         if fits:
-            small.append((index, tensor))
+            small.append(tensor)
             filled += tensor.nbytes
             continue
         hasher, left = xxhash.xxh3_128(), BLOCK_BYTES
@@ -232,22 +223,22 @@ def _stream(header: bytes, data: Iterable[Tensor], sums: list[list[str]] | None)
                     hasher.update(step)
                     left -= step.nbytes
                     if left == 0:
-                        sums[index].append(hasher.hexdigest())
+                        sums.append(hasher.digest())
                         hasher, left = xxhash.xxh3_128(), BLOCK_BYTES
                 yield step
         if sums is not None and left < BLOCK_BYTES:
-            sums[index].append(hasher.hexdigest())
+            sums.append(hasher.digest())
     if small:
         yield _together(small, sums)
 
 
-def _together(numbered: Sequence[tuple[int, Tensor]], sums: list[list[str]] | None) -> Buffer:
+def _together(tensors: Sequence[Tensor], sums: list[bytes] | None) -> Buffer:
     """A copy of the bytes of small tensors of one dtype; each tensor is one digest block."""
-    memory, begin = byte_view(torch.cat([tensor.reshape(-1) for _, tensor in numbered])), 0
-    for index, tensor in numbered:
+    memory, begin = byte_view(torch.cat([tensor.reshape(-1) for tensor in tensors])), 0
+    for tensor in tensors:
         end = begin + tensor.nbytes
         if sums is not None and begin < end:
-            sums[index].append(digest(memory[begin:end]))
+            sums.append(digest_bytes(memory[begin:end]))
         begin = end
     return memory
 

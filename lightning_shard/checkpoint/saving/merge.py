@@ -6,22 +6,22 @@ several meshes hold are equal.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
-from lightning_shard.checkpoint.boxes import Box, coverage_fault
+import numpy as np
+
+from lightning_shard.checkpoint.boxes import Box, coverage_fault, uncovered
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES
-from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest
-from lightning_shard.checkpoint.format.text import Lines, Objects, chunk_texts, dump, tensor_line
-from lightning_shard.checkpoint.saving.accounts import Alias, Joined, Party, Places
+from lightning_shard.checkpoint.format.chunks import TensorEntry
+from lightning_shard.checkpoint.format.header import item_bytes
+from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest, Section
+from lightning_shard.checkpoint.format.table import Integers, Rows, padded
+from lightning_shard.checkpoint.saving.accounts import Alias, Held, Joined, Party
 from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES
 from lightning_shard.errors import CheckpointError
 
-LAYOUTS_KEPT = 64
-"""Size of the cache of coverage checks: shapes and cuts repeat in each layer and from save to save."""
 Name = tuple[str, str]
 """A tensor's section and name."""
 Sums = dict[Name, int]
@@ -29,28 +29,17 @@ Sums = dict[Name, int]
 
 
 @dataclass
-class _Held:
-    """A tensor as the ranks of one mesh hold it, merged from all groups of ranks.
+class _Tensor:
+    """A tensor as the ranks of one mesh hold it; ``number`` is its number among all."""
 
-    Attributes:
-        head: The dtype and global shape, as the manifest's text has them.
-        places: For each group, the index of its chunks' boxes in ``Merged._places``.
-        chunks: For each group, its chunks' texts in the manifest.
-    """
-
+    number: int
     mesh: int
-    head: str
-    places: list[int] = field(default_factory=list)
-    chunks: list[bytes] = field(default_factory=list)
+    dtype: str
+    shape: tuple[int, ...]
 
-    def line(self) -> bytes:
-        """The tensor's line in the manifest."""
-        return tensor_line(self.head, self.chunks)
-
-    def digests(self) -> dict[bytes, bytes]:
-        """The chunks' block digests, keyed by the text of the chunk's box; without chunks of no bytes."""
-        found = chunk_texts(b",".join(self.chunks))
-        return {place: digests for _, begin, end, place, digests in found if begin != end}
+    @property
+    def kind(self) -> tuple[str, tuple[int, ...]]:
+        return self.dtype, self.shape
 
 
 class Merged:
@@ -74,14 +63,13 @@ class Merged:
         """The files that the ranks of each machine have written, by host name."""
         self._state_file: int | None = None
         self._meshes: dict[tuple[int, ...], int] = {}
-        self._places: dict[Places, int] = {}
-        self._tensors: dict[str, dict[str, _Held]] = {}
-        self._again: dict[tuple[str, str, int], _Held] = {}
+        self._all: list[_Tensor] = []
+        self._tensors: dict[str | int, dict[str, _Tensor]] = {}
+        """By section, or by rank for tensors of it alone."""
+        self._again: dict[tuple[str | int, str, int], _Tensor] = {}
         """Copies on further meshes of tensors that an earlier mesh has, by section, name and mesh."""
         self._aliases: dict[str, dict[str, str]] = {}
-        self._of_ranks: dict[str, bytes] = {}
-        """The manifest's text of tensors that belong to a single rank, by rank."""
-        self._pairs: list[tuple[str, tuple[str, _Held], tuple[str, _Held]]] = []
+        self._pairs: list[tuple[str, tuple[str, _Tensor], tuple[str, _Tensor]]] = []
         """Pairs of tensors that must be equal: (section, (name, tensor), (name, tensor))."""
         meshes = [[self._meshes.setdefault(ranks, len(self._meshes)) for ranks in part.meshes] for part in parts]
         parties = [p._replace(mesh=own[p.mesh]) for part, own in zip(parts, meshes) for p in part.parties]
@@ -89,11 +77,11 @@ class Merged:
         mesh_of = {rank: party.mesh for party in parties for rank in party.ranks}
         self._mesh_of = {rank: mesh_of[rank] for part in parts for rank in part.ranks}
         """Rank to mesh number, in the order of the accounts."""
-        for part, own in zip(parts, meshes):
-            self._add(part, own)
+        owners = [self._add(part, own) for part, own in zip(parts, meshes)]
+        self._take_rows(parts, owners)
         self._pairs += [
-            (section, (name, self._tensors[section][name]), (name, held))
-            for (section, name, _), held in self._again.items()
+            (str(section), (name, self._tensors[section][name]), (name, tensor))
+            for (section, name, _), tensor in self._again.items()
         ]
         # after all tensors are known: a name may be an alias on one mesh and a plain tensor on another
         for part, own in zip(parts, meshes):
@@ -101,29 +89,50 @@ class Merged:
                 self._add_alias(alias._replace(mesh=own[alias.mesh]))
         self._check_coverage()
 
-    def _add(self, part: Joined, meshes: list[int]) -> None:
+    def _add(self, part: Joined, meshes: list[int]) -> Integers:
+        """Add all but the rows; returns the tensor's number of each of the part's tensors."""
         if part.state_file is not None:
             self._state_file = part.state_file
         self.files += part.files
-        self._of_ranks |= part.of_ranks
         for host, files in part.hosts.items():
             self.files_by_host.setdefault(host, []).extend(files)
-        places = [self._places.setdefault(places, len(self._places)) for places in part.places]
-        for one in part.tensors:
-            tensors, mesh = self._tensors.setdefault(one.title, {}), meshes[one.mesh]
-            held = tensors.get(one.name)
-            if held is None:
-                held = tensors[one.name] = _Held(mesh, one.head)
-            elif held.mesh != mesh:
-                held = self._again.setdefault((one.title, one.name, mesh), _Held(mesh, one.head))
-            if held.head != one.head:
-                (dtype, shape), (other_dtype, other_shape) = kind_of(one.head), kind_of(held.head)
-                raise CheckpointError(
-                    f"{one.name!r} is {dtype} {shape} on rank {one.rank}, and {other_dtype} {other_shape} on a rank"
-                    " before it: ranks that hold one tensor must agree."
-                )
-            held.places.append(places[one.places])
-            held.chunks.append(one.chunks)
+        return np.array([self._number(held, meshes[held.mesh]) for held in part.tensors], np.int64)
+
+    def _number(self, held: Held, mesh: int) -> int:
+        tensors = self._tensors.setdefault(held.title, {})
+        known = tensors.get(held.name)
+        if known is not None and known.mesh != mesh:
+            known = self._again.get((held.title, held.name, mesh))
+        if known is None:
+            known = _Tensor(len(self._all), mesh, held.dtype, held.shape)
+            self._all.append(known)
+            if held.name in tensors:
+                self._again[held.title, held.name, mesh] = known
+            else:
+                tensors[held.name] = known
+        if known.kind != (held.dtype, held.shape):
+            raise CheckpointError(
+                f"{held.name!r} is {held.dtype} {held.shape} on rank {held.rank}, and {known.dtype} {known.shape} on a"
+                " rank before it: ranks that hold one tensor must agree."
+            )
+        return known.number
+
+    def _take_rows(self, parts: Sequence[Joined], owners: Sequence[Integers]) -> None:
+        """Join the parts' rows, in the order of their tensors."""
+        dims = max((part.rows.sizes.shape[1] for part in parts), default=0)
+        owner = np.concatenate([np.empty(0, np.int64), *(own[part.owners] for part, own in zip(parts, owners))])
+        order = np.argsort(owner, kind="stable")
+        stored = np.cumsum([0, *(len(part.rows.digests) for part in parts)])
+        blocks = [part.rows.block + before for part, before in zip(parts, stored.tolist())]
+        self._rows = Rows(
+            np.concatenate([part.rows.file for part in parts])[order],
+            np.concatenate([part.rows.begin for part in parts])[order],
+            np.concatenate(blocks)[order] if stored[-1] else np.zeros_like(owner),
+            np.concatenate([padded(part.rows.offsets, dims, 0) for part in parts])[order],
+            np.concatenate([padded(part.rows.sizes, dims, 1) for part in parts])[order],
+            np.concatenate([part.rows.digests for part in parts]),
+        )
+        self._bounds = np.searchsorted(owner[order], np.arange(len(self._all) + 1))
 
     def _add_alias(self, alias: Alias) -> None:
         section, name, target, mesh, rank = alias
@@ -146,21 +155,38 @@ class Merged:
             self._pairs.append((section, (known, tensors[known]), (target, own)))
 
     def _check_coverage(self) -> None:
-        held = [item for section in ("model", "optimizer") for item in self._tensors.get(section, {}).items()]
-        held += [(name, one) for (_, name, _), one in self._again.items()]
-        kept, sound = list(self._places), set()
-        for name, one in held:
-            cut = one.head, tuple(one.places)
-            if cut in sound:
-                continue
-            fault = _coverage_fault(one.head, tuple(kept[number] for number in one.places))
-            if fault is not None:
-                raise CheckpointError(
-                    f"The shards of {name!r} (global shape {kind_of(one.head)[1]}) don't cover the tensor exactly:"
-                    f" {fault}. Either a rank that holds a shard isn't saving; or ranks hold different lists of"
-                    " tensors, as pipeline stages do: then pass mesh=, the mesh of the ranks that hold the same list."
-                )
-            sound.add(cut)
+        shapes = np.ones((len(self._all), self._rows.sizes.shape[1]), np.int64)
+        for tensor in self._all:
+            shapes[tensor.number, : len(tensor.shape)] = tensor.shape
+        wrong = uncovered(shapes, self._bounds, self._rows.offsets, self._rows.sizes)
+        if not wrong.any():
+            return
+        number = int(np.flatnonzero(wrong)[0])
+        named = [(name, tensor) for tensors in self._tensors.values() for name, tensor in tensors.items()]
+        named += [(name, tensor) for (_, name, _), tensor in self._again.items()]
+        name, shape = next((name, tensor.shape) for name, tensor in named if tensor.number == number)
+        fault = coverage_fault(shape, list(self._boxes(self._all[number])))
+        raise CheckpointError(
+            f"The shards of {name!r} (global shape {shape}) don't cover the tensor exactly: {fault}. Either a rank that"
+            " holds a shard isn't saving; or ranks hold different lists of tensors, as pipeline stages do: then pass"
+            " mesh=, the mesh of the ranks that hold the same list."
+        )
+
+    def _boxes(self, tensor: _Tensor) -> Iterable[Box]:
+        first, last = self._bounds[tensor.number : tensor.number + 2]
+        ndim = len(tensor.shape)
+        boxes = zip(self._rows.offsets[first:last, :ndim].tolist(), self._rows.sizes[first:last, :ndim].tolist())
+        return (Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes)
+
+    def _digests(self, tensor: _Tensor) -> dict[Box, bytes]:
+        """The chunks' block digests by box; without chunks of no bytes."""
+        first, last = self._bounds[tensor.number : tensor.number + 2]
+        boxes, starts, found = list(self._boxes(tensor)), self._rows.block[first:last].tolist(), {}
+        for box, start in zip(boxes, starts):
+            blocks = -(-box.numel * item_bytes(tensor.dtype) // BLOCK_BYTES)
+            if blocks:
+                found[box] = self._rows.digests[start : start + blocks].tobytes()
+        return found
 
     def unsettled(self) -> list[Name]:
         """The tensors that meshes cut into different chunks, so that block digests can't show whether they are equal.
@@ -170,9 +196,9 @@ class Merged:
         """
         unsettled: dict[Name, None] = {}
         for section, (name, first), (other_name, other) in self._pairs:
-            if first.head != other.head:
+            if first.kind != other.kind:
                 raise self._differ(name, first, other)
-            mine, theirs = first.digests(), other.digests()
+            mine, theirs = self._digests(first), self._digests(other)
             known = [box for box in mine.keys() & theirs.keys() if mine[box] and theirs[box]]
             if any(mine[box] != theirs[box] for box in known):
                 raise self._differ(name, first, other)
@@ -195,9 +221,9 @@ class Merged:
             if mine is not None and theirs is not None and (mine - theirs) % 2**64:
                 raise self._differ(name, first, other)
 
-    def _differ(self, name: str, first: _Held, other: _Held) -> CheckpointError:
+    def _differ(self, name: str, first: _Tensor, other: _Tensor) -> CheckpointError:
         ranks = {number: _short(members) for members, number in self._meshes.items()}
-        what = "content" if first.head == other.head else "dtype or shape"
+        what = "content" if first.kind == other.kind else "dtype or shape"
         return CheckpointError(
             f"{name!r} is on the ranks {ranks[first.mesh]} and on the ranks {ranks[other.mesh]}, which hold different"
             f" lists of tensors, and differs in {what}: only one of the two can be saved. Different tensors need"
@@ -205,12 +231,20 @@ class Merged:
         )
 
     def manifest(self, *, attempt: str, layout: Any, writer: str, digests: bool) -> Manifest:
-        sections: dict[str, dict[str, bytes]] = {"model": {}, "optimizer": {}, "trainer": {}}
-        for title, tensors in self._tensors.items():
-            sections[title] = {name: held.line() for name, held in tensors.items()}
-        for section, aliases in self._aliases.items():
-            sections[section].update({name: dump({"same_as": of}).encode() for name, of in aliases.items()})
-        return Manifest(
+        kept: list[Integers] = []
+        rows = 0
+
+        def section(title: str | int) -> Section:
+            nonlocal rows
+            tensors: dict[str, TensorEntry] = {}
+            for name, tensor in self._tensors.get(title, {}).items():
+                first, last = self._bounds[tensor.number : tensor.number + 2].tolist()
+                kept.append(np.arange(first, last))
+                tensors[name] = TensorEntry(tensor.dtype, tensor.shape, (rows, rows + last - first))
+                rows += last - first
+            return Section(tensors, self._aliases.get(str(title)))
+
+        manifest = Manifest(
             attempt=attempt,
             files=self.files,
             layout=layout,
@@ -218,11 +252,13 @@ class Merged:
             writer=writer,
             block_bytes=BLOCK_BYTES if digests else 0,
             state_file=self._state_file,
-            raw_sections={
-                **{title: Lines(lines) for title, lines in sections.items()},
-                "ranks": Objects(self._of_ranks),
-            },
+            model=section("model"),
+            optimizer=section("optimizer"),
+            trainer=section("trainer"),
+            ranks={title: section(title) for title in self._tensors if isinstance(title, int)},
         )
+        order = np.concatenate([np.empty(0, np.int64), *kept])
+        return manifest.with_rows(Rows(*(column[order] for column in self._rows[:5]), self._rows.digests))
 
 
 def _check_agreement(parties: list[Party], meshes: list[tuple[int, ...]]) -> None:
@@ -274,18 +310,6 @@ def _check_contents(party: Party, other: Party, rank: int, other_rank: int) -> N
                 f" {max(rank, other_rank)}, so it isn't clear which to save. Make them equal, for example by a"
                 " broadcast before saving, or pass what belongs to each rank in rank_state=."
             )
-
-
-@lru_cache(maxsize=LAYOUTS_KEPT)
-def _coverage_fault(head: str, places: tuple[Places, ...]) -> str | None:
-    boxes = json.loads(f"[{','.join(f'{{{place}}}' for of_group in places for place in of_group)}]")
-    return coverage_fault(kind_of(head)[1], [Box(tuple(box["offsets"]), tuple(box["sizes"])) for box in boxes])
-
-
-def kind_of(head: str) -> tuple[str, tuple[int, ...]]:
-    """A tensor's dtype and shape, parsed from the head of its text in the manifest."""
-    fields = json.loads(head + "}")
-    return fields["dtype"], tuple(fields["shape"])
 
 
 def _short(ranks: Iterable[int]) -> str:

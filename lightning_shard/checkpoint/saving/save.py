@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.content import content_sum
 from lightning_shard.checkpoint.folder import Earlier, remove_files
-from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
-from lightning_shard.checkpoint.format.text import OWN_WRITER
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_WRITER, table_path
 from lightning_shard.checkpoint.leaders import exchange_by_groups
 from lightning_shard.checkpoint.optimizers.taken import take_apart
 from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
@@ -199,7 +198,8 @@ class _Saving:
         if not isinstance(outcome, _Committed):
             assert isinstance(outcome, Failure)
             if self._store is not None and self._part is not None and not outcome.files_stay:
-                abandon(self._store, self._part.paths())
+                table = [table_path(self._part.attempt)] if self._ranks.first else []
+                abandon(self._store, [*self._part.paths(), *table])
             raise_cause(own or self._fault, outcome, self._ranks.rank, self._order.path)
         seconds = time.monotonic() - self._began_s
         return SaveReport(os.fspath(self._order.path), outcome.attempt, self._rank_bytes, outcome.bytes, seconds)

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.arguments import check_tolerance
 from lightning_shard.checkpoint.boxes import Box, slabs
+from lightning_shard.checkpoint.format.chunks import TensorEntry
 from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, DTYPES
-from lightning_shard.checkpoint.format.manifest import Section, TensorEntry
+from lightning_shard.checkpoint.format.manifest import Section
 from lightning_shard.checkpoint.format.registered import TAG
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
@@ -150,7 +150,7 @@ def diff(
     if "trainer" in sections:
         comparison.trainer_state()
     if "ranks" in sections:
-        nothing = Section({}, ours.manifest, "")
+        nothing = Section()
         for rank in sorted({*ours.manifest.ranks, *theirs.manifest.ranks}):
             pair = (checkpoint.manifest.ranks.get(rank, nothing) for checkpoint in (ours, theirs))
             comparison.section(f"rank {rank}", *pair)
@@ -199,10 +199,6 @@ class _Comparison:
     atol: float
     report: DiffReport
     pairs: list[_Pair] = field(default_factory=list)
-
-    @cached_property
-    def files_alike(self) -> bool:
-        return self.a.manifest.has_files_like(self.b.manifest)
 
     def differ(self, section: str, name: str, kind: Kind, a: str = "", b: str = "") -> None:
         self.report.differences.append(Difference(section, name, kind, a, b))
@@ -305,16 +301,9 @@ class _Comparison:
         """The boxes of a tensor that must be read to compare it."""
         grids = {checkpoint.manifest.block_bytes for checkpoint in (self.a, self.b)}
         alike = pair.a.dtype == pair.b.dtype and len(grids) == 1 and 0 not in grids
-        a = pair.a.columns()
-        if alike and self.files_alike and pair.a.same_chunks(pair.b):
-            return  # the same boxes and digests; the checks of the one's chunks hold for the other's
-        b = pair.b.columns()
-        if alike and a.boxes == b.boxes and a.digests == b.digests:
-            return
-        known = {(box, b.digests_of(number)) for number, box in enumerate(b.boxes)} if alike else set()
-        for number, box in enumerate(a.boxes):
-            if (box, a.digests_of(number)) not in known:
-                yield from slabs(box, BATCH_BYTES // pair.width)
+        a, b = ({chunk[3:] for chunk in entry.chunks} for entry in (pair.a, pair.b))
+        for offsets, sizes, _ in sorted(a - b if alike else a):
+            yield from slabs(Box(offsets, sizes), BATCH_BYTES // pair.width)
 
     def compare(self, batch: list[_Part]) -> None:
         self.report.bytes_read += self.a.fetch(Read(p.pair.name, p.pair.a, p.box, p.a) for p in batch)

@@ -72,20 +72,15 @@ def inspect(
     checkpoint = read(path, storage_options=storage_options)
     manifest = checkpoint.manifest
     sections = manifest.sections()
-    own = [
-        (title, name, entry)
-        for title in ("model", "optimizer")
-        for name, entry in sections[title].items()
-        if sections[title].alias_of(name) is None
-    ]
-    largest = sorted(own, key=lambda one: (-one[2].nbytes, *one[:2]))[:biggest]  # only these tensors' chunks are parsed
+    own = [(title, name, entry) for title in ("model", "optimizer") for name, entry in sections[title].own()]
+    largest = sorted(own, key=lambda one: (-one[2].nbytes, *one[:2]))[:biggest]
     # a user's trainer state may be anything; Lightning's is a dict with these keys
     tree = checkpoint.state_json()
     state = tree if isinstance(tree, dict) else {}
     rank_bytes: dict[int, int] = {}
     for file in manifest.files:
         match = OWN_FILE.fullmatch(file.path)
-        rank = int(match[2].removeprefix("rank-")) if match and match[2] != "state" else 0
+        rank = int(match[2].removeprefix("rank-")) if match and match[2] not in (None, "state") else 0
         rank_bytes[rank] = rank_bytes.get(rank, 0) + file.bytes
     return InspectReport(
         path=checkpoint.path,
@@ -104,7 +99,7 @@ def inspect(
         rank_bytes=rank_bytes,
         files={file.path: file.bytes for file in manifest.files},
         biggest=[
-            TensorLine(title, name, entry.dtype, entry.shape, entry.nbytes, len(entry.chunks))
+            TensorLine(title, name, entry.dtype, entry.shape, entry.nbytes, entry.chunk_count)
             for title, name, entry in largest
         ],
     )

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_shard.checkpoint.ahead import in_order
-from lightning_shard.checkpoint.format.blocks import DIGEST_HEX_CHARS, digest
-from lightning_shard.checkpoint.format.chunks import Columns
+from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest, digest_bytes
+from lightning_shard.checkpoint.format.chunks import Chunk, ChunkTable
 from lightning_shard.checkpoint.format.decode import parse
 from lightning_shard.checkpoint.format.header import CARRIERS, HeaderEntry, layout_fault, parse_header
-from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Section, TensorEntry
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.store import as_path
-from lightning_shard.checkpoint.tools.claims import Claim, Claims
-from lightning_shard.errors import CheckpointError, CorruptCheckpointError, FormatVersionError
+from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ def verify(
     storage_options: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """Check the manifest's own digest, every file's size and header, every chunk's digests, and that the chunks of
-    every tensor cover it, each element exactly once.
+    """Check the digests of the manifest and of its table, every number in them, every file's size and header, every
+    chunk's digests, and that the chunks of every tensor cover it, each element exactly once.
 
     Raises:
         CheckpointNotFoundError: There is no manifest.
@@ -79,16 +78,20 @@ def verify(
     report = VerifyReport(as_path(path))
     try:
         checkpoint = read(path, storage_options=storage_options)
-        sections = checkpoint.manifest.sections()
     except CorruptCheckpointError as error:
         report.faults.append(Fault(MANIFEST_NAME, None, str(error)))
         return report
-    manifest = checkpoint.manifest
+    manifest, table = checkpoint.manifest, checkpoint.manifest.chunks
     report.digests = bool(manifest.block_bytes)
     report.files = len(manifest.files)
     report.manifest_digest = manifest.signed
-    claims = Claims(_tensors(sections, report), len(manifest.files))
-    report.tensors = claims.tensors
+    report.tensors = len(table.entries)
+    try:
+        wrong = table.check_all()
+    except CorruptCheckpointError as error:
+        report.faults.append(Fault(manifest.table.path, None, str(error)))
+        return report
+    report.faults += [Fault(manifest.table.path, label(table, number), what) for number, what in wrong.items()]
     total = sum(file.bytes for file in manifest.files)
     found = _Found()
 
@@ -102,7 +105,7 @@ def verify(
 
         def stretches() -> Iterator[_Stretch]:
             numbers = range(len(manifest.files))
-            for number, looked in in_order(pool, partial(_check_file, checkpoint, claims), numbers, ahead):
+            for number, looked in in_order(pool, partial(_check_file, checkpoint), numbers, ahead):
                 file = manifest.files[number]
                 found.overlaps += looked.overlaps
                 found.headers += looked.faults
@@ -131,19 +134,23 @@ class _Found:
     bytes: list[Fault] = field(default_factory=list)
 
 
-def _tensors(sections: Mapping[str, Section], report: VerifyReport) -> Iterator[tuple[str, TensorEntry, Columns]]:
-    """Every tensor that isn't an alias; adds a fault to the report for each that can't be parsed."""
-    for title, section in sections.items():
-        for name in section:
-            label = name if title == "model" else f"{title}: {name}"
-            try:
-                entry = section[name]
-                if section.alias_of(name) is None:
-                    yield label, entry, entry.columns()
-            except FormatVersionError:
-                raise
-            except CheckpointError as error:
-                report.faults.append(Fault(MANIFEST_NAME, label, str(error)))
+class Claim(NamedTuple):
+    """A chunk, with its tensor's name and dtype (by the format's name)."""
+
+    name: str
+    dtype: str
+    chunk: Chunk
+
+
+def label(table: ChunkTable, number: int) -> str:
+    """A tensor's name, with its section if that isn't the model."""
+    title, name = table.names[number]
+    return name if title == "model" else f"{title}: {name}"
+
+
+def _claims(table: ChunkTable, file: int) -> list[Claim]:
+    found = table.in_file(file)
+    return [Claim(label(table, number), table.entries[number].dtype, chunk) for number, chunk in found]
 
 
 @dataclass
@@ -163,8 +170,8 @@ class _Looked:
     readable: bool = False
 
 
-def _check_file(checkpoint: Checkpoint, claims: Claims, number: int) -> _Looked:
-    file, own = checkpoint.manifest.files[number], claims.of(number)
+def _check_file(checkpoint: Checkpoint, number: int) -> _Looked:
+    file, own = checkpoint.manifest.files[number], _claims(checkpoint.manifest.chunks, number)
     looked = _apart(own, file) if checkpoint.manifest.block_bytes else _Looked(own)
     looked.faults, looked.readable = _check_ends(checkpoint, file, looked.claims)
     return looked
@@ -216,14 +223,14 @@ class _Stretch:
     name: str
     begin: int
     end: int
-    digests: tuple[str, ...]
+    digests: tuple[bytes, ...]
 
 
 def _stretches(checkpoint: Checkpoint, file: FileEntry, claims: list[Claim]) -> Iterator[_Stretch]:
     grid = checkpoint.manifest.block_bytes
     blocks = max(1, checkpoint.store.step_bytes // grid) if grid else 0
     for name, _, chunk in claims:
-        count = len(chunk.digests) // DIGEST_HEX_CHARS
+        count = len(chunk.digests) // DIGEST_BYTES
         for first in range(0, count, blocks or 1):
             last = min(first + blocks, count)
             begin, end = chunk.begin + first * grid, min(chunk.begin + last * grid, chunk.end)
@@ -239,7 +246,7 @@ def _check_stretch(checkpoint: Checkpoint, stretch: _Stretch) -> list[Fault]:
     faults = []
     for index, expected in enumerate(stretch.digests):
         block = data[index * grid : (index + 1) * grid]
-        if digest(block) != expected:
+        if digest_bytes(block) != expected:
             begin = stretch.begin + index * grid
             what = f"bytes {begin:,} to {begin + block.nbytes:,} differ from their digest"
             faults.append(Fault(stretch.file.path, stretch.name, what))

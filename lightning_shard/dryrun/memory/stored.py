@@ -13,9 +13,8 @@ from functools import cache
 
 import torch
 
-from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_HEX_CHARS
+from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES
 from lightning_shard.checkpoint.format.header import header_of
-from lightning_shard.checkpoint.format.text import chunk_text, place_text, tensor_head, tensor_line
 from lightning_shard.checkpoint.saving.files import Outline, plan_file
 from lightning_shard.checkpoint.saving.part import Outlined, my_cuts
 from lightning_shard.checkpoint.shards import Split, local_boxes, shard_strided_last
@@ -31,6 +30,9 @@ _ATTEMPT = "0" * 12
 _OF_A_FILE = len(f'"model/rank-00000-{_ATTEMPT}.safetensors"') + 110
 """Bytes of the manifest for each file: its path, sizes and digest."""
 
+_OF_A_TENSOR = 70
+"""Bytes of the manifest for each tensor, besides its name: its dtype, shape and rows."""
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -39,7 +41,7 @@ class Stored:
     bytes: int  # of the whole checkpoint
     files: int  # with the manifest and the trainer state
     rank_bytes: int  # the most bytes that a rank writes, or reads on the same layout
-    manifest_bytes: int  # approximately
+    manifest_bytes: int  # approximately, with its table
     puts: int  # that rank's requests to S3 for a save
     gets: int  # the same for a load on the same layout
     has_optimizer: bool = True  # whether the numbers include the optimizer's state
@@ -98,7 +100,7 @@ def stored(
 def _of_rank(
     parameters: Sequence[ParameterCount], layout: Layout, stage: int, optimizer: OptimizerState | None
 ) -> tuple[list[int], int]:
-    """Bytes of each file of the stage's first rank, and of the manifest's text about their chunks."""
+    """Bytes of each file of the stage's first rank, and of the table's rows of their chunks and the tensors' lines."""
     ranks = torch.tensor(layout.stages()[stage]).view(layout.data_parallel_replicas, layout.shard_size, -1)
     frame = Frame(ranks, int(ranks[0, 0, 0]))
     place = Place(lambda: None, ranks, (0, 0, 0))  # type: ignore[arg-type,return-value]
@@ -136,20 +138,15 @@ def _of_rank(
         outlined = [(tensors[cut.number], cut.box) for cut in cuts]
         plan = plan_file([Outline(t.name, t.dtype, t.spread.shape, box) for t, box in outlined])
         files.append(len(header_of(plan.header, plan.places)) + plan.data_bytes)
-        rows += sum(_row_bytes(tensor, box.offsets, box.sizes, layout) for tensor, box in outlined)
+        rows += sum(_row_bytes(tensor, box.sizes, layout) for tensor, box in outlined)
     return files, rows
 
 
-def _row_bytes(tensor: Outlined, offsets: Sequence[int], sizes: Sequence[int], layout: Layout) -> int:
-    """Bytes of a chunk in the manifest, with its share of the text that a tensor has once."""
-    nbytes = math.prod(sizes) * tensor.dtype.itemsize
-    digests = "0" * DIGEST_HEX_CHARS * -(-nbytes // BLOCK_BYTES)
-    # numbers of files and bytes have about as many digits as these
-    chunk = chunk_text(
-        layout.world_size, 10**9, 10**9, place_text([max(offsets, default=0)] * len(sizes), sizes), digests
-    )
-    head = len(tensor_line(tensor_head("F32", tensor.spread.shape), ())) + len(tensor.name) + 5
-    return len(chunk) + 1 + head // layout.stage_size
+def _row_bytes(tensor: Outlined, sizes: Sequence[int], layout: Layout) -> int:
+    """Bytes of a chunk in the table, with its share of the manifest's line of its tensor."""
+    blocks = -(-math.prod(sizes) * tensor.dtype.itemsize // BLOCK_BYTES)
+    row = (3 + 2 * max(len(sizes), 2)) * 8 + blocks * DIGEST_BYTES
+    return row + (len(tensor.name) + _OF_A_TENSOR) // layout.stage_size
 
 
 def _spread(parameter: ParameterCount, layout: Layout, place: Place) -> Spread:
