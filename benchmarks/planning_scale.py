@@ -27,16 +27,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from lightning_shard.checkpoint.format.outline import Outline
+from lightning_shard.checkpoint.loading.outlined import Brought
+
 from benchmarks.lib.report import RESULTS, Row, Target, show, write_result
 from benchmarks.planning import ATTEMPT, Layout, account_of, boxes_of, gpt, pieces_of, reads_of, sections
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.folder import named_files
 from lightning_shard.checkpoint.format import manifest as manifests
 from lightning_shard.checkpoint.format.manifest import Manifest, is_large
-from lightning_shard.checkpoint.format.outline import Outline
 from lightning_shard.checkpoint.leaders import GROUP_RANKS
 from lightning_shard.checkpoint.loading.load import Asked, all_asked
-from lightning_shard.checkpoint.loading.outlined import Brought
 from lightning_shard.checkpoint.loading.ranges import plan_reads
 from lightning_shard.checkpoint.saving import merge
 from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined

@@ -1,4 +1,4 @@
-"""Manifests for tests to change: what was changed on purpose fits its own digest again."""
+"""Manifests and tables for tests to change: what was changed on purpose fits its digests again."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_shard.checkpoint.format.text import OWN_DIGEST, signed
+import numpy as np
+from safetensors.numpy import load_file, save
+
+from lightning_shard.checkpoint.format.manifest import OWN_DIGEST, signed
+from lightning_shard.checkpoint.format.table import table_file
 
 NAME = "manifest.json"
+Columns = dict[str, Any]
 
 
 def body_of(manifest: bytes) -> bytes:
@@ -34,6 +39,26 @@ def edit(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     manifest = json.loads(path.read_bytes())
     change(manifest)
     path.write_bytes(resigned(manifest))
+
+
+def edit_table(checkpoint: Path, change: Callable[[dict[str, Any], Columns], Any]) -> None:
+    """Change a checkpoint's manifest and the columns of its table, and make all digests fit."""
+
+    def both(manifest: dict[str, Any]) -> None:
+        path = checkpoint / manifest["table"]["path"]
+        columns: Columns = load_file(path)
+        change(manifest, columns)
+        put_table(checkpoint, manifest, save({name: np.ascontiguousarray(column) for name, column in columns.items()}))
+
+    edit(checkpoint, both)
+
+
+def put_table(checkpoint: Path, manifest: dict[str, Any], data: bytes) -> None:
+    """Write a table's bytes, and name them in the manifest."""
+    path = manifest["table"]["path"]
+    (checkpoint / path).write_bytes(data)
+    file = table_file(path, data)
+    manifest["table"] = {"path": file.path, "bytes": file.bytes, "digests": file.digests}
 
 
 def resigned(manifest: dict[str, Any], **layout: Any) -> bytes:

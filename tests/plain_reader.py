@@ -23,7 +23,7 @@ DTYPES = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), "u1"),
 }
 CARRIERS = {"F8_E8M0": ("U8", []), "C128": ("F64", [2]), "C32": ("F16", [2])}
-FIELDS = ("writer", "attempt", "world_size", "layout", "digest", "files", "state_file", "model", "optimizer", "trainer")
+FIELDS = ("writer", "attempt", "world_size", "layout", "digest", "files", "table", "state_file", "model", "optimizer")
 
 
 class Damaged(Exception):
@@ -50,8 +50,8 @@ class PlainReader:
         if "manifest_digest" in self.manifest:
             body, _, tail = data.rpartition(b',\n"manifest_digest":')
             check(tail == f'"{hash_of(body)}"}}\n'.encode(), "the manifest differs from its digest")
-        check(self.manifest["format_version"] == 1, "another version")
-        check(all(field in self.manifest for field in (*FIELDS, "ranks")), "a field is missing")
+        check(self.manifest["format_version"] == 2, "another version")
+        check(all(field in self.manifest for field in (*FIELDS, "trainer", "ranks")), "a field is missing")
         self.block = self.manifest["digest"]["block_bytes"] if self.manifest["digest"] else 0
         for file in self.manifest["files"]:
             parts = file["path"].split("/")
@@ -61,6 +61,7 @@ class PlainReader:
             if self.block:
                 covered = self._bytes(file, 0, file.get("header_bytes", file["bytes"]))
                 check(hash_of(covered) == file["digest"], f"{file['path']} differs from its digest")
+        self.table = self._table(self.manifest["table"])
 
     def names(self, section: str) -> list[str]:
         return list(self._section(section))
@@ -71,17 +72,22 @@ class PlainReader:
         dtype = np.dtype(DTYPES[entry["dtype"]])
         whole = np.zeros(entry["shape"], dtype)
         filled = np.zeros(entry["shape"], np.uint8)
-        for chunk in entry["chunks"]:
-            file = self.manifest["files"][chunk["file"]]
-            data = self._bytes(file, *chunk["bytes"])
-            check(len(data) == math.prod(chunk["sizes"]) * dtype.itemsize, f"a chunk of {name} has another length")
+        dims = len(entry["shape"])
+        for row in range(*entry["chunks"]):
+            file = self.manifest["files"][self.table["file"][row]]
+            offsets, sizes = (self.table[name][row, :dims].tolist() for name in ("offsets", "sizes"))
+            begin = int(self.table["begin"][row])
+            data = self._bytes(file, begin, begin + math.prod(sizes) * dtype.itemsize)
             if self.block:
-                found = "".join(hash_of(data[at : at + self.block]) for at in range(0, len(data), self.block))
-                check(found == chunk.get("digests", ""), f"a chunk of {name} differs from its digests")
+                found = b"".join(
+                    xxhash.xxh3_128_digest(data[at : at + self.block]) for at in range(0, len(data), self.block)
+                )
+                expected = self.table["digests"].tobytes()[16 * self.table["block"][row] :]
+                check(expected.startswith(found), f"a chunk of {name} differs from its digests")
             if data:
-                self._check_header(file, chunk, entry["dtype"])
-            place = tuple(slice(at, at + size) for at, size in zip(chunk["offsets"], chunk["sizes"], strict=True))
-            whole[place] = np.frombuffer(data, dtype).reshape(chunk["sizes"])
+                self._check_header(file, begin, len(data), sizes, entry["dtype"])
+            place = tuple(slice(at, at + size) for at, size in zip(offsets, sizes))
+            whole[place] = np.frombuffer(data, dtype).reshape(sizes)
             filled[place] += 1
         check(bool((filled == 1).all()), f"the chunks of {name} don't make it up")
         return whole
@@ -105,13 +111,28 @@ class PlainReader:
         check(len(data) == end - begin, f"{file['path']} is too short")
         return data
 
-    def _check_header(self, file: dict[str, Any], chunk: dict[str, Any], dtype: str) -> None:
+    def _table(self, entry: dict[str, Any]) -> dict[str, np.ndarray]:
+        data = (self.folder / entry["path"]).read_bytes()
+        check(len(data) == entry["bytes"], "the table has another size")
+        digests = "".join(hash_of(data[at : at + 2**22]) for at in range(0, len(data), 2**22))
+        check(digests == entry["digests"], "the table differs from its digests")
+        (length,) = struct.unpack("<Q", data[:8])
+        columns = {}
+        header = json.loads(data[8 : 8 + length])
+        for name in ("file", "begin", "block", "offsets", "sizes", "digests"):
+            column = header[name]
+            begin, end = (8 + length + at for at in column["data_offsets"])
+            columns[name] = np.frombuffer(data[begin:end], {"I64": "<i8", "U8": "u1"}[column["dtype"]])
+            columns[name] = columns[name].reshape(column["shape"])
+        return columns
+
+    def _check_header(self, file: dict[str, Any], begin: int, nbytes: int, sizes: list[int], dtype: str) -> None:
         (length,) = struct.unpack("<Q", self._bytes(file, 0, 8))
         check(8 + length == file["header_bytes"], f"the header of {file['path']} has another length")
         table = json.loads(self._bytes(file, 8, 8 + length))
         carrier, last = CARRIERS.get(dtype, (dtype, []))
-        offsets = [at - 8 - length for at in chunk["bytes"]]
-        expected = {"dtype": carrier, "shape": [*chunk["sizes"], *last], "data_offsets": offsets}
+        start = begin - 8 - length
+        expected = {"dtype": carrier, "shape": [*sizes, *last], "data_offsets": [start, start + nbytes]}
         check(expected in [entry for key, entry in table.items() if key != "__metadata__"], "the header has no such")
 
     def _value(self, tree: Any) -> Any:

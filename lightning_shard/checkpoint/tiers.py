@@ -161,7 +161,10 @@ class LocalTier:
         seen = together(ranks, partial(self._copy_at, path, ranks.rank), partial(self._look, path))
         if seen.copy is None:
             return Source(path, False, seen.why, seen.worse)
-        checkpoint = _open_together(self.copy_of(path), ranks, seen.copy.rank)
+        try:
+            checkpoint = _open_together(self.copy_of(path), ranks, seen.copy.rank)
+        except CorruptCheckpointError as error:  # on all ranks
+            return _instead(path, seen, str(error))
         files = checkpoint.manifest.files
         everywhere, readers = together(ranks, partial(_seen, checkpoint), partial(_readers, ranks))
         if None in readers:
@@ -192,7 +195,6 @@ class LocalTier:
     def _copy_at(self, path: str, rank: int) -> _Copy:
         try:
             copy = read(self.copy_of(path))
-            copy.manifest.chunks.table.data()  # it is whole
             committed = committed_at(copy.store)
         except CheckpointNotFoundError:
             return _Copy(rank)
@@ -322,7 +324,10 @@ def _open_together(copy: str, ranks: Ranks, holder: int) -> Checkpoint:
     """Open a copy on all ranks by ``holder``'s manifest; each rank reads files on its own disk. A collective call."""
 
     def look() -> Found | None:
-        return find_with_table(copy) if ranks.rank == holder else None
+        try:
+            return find_with_table(copy) if ranks.rank == holder else None
+        except CheckpointError as error:
+            raise CorruptCheckpointError(str(error)) from error
 
     found: Found = together(ranks, look, lambda looks: next(one for one in looks if one is not None))
     return open_found(copy, None, True, found)

@@ -10,6 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,10 +19,10 @@ from lightning_shard.checkpoint.format import header
 from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.memory import byte_view
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
-from tests.manifests import body_of, resigned
+from tests.manifests import body_of, edit, edit_table, put_table, resigned
 
 GROUP = "Damage"
-GOLDEN = Path(__file__).parents[1] / "golden" / "v1" / "sharded"
+GOLDEN = Path(__file__).parents[1] / "golden" / "v2" / "sharded"
 STATE = {"w": torch.arange(30.0).view(5, 6), "b": torch.arange(7).bfloat16(), "s": torch.tensor(3), "e": torch.ones(0)}
 FLIPS = int(os.environ.get("DAMAGE_FLIPS", "1000"))
 VERIFY_EVERY = int(os.environ.get("DAMAGE_VERIFY_EVERY", "5"))
@@ -78,9 +79,10 @@ def places(path):
     """Of each file the names of its tensors and where their bytes begin and end."""
     manifest = checkpoint.read(path).manifest
     found: dict[str, list[tuple[str, int, int]]] = {file.path: [] for file in manifest.files}
+    found[manifest.table.path] = []
     for section in manifest.sections().values():
-        for name in section:
-            for chunk in section[name].chunks if section.alias_of(name) is None else ():
+        for name, entry in section.own():
+            for chunk in entry.chunks:
                 found[manifest.files[chunk.file].path].append((name, chunk.begin, chunk.end))
     return found
 
@@ -102,7 +104,8 @@ def test_every_byte_of_every_file_flipped_in_turn(small, ledger):
                 for fault in checkpoint.verify(small).faults
             )
             # a header is for people and salvage: a load that doesn't need it isn't misled by it
-            sound = found == "refused" or (found == "right" and tensor is None and name.endswith(".safetensors"))
+            header = tensor is None and name.endswith(".safetensors") and not name.startswith("table-")
+            sound = found == "refused" or (found == "right" and header)
             lost += not (sound and named)
             outcomes.add(found)
             tried += 1
@@ -189,7 +192,7 @@ def test_a_manifest_that_differs_from_its_digest_or_lost_it_is_refused_by_every_
 
 
 @pytest.mark.parametrize(
-    "name", ["writer", "attempt", "world_size", "layout", "digest", "files", "state_file", "model", "optimizer",
+    "name", ["writer", "attempt", "world_size", "layout", "digest", "files", "table", "state_file", "model", "optimizer",
              "trainer", "ranks", "format", "format_version"]
 )  # fmt: skip
 def test_a_manifest_must_have_every_field_and_section_whoever_wrote_it(small, name):
@@ -310,30 +313,156 @@ def test_shards_swapped_missing_doubled_and_of_another_save(tmp_path, ledger):
     ledger(GROUP, "shards swapped, missing, doubled, and of another save", tried=tried, lost=lost)
 
 
-def test_diff_looks_at_the_coverage_of_both_sides(small, tmp_path):
-    """One side lacks a chunk, or has one twice: equal chunks on the other don't make them equal."""
-    other = Path(shutil.copytree(GOLDEN, tmp_path / "other.ckpt"))
-    manifest = json.loads((other / "manifest.json").read_bytes())
-    chunks = manifest["model"]["w"]["chunks"]
-    for damaged in (chunks[1:], [*chunks, chunks[0]], [chunks[0]] * 4):
-        manifest["model"]["w"]["chunks"] = damaged
-        (other / "manifest.json").write_bytes(resigned(manifest))
-        for pair in ((GOLDEN, other), (other, GOLDEN), (other, other)):
-            with pytest.raises(CorruptCheckpointError, match="don't make it up"):
-                checkpoint.diff(*pair, sections=["model"])
+def damaged_covers(manifest, columns):
+    """Ways in which the chunks of ``w`` may fail to make it up: (rows to take, what to add to their offsets)."""
+    first, last = manifest["model"]["w"]["chunks"]
+    rows = list(range(first, last))
+    assert len(rows) == 4
+    moved = np.zeros_like(columns["offsets"][first:last])
+    moved[3] -= 1
+    return [(rows[1:], 0), ([*rows, rows[0]], 0), ([rows[0]] * 4, 0), (rows[:3], 0), (rows, moved)]
 
 
-def test_chunks_that_overlap_are_refused_by_readers_of_any_part(tmp_path):
-    """Also by one whose part is exactly a chunk, as on the layout that saved: others would read other values."""
+def put_cover(manifest, columns, rows, add):
+    """Give ``w`` these chunks; its span is moved to the table's end."""
+    first, last = manifest["model"]["w"]["chunks"]
+    for section in (manifest["model"], manifest["optimizer"], manifest["trainer"], *manifest["ranks"].values()):
+        for tensor in section.values():
+            if "chunks" in tensor and tensor["chunks"][0] >= last:
+                tensor["chunks"] = [at - (last - first) for at in tensor["chunks"]]
+    count = len(columns["file"])
+    manifest["model"]["w"]["chunks"] = [count - (last - first), count - (last - first) + len(rows)]
+    for name in ("file", "begin", "block", "offsets", "sizes"):
+        own = columns[name][rows] + (add if name == "offsets" else 0)
+        columns[name] = np.concatenate([np.delete(columns[name], slice(first, last), axis=0), own])
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_chunks_that_do_not_make_up_a_tensor_are_refused_by_readers_of_any_part(tmp_path, which):
+    """Also by one whose part is exactly a chunk, as on the layout that saved: others would read other values.
+
+    ``diff`` looks at both sides: equal chunks on the other don't make them equal.
+    """
     path = Path(shutil.copytree(GOLDEN, tmp_path / "one.ckpt"))
-    manifest = json.loads((path / "manifest.json").read_bytes())
-    chunks = manifest["model"]["w"]["chunks"]
-    places = [tuple(slice(a, a + n) for a, n in zip(chunk["offsets"], chunk["sizes"])) for chunk in chunks]
-    moved = {**chunks[3], "offsets": [at - 1 for at in chunks[3]["offsets"]]}
-    for damaged in (chunks[:3], [*chunks, chunks[3]], [*chunks[:3], moved]):
-        manifest["model"]["w"]["chunks"] = damaged
-        for layout in ({}, {"separators": (",", ":")}):
-            (path / "manifest.json").write_bytes(resigned(manifest, **layout))
-            for place in places:
-                with pytest.raises(CorruptCheckpointError, match="don't make it up"):
-                    checkpoint.read(path)["w"][place]
+    boxes = [(chunk.offsets, chunk.sizes) for chunk in checkpoint.read(GOLDEN).manifest.model["w"].chunks]
+    edit_table(path, lambda m, columns: put_cover(m, columns, *damaged_covers(m, columns)[which]))
+    for offsets, sizes in boxes:
+        with pytest.raises(CorruptCheckpointError, match=r"don't make it up|isn't inside"):
+            checkpoint.read(path)["w"][tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
+    for pair in ((GOLDEN, path), (path, GOLDEN), (path, path)):
+        with pytest.raises(CorruptCheckpointError, match=r"don't make it up|isn't inside"):
+            checkpoint.diff(*pair, sections=["model"])
+    assert [fault.tensor for fault in checkpoint.verify(path).faults] == ["w"]
+
+
+def changed_number(column, row, value):
+    def change(manifest, columns):
+        numbers = columns[column].reshape(len(columns[column]), -1).copy()
+        assert numbers[row, 0] != value
+        numbers[row, 0] = value
+        columns[column] = numbers.reshape(columns[column].shape)
+
+    return change
+
+
+NUMBERS = [-(2**63), -(2**31), -1, 0, 1, 7, 2**31, 2**53, 2**63 - 4096, 2**63 - 1]
+
+
+def test_every_number_of_the_table_out_of_range_is_refused_or_changes_nothing(small, ledger):
+    """With digests that fit, as a forger would make them: what is read is what was saved, or nothing is."""
+    expected = everything(small)
+    table = json.loads((small / "manifest.json").read_bytes())["table"]["path"]
+    kept = {name: (small / name).read_bytes() for name in ("manifest.json", table)}
+    rows = sum(entry.chunk_count for entry in checkpoint.read(small).manifest.chunks.entries)
+    tried = lost = 0
+    for column in ("file", "begin", "block", "offsets", "sizes"):
+        for row, value in itertools.product(range(rows), NUMBERS):
+            for name, data in kept.items():
+                (small / name).write_bytes(data)
+            try:
+                edit_table(small, changed_number(column, row, value))
+            except AssertionError:
+                continue  # it is the number that is there
+            lost += outcome(small, expected) == "WRONG"
+            lost += outcome(small, expected) == "right" and not checkpoint.verify(small).ok
+            tried += 1
+    assert tried > 300
+    ledger(GROUP, "every number of the table replaced by one out of range", tried=tried, lost=lost)
+
+
+def without(name):
+    return lambda manifest, columns: columns.pop(name)
+
+
+COLUMNS = {
+    **{f"no {name}": without(name) for name in ("file", "begin", "block", "offsets", "sizes", "digests")},
+    "a column shorter": lambda m, c: c.update(begin=c["begin"][:-1]),
+    "a row more": lambda m, c: c.update(
+        {name: np.concatenate([c[name], c[name][:1]]) for name in c if name != "digests"}
+    ),
+    "a row less": lambda m, c: c.update({name: c[name][:-1] for name in c if name != "digests"}),
+    "fewer dims": lambda m, c: c.update(offsets=c["offsets"][:, :1], sizes=c["sizes"][:, :1]),
+    "dims that differ": lambda m, c: c.update(offsets=c["offsets"][:, :1]),
+    "more padding, of other sizes": lambda m, c: c.update(
+        offsets=np.pad(c["offsets"], ((0, 0), (0, 1))), sizes=np.pad(c["sizes"], ((0, 0), (0, 1)), constant_values=2)
+    ),
+    "numbers of 32 bits": lambda m, c: c.update(file=c["file"].astype(np.int32)),
+    "numbers with a point": lambda m, c: c.update(begin=c["begin"].astype(np.float64)),
+    "digests of 15 bytes": lambda m, c: c.update(digests=c["digests"][:, :15]),
+    "digests cut off": lambda m, c: c.update(digests=c["digests"][:1]),
+    "rows of another tensor": lambda m, c: m["model"]["w"].update(chunks=m["model"]["b"]["chunks"]),
+    "rows beyond the table": lambda m, c: m["model"]["w"].update(chunks=[0, 2**53 - 1]),
+    "rows backwards": lambda m, c: m["model"]["w"].update(chunks=m["model"]["w"]["chunks"][::-1]),
+    "rows without an end": lambda m, c: m["model"]["w"].update(chunks=m["model"]["w"]["chunks"][:1]),
+    "rows as text": lambda m, c: m["model"]["w"].update(chunks="01"),
+}
+
+
+@pytest.mark.parametrize("how", COLUMNS)
+def test_a_table_that_is_not_as_the_format_says_is_refused(small, how):
+    expected = everything(small)
+    edit_table(small, COLUMNS[how])
+    assert outcome(small, expected) == "refused"
+    assert not checkpoint.verify(small).ok
+
+
+HEADERS = {
+    "huge counts": (b'"shape":[', b'"shape":[9'),
+    "a column twice": (b'"begin"', b'"block"'),
+    "a column over another": (b'"data_offsets":[0', b'"data_offsets":[8'),
+    "no JSON": (b"{", b"["),
+}
+
+
+@pytest.mark.parametrize("how", HEADERS)
+def test_a_table_whose_header_lies_is_refused(small, how):
+    expected = everything(small)
+
+    def change(manifest):
+        data = (small / manifest["table"]["path"]).read_bytes()
+        before, after = HEADERS[how]
+        assert before in data
+        changed = data.replace(before, after, 1)
+        header = int.from_bytes(data[:8], "little") + len(changed) - len(data)
+        put_table(small, manifest, header.to_bytes(8, "little") + changed[8:])
+
+    edit(small, change)
+    assert outcome(small, expected) == "refused"
+    assert not checkpoint.verify(small).ok
+
+
+def test_a_table_that_is_gone_elsewhere_or_of_another_save_is_refused(small, tmp_path):
+    name = json.loads((small / "manifest.json").read_bytes())["table"]["path"]
+    data = (small / name).read_bytes()
+    other = tmp_path / "other.ckpt"
+    checkpoint.save({"w": torch.ones(3)}, other, fsync=False)
+    (theirs,) = other.glob("table-*")
+    for put in (None, theirs.read_bytes(), data[:-1], b""):
+        (small / name).unlink() if put is None else (small / name).write_bytes(put)
+        with pytest.raises(CorruptCheckpointError, match="table-"):
+            checkpoint.read(small).full()
+        assert [fault.file for fault in checkpoint.verify(small).faults] == [name]
+    for elsewhere in ("../other.ckpt/" + theirs.name, "/etc/passwd", "manifest.json"):
+        edit(small, lambda manifest, path=elsewhere: manifest["table"].update(path=path))
+        with pytest.raises(CorruptCheckpointError, match="not inside of the checkpoint"):
+            checkpoint.read(small)

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_shard import checkpoint
 from lightning_shard.checkpoint.foreign.files import _indexed
 from lightning_shard.checkpoint.foreign.torchfile import read_archive
 from lightning_shard.checkpoint.format.decode import decode, parse
 from lightning_shard.checkpoint.format.header import build_header, layout_fault, parse_header
-from lightning_shard.checkpoint.format.manifest import Manifest
-from lightning_shard.checkpoint.format.text import signed
+from lightning_shard.checkpoint.format.manifest import Manifest, signed
+from lightning_shard.checkpoint.format.table import Table, table_file
 from lightning_shard.errors import CheckpointError
 from tests.manifests import body_of
 
@@ -31,7 +32,7 @@ GROUP = "Malicious checkpoints"
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 FACTOR = float(os.environ.get("FUZZ_FACTOR", "1"))
 SLOWEST_S = 20
-GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
+GOLDEN = Path(__file__).parents[1] / "golden" / "v2"
 
 WORDS = [
     b"", b"null", b"true", b"0", b"-1", b"1", b"1.0", b"1e999", b"-0", b"9007199254740993", b"1180591620717411303424",
@@ -82,36 +83,58 @@ def fuzz(seeds: list[bytes], count: int, run: Callable[[bytes], Any], *, words: 
     return count, refused, lost
 
 
-def look_into(manifest: Manifest) -> None:
+def look_into(manifest: Manifest, table: bytes) -> None:
+    """With a table whose digests fit."""
+    manifest.take_table(Table(table_file(manifest.table.path, table), "table", data=table))
     for section in manifest.sections().values():
         for name in section:
-            entry = section[name]
             section.alias_of(name)
-            entry.check_coverage()
-            list(entry.chunks)
+            list(section[name].chunks)
     manifest.to_bytes()
 
 
-def small_manifest() -> bytes:
-    """Of a few lines, as our writer lays it out."""
-    manifest = json.loads((GOLDEN / "sharded" / "manifest.json").read_bytes())
-    for section in ("model", "optimizer", "trainer"):
-        manifest[section] = dict(list(manifest[section].items())[:2])
-    manifest["model"]["tied"] = {"same_as": next(iter(manifest["model"]))}
-    parsed = Manifest.from_bytes(
-        signed(json.dumps({k: v for k, v in manifest.items() if k != "manifest_digest"})[:-1].encode())
+def seeds(tmp_path: Path) -> list[tuple[bytes, bytes]]:
+    """Manifests without their own digests, and their tables: a small one of ours, and another writer's."""
+    path = tmp_path / "c"
+    state = {"a": torch.ones(2, 3), "tied": torch.ones(4), "b": torch.zeros((), dtype=torch.int8)}
+    checkpoint.save(
+        state | {"again": state["tied"]}, path, rank_state={"g": torch.ones(2)}, trainer_state=[1], fsync=False
     )
-    return parsed.to_bytes()
+    found = []
+    for folder in (path, GOLDEN / "other-writer"):
+        data = (folder / "manifest.json").read_bytes()
+        table = (folder / json.loads(data)["table"]["path"]).read_bytes()
+        found.append((body_of(data) if b"manifest_digest" in data else data[:-1], table))
+    return found
 
 
-def test_manifests(ledger) -> None:
-    seeds = [body_of(small_manifest()), (GOLDEN / "other-writer" / "manifest.json").read_bytes()[:-1]]
+def test_manifests(tmp_path, ledger) -> None:
+    (ours, our_table), (others, other_table) = seeds(tmp_path)
 
     def run(body: bytes) -> None:
-        look_into(Manifest.from_bytes(signed(body)))
+        manifest = Manifest.from_bytes(signed(body))
+        look_into(manifest, other_table if manifest.writer.startswith("a ") else our_table)
 
-    tried, _, lost = fuzz(seeds, 20_000, run)
+    tried, _, lost = fuzz([ours, others], 20_000, run)
     ledger(GROUP, "fuzzing of manifests whose own digest fits", tried=tried, lost=lost)
+
+
+def test_tables(tmp_path, ledger) -> None:
+    tried = lost = 0
+    for body, table in seeds(tmp_path):
+        manifest = Manifest.from_bytes(signed(body))
+        length = 8 + int.from_bytes(table[:8], "little")
+
+        def run(data: bytes, manifest: Manifest = manifest) -> None:
+            look_into(manifest, data)
+
+        def with_length(text: bytes, rest: bytes = table[length:], run: Callable[[bytes], Any] = run) -> None:
+            run(len(text).to_bytes(8, "little") + text + rest)
+
+        for seed, words, each in ((table[8:length], True, with_length), (table, False, run)):
+            more, _, also = fuzz([seed], 5_000, each, words=words)
+            tried, lost = tried + more, lost + also
+    ledger(GROUP, "fuzzing of tables whose digests fit", tried=tried, lost=lost)
 
 
 def test_safetensors_headers(ledger) -> None:

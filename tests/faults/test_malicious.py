@@ -18,13 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.format.blocks import digest
-from tests.manifests import edit, edit_text
+from tests.manifests import edit, edit_table, edit_text, put_table
 
 GROUP = "Malicious checkpoints"
 MOST_GROWTH_BYTES = 700 * 2**20
@@ -125,40 +126,98 @@ for name, text in STATES.items():
 # -- manifests --------------------------------------------------------------------------------------------------------
 
 
-def chunk_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    return manifest["model"]["w"]["chunks"][0]
+Columns = dict[str, Any]
 
 
-def huge_tensor(manifest: dict[str, Any]) -> None:
+def huge_tensor(manifest: dict[str, Any], columns: Columns) -> None:
     """Covered by a chunk of a file that is said to be huge, and isn't."""
-    chunk = chunk_of(manifest)
-    file = manifest["files"][chunk["file"]]
-    size = 2**44
-    file["bytes"] = chunk["bytes"][0] + size
+    row = manifest["model"]["w"]["chunks"][0]
+    file, size = manifest["files"][columns["file"][row]], 2**44
+    file["bytes"] = int(columns["begin"][row]) + size
     manifest["digest"] = None
     for each in manifest["files"]:
         del each["digest"]
-    for section in (manifest["model"], manifest["optimizer"], manifest["trainer"], manifest["ranks"]["0"]):
-        for tensor in section.values():
-            tensor["chunks"][0].pop("digests", None)
-    chunk.update(bytes=[chunk["bytes"][0], file["bytes"]], offsets=[0], sizes=[size // 4])
+    columns["digests"] = columns["digests"][:0]
+    columns["block"][:] = 0
+    columns["offsets"][row] = (0, 0)
+    columns["sizes"][row] = (size // 4, 1)
     manifest["model"]["w"]["shape"] = [size // 4]
 
 
-def almost_a_grid(manifest: dict[str, Any]) -> None:
+def instead_of_w(manifest: dict[str, Any], columns: Columns, shape: list[int], sizes: list[int], offsets: Any) -> None:
+    """A checkpoint of one tensor, of which each chunk has the bytes of the first."""
+    first, count, dims = manifest["model"]["w"]["chunks"][0], len(offsets), len(shape)
+    for name in ("file", "begin", "block"):
+        columns[name] = np.full(count, columns[name][first])
+    columns["offsets"] = np.array(offsets, np.int64).reshape(count, dims)
+    columns["sizes"] = np.full((count, dims), sizes, np.int64)
+    manifest.update(
+        model={"w": {"dtype": "F32", "shape": shape, "chunks": [0, count]}}, optimizer={}, trainer={}, ranks={}
+    )
+    manifest["state_file"] = None
+
+
+def almost_a_grid(manifest: dict[str, Any], columns: Columns) -> None:
     """2^11 boxes of one element in 11 dims, two of which are the same: an exhaustive search would take for ever."""
-    dims, chunk = 11, chunk_of(manifest)
-    begin = chunk["bytes"][0]
+    dims = 11
     places = [[number >> dim & 1 for dim in range(dims)] for number in range(2**dims)]
     places[-1] = places[0]
-    cell = {**chunk, "bytes": [begin, begin + 4], "sizes": [1] * dims, "digests": "0" * 32}
-    tensor = {"dtype": "F32", "shape": [2] * dims, "chunks": [{**cell, "offsets": place} for place in places]}
-    manifest["model"] = {"w": tensor}
+    instead_of_w(manifest, columns, [2] * dims, [1] * dims, places)
 
 
-def many_of_one(manifest: dict[str, Any]) -> None:
-    tensor = manifest["model"]["w"]
-    manifest["model"] = {f"w{i}": tensor for i in range(10_000)}
+def tensors_of_the_same_bytes(manifest: dict[str, Any], columns: Columns) -> None:
+    instead_of_w(manifest, columns, [3, 4], [3, 4], [[0, 0]] * 10_000)
+    manifest["model"] = {f"w{i}": {"dtype": "F32", "shape": [3, 4], "chunks": [i, i + 1]} for i in range(10_000)}
+
+
+def boxes_that_overflow(manifest: dict[str, Any], columns: Columns) -> None:
+    row = manifest["model"]["w"]["chunks"][0]
+    columns["offsets"][row] = (2**63 - 1, 1)
+    columns["sizes"][row] = (2, 2**63 - 1)
+
+
+def bytes_that_overflow(manifest: dict[str, Any], columns: Columns) -> None:
+    columns["begin"][manifest["model"]["w"]["chunks"][0]] = 2**63 - 8
+
+
+TABLES: dict[str, Callable[[dict[str, Any], Columns], Any]] = {
+    "huge-tensor-in-a-small-file": huge_tensor,
+    "equal-chunks": lambda m, c: instead_of_w(m, c, [3, 4], [3, 4], [[0, 0]] * 20_000),
+    "almost-a-grid": almost_a_grid,
+    "tensors-of-the-same-bytes": tensors_of_the_same_bytes,
+    "boxes-that-overflow": boxes_that_overflow,
+    "bytes-that-overflow": bytes_that_overflow,
+    "many-dims-of-boxes": lambda m, c: instead_of_w(m, c, [1] * 64, [1] * 64, [[0] * 64] * 10_000),
+}
+for name, change_table in TABLES.items():
+
+    def forged(path: Path, change: Callable[[dict[str, Any], Columns], Any] = change_table) -> None:
+        sound(path)
+        edit_table(path, change)
+
+    CASES[f"table-{name}"] = forged
+
+
+@case("table-of-huge-counts")
+def huge_counts(path: Path) -> None:
+    """Columns of no dims may have any length without a byte."""
+    sound(path)
+    header = json.dumps(
+        {name: {"dtype": "I64", "shape": [2**50], "data_offsets": [0, 0]} for name in ("file", "begin", "block")}
+        | {name: {"dtype": "I64", "shape": [2**50, 0], "data_offsets": [0, 0]} for name in ("offsets", "sizes")}
+        | {"digests": {"dtype": "U8", "shape": [0, 16], "data_offsets": [0, 0]}}
+    )
+    edit(path, lambda manifest: put_table(path, manifest, safetensors(header)))
+
+
+@case("table-of-no-dims-and-many-rows")
+def many_rows_of_no_dims(path: Path) -> None:
+    sound(path)
+
+    def change(manifest: dict[str, Any], columns: Columns) -> None:
+        instead_of_w(manifest, columns, [], [], [[]] * 100_000)
+
+    edit_table(path, change)
 
 
 MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -168,14 +227,15 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shape-of-floats": lambda m: m["model"]["w"].update(shape=[3.0, 4.0]),
     "shape-of-bools": lambda m: m["model"]["w"].update(shape=[True, True]),
     "many-dims": lambda m: m["model"]["w"].update(shape=[1] * 100_000),
-    "shape-without-elements": lambda m: m["model"]["w"].update(shape=[0, 2**50, 2**50], chunks=[]),
-    "huge-tensor-in-a-small-file": huge_tensor,
-    "equal-chunks": lambda m: m["model"]["w"].update(chunks=[chunk_of(m)] * 20_000),
-    "almost-a-grid": almost_a_grid,
-    "tensors-of-the-same-bytes": many_of_one,
-    "tensors-of-nothing": lambda m: m.update(
-        model={f"t{i}": {"dtype": "F32", "shape": [0], "chunks": []} for i in range(20_000)}
+    "shape-without-elements": lambda m: m["model"]["w"].update(shape=[0, 2**50, 2**50], chunks=[0, 0]),
+    "tensors-of-nothing": lambda m: m["model"].update(
+        {f"t{i}": {"dtype": "F32", "shape": [0], "chunks": [0, 0]} for i in range(20_000)}
     ),
+    "table-beyond-2-53": lambda m: m["table"].update(bytes=2**53),
+    "table-of-a-petabyte": lambda m: m["table"].update(bytes=2**50, digests="0" * 32 * 2**20),
+    "table-without-digests": lambda m: m["table"].update(digests=""),
+    "table-is-a-shard": lambda m: m["table"].update(path=m["files"][1]["path"]),
+    "table-elsewhere": lambda m: m["table"].update(path="../outside/x.safetensors"),
     "aliases-of-one": lambda m: m["model"].update({f"a{i}": {"same_as": "w"} for i in range(10_000)}),
     "alias-of-itself": lambda m: m["model"].update(w={"same_as": "w"}),
     "alias-of-a-list": lambda m: m["model"].update(w={"same_as": ["b"]}),
@@ -252,7 +312,7 @@ def in_place_of(path: Path, pattern: str, put: Callable[[Path], Any]) -> None:
     put(file)
 
 
-PLACES = {"manifest": "manifest.json", "shard": "model/*.safetensors", "state": "trainer/*.json"}
+PLACES = {"manifest": "manifest.json", "table": "table-*", "shard": "model/*.safetensors", "state": "trainer/*.json"}
 for name, pattern in PLACES.items():
     PUTS: dict[str, Callable[[Path], Any]] = {
         "pipe": os.mkfifo,

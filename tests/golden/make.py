@@ -87,32 +87,51 @@ def save_without_digests(path: Path) -> None:
 def write_otherwise(path: Path) -> None:
     """Written from ``docs/format.md``, with nothing of the package; the manifest has no digest of its own."""
 
-    def sums(data: bytes) -> str:
-        return "".join(xxhash.xxh3_128_hexdigest(data[at : at + 64]) for at in range(0, len(data), 64))
+    def sums(data: bytes) -> bytes:
+        return b"".join(xxhash.xxh3_128_digest(data[at : at + 64]) for at in range(0, len(data), 64))
 
     wheel = np.frombuffer(data_of("pinwheel", *OTHER["pinwheel"]), "<i4").reshape(9, 9)
     parts = [wheel[tuple(slice(a, a + n) for a, n in zip(offsets, sizes))].tobytes() for offsets, sizes in PINWHEEL]
     one = data_of("one", *OTHER["one"])
-    table: dict[str, Any] = {}
+    header_table: dict[str, Any] = {}
     at = 0
     shapes = [("I32", sizes) for _, sizes in PINWHEEL] + [("F32", (20,))]
     for index, (data, (dtype, shape)) in enumerate(zip([*parts, one], shapes)):
         assert len(data) == 4 * math.prod(shape)
-        table[f"part{index}"] = {"data_offsets": [at, at + len(data)], "shape": shape, "dtype": dtype}
+        header_table[f"part{index}"] = {"data_offsets": [at, at + len(data)], "shape": shape, "dtype": dtype}
         at += len(data)
-    text = json.dumps(table).encode()
+    text = json.dumps(header_table).encode()
     header = struct.pack("<Q", len(text)) + text
     content = header + b"".join(parts) + one
     (path / "data").mkdir(parents=True)
     (path / "data" / "all.st").write_bytes(content)
-    chunks, begin = [], len(header)
-    for (offsets, sizes), data in zip(PINWHEEL, parts):
-        end = begin + len(data)
-        chunks.append({"sizes": sizes, "offsets": offsets, "bytes": [begin, end], "digests": sums(data), "file": 0})
-        begin = end
-    last = {"file": 0, "bytes": [begin, begin + 80], "offsets": [0], "sizes": [20], "digests": sums(one)}
+    rows, digests, begin = [], b"", len(header)
+    for (offsets, sizes), chunk in zip([*PINWHEEL, ((0,), (20,))], [*parts, one]):
+        pad = 2 - len(sizes)
+        rows.append((0, begin, len(digests) // 16, *offsets, *(0,) * pad, *sizes, *(1,) * pad))
+        digests += sums(chunk)
+        begin += len(chunk)
+    rows.reverse()  # the last tensor first, and the pinwheel's chunks in another order than in the file
+    columns = np.array(rows, "<i8")
+    table = {
+        "digests": np.frombuffer(digests, np.uint8).reshape(-1, 16),
+        "sizes": columns[:, 5:7],
+        "offsets": columns[:, 3:5],
+        "block": columns[:, 2],
+        "begin": columns[:, 1],
+        "file": columns[:, 0],
+    }
+    header_of_table: dict[str, Any] = {"__metadata__": {"written": "by hand"}}
+    at = 0
+    for name, column in table.items():
+        kind = "U8" if column.dtype == np.uint8 else "I64"
+        header_of_table[name] = {"dtype": kind, "shape": column.shape, "data_offsets": [at, at + column.nbytes]}
+        at += column.nbytes
+    text = json.dumps(header_of_table).encode()
+    whole = struct.pack("<Q", len(text)) + text + b"".join(column.tobytes() for column in table.values())
+    (path / "data" / "chunks").write_bytes(whole)
     manifest = {
-        "format_version": 1,
+        "format_version": 2,
         "format": "lightning_shard",
         "comment": {"written": "by hand"},
         "writer": "a program of a few lines",
@@ -129,14 +148,15 @@ def write_otherwise(path: Path) -> None:
                 "kind": "safetensors",
             }
         ],
+        "table": {"bytes": len(whole), "path": "data/chunks", "digests": xxhash.xxh3_128_hexdigest(whole), "more": 1},
         "state_file": None,
         "optimizer": {},
         "trainer": {},
         "ranks": {"2": {}},
         "model": {
             "again": {"same_as": "pinwheel"},
-            "pinwheel": {"dtype": "I32", "chunks": chunks[::-1], "shape": [9, 9], "more": None},
-            "one": {"dtype": "F32", "shape": [20], "chunks": [last]},
+            "pinwheel": {"dtype": "I32", "chunks": [1, 6], "shape": [9, 9], "more": None},
+            "one": {"dtype": "F32", "shape": [20], "chunks": [0, 1]},
         },
     }
     (path / "manifest.json").write_text(json.dumps(manifest, indent=1))

@@ -86,6 +86,7 @@ def test_rows_are_read_alone_and_with_digests_out_to_whole_blocks(tmp_path, inde
     tensor = torch.arange(10_000 * 500, dtype=torch.int32).view(10_000, 500)
     checkpoint.save({"w": tensor}, tmp_path / "c", digests=digests, fsync=False)
     stored = checkpoint.read(tmp_path / "c")
+    stored.manifest.chunks.table.data()
     asked = []
     reading, mapped = stored.store.reading, stored.store.mapped
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import warnings
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.convert import local_copy, write
 from lightning_shard.checkpoint.folder import Earlier
-from lightning_shard.checkpoint.saving import commit, files, merge
+from lightning_shard.checkpoint.saving import accounts, commit, files, merge
 from lightning_shard.checkpoint.store.remote import RemoteStore
 from lightning_shard.cli import main
 from lightning_shard.errors import (
@@ -67,7 +68,9 @@ def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
     full = {"t": torch.randn(shape), "last": torch.arange(math.prod(shape)).view(shape)}
     # blocks of 64 bytes, and pieces, bands and slabs that fit neither them nor rows
     sizes = {write: ("COPY_BYTES", "COPY_SLAB_BYTES", "BUFFER_BYTES"), local_copy: ("PIECE_BYTES", "BAND_BYTES")}
-    with mock.patch.object(merge, "BLOCK_BYTES", 64), mock.patch.object(files, "BLOCK_BYTES", 64):
+    with contextlib.ExitStack() as patches:
+        for module in (merge, files, accounts):
+            patches.enter_context(mock.patch.object(module, "BLOCK_BYTES", 64))
         store, manifest = save_simulated(folder, full, mesh_shape, dict.fromkeys(full, placements), copies)
         commit.commit(store, manifest, Earlier(), durable=False)
     patches = [mock.patch.object(module, name, size) for module, names in sizes.items() for name in names]

@@ -16,14 +16,14 @@ from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import FORMAT_VERSION
 from lightning_shard.checkpoint.format.registered import by_name, by_type
 from lightning_shard.checkpoint.memory import byte_view
+from lightning_shard.errors import FormatVersionError
 from tests.golden.values import OPTIMIZER, OTHER, PLAIN, RANK, SHARDED, Color, Point, data_of, trainer_state
 from tests.plain_reader import Damaged, PlainReader
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
+GOLDEN = Path(__file__).parents[1] / "golden" / "v2"
 ALL = SHARDED | PLAIN
 MODELS = {
     "sharded": ALL | {"tied": PLAIN["plain.F32"], "tied.w": SHARDED["w"]},
-    "first-writer": ALL,
     "without-digests": ALL,
     "other-writer": OTHER | {"again": OTHER["pinwheel"]},
 }
@@ -53,7 +53,17 @@ def codecs():
 
 def test_every_golden_checkpoint_is_looked_at_and_is_of_this_version():
     assert {path.name for path in GOLDEN.iterdir()} == set(MODELS)
-    assert FORMAT_VERSION == 1, "keep these, and add golden checkpoints of the new version"
+    assert FORMAT_VERSION == 2, "keep these, and add golden checkpoints of the new version"
+
+
+@pytest.mark.parametrize(("version", "remedy"), [(1, "save it anew with this program"), (3, "upgrade lightning-shard")])
+def test_another_version_is_refused_in_one_sentence_that_names_it(tmp_path, version, remedy):
+    text = '{"format":"lightning_shard","format_version":%d,"writer":"lightning_shard 0.1.0","model":{}}'
+    (tmp_path / "manifest.json").write_text(text % version)
+    expected = rf"manifest.json has format version {version}, and this program reads version 2: {remedy} \(it was"
+    for verb in (checkpoint.read, checkpoint.load, checkpoint.inspect, checkpoint.verify):
+        with pytest.raises(FormatVersionError, match=expected):
+            verb(tmp_path)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -120,8 +130,7 @@ def test_every_value_of_the_trainer_state(codecs):
         assert type(found[key]) is type(expected[key]), key
         assert found[key] == expected[key], key
         assert repr(found[key]) == repr(expected[key]), key
-    for name in ("first-writer", "without-digests"):
-        assert opened(name).trainer_state() == SMALL_STATE
+    assert opened("without-digests").trainer_state() == SMALL_STATE
     assert opened("other-writer").trainer_state() is None
     for rank in range(4):
         assert raw(stored.rank_state(rank)["generator"]) == data_of(f"generator {rank}", *RANK["generator"])

@@ -202,7 +202,7 @@ def _refuse_name(out: str) -> None:
     """Refuse a name of a checkpoint's own files, which would be destroyed; and of an index, which this file isn't."""
     local = local_path(out)
     folder, name = (out if local is None else os.path.abspath(local)).split("/")[-2:]
-    if name == MANIFEST_NAME or OWN_FILE.fullmatch(f"{folder}/{name}"):
+    if name == MANIFEST_NAME or any(map(OWN_FILE.fullmatch, (name, f"{folder}/{name}"))):
         raise CheckpointError(
             f"out ({out!r}) is the name of a checkpoint's own file, which would be overwritten: choose another name."
         )

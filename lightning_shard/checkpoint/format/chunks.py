@@ -228,7 +228,7 @@ class ChunkTable:
         blocks, stored = self._blocks(nbytes), len(rows.digests)
         refuse(
             (block < 0) | (block > stored) | (blocks > stored - block),
-            lambda row: f"has digests {block[row]} to {block[row] + blocks[row]} of {stored}",
+            lambda row: f"has {blocks[row]} digests from number {block[row]} on, of {stored}",
         )
         for index in np.flatnonzero(uncovered(self._shapes[new], bounds, offsets, sizes)).tolist():
             if int(new[index]) not in found:

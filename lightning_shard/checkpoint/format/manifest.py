@@ -18,7 +18,6 @@ from lightning_shard.checkpoint.format.blocks import DIGEST_ALGORITHM, DIGEST_BY
 from lightning_shard.checkpoint.format.chunks import ChunkTable, TensorEntry
 from lightning_shard.checkpoint.format.header import DTYPES, METADATA, item_bytes
 from lightning_shard.checkpoint.format.strict_json import integer, loads, text
-from lightning_shard.checkpoint.format.table import BLOCK_BYTES as TABLE_BLOCK_BYTES
 from lightning_shard.checkpoint.format.table import Rows, Table, TableFile, table_file
 from lightning_shard.errors import CorruptCheckpointError, FormatVersionError
 
@@ -43,6 +42,7 @@ _FIELDS = {
 }
 _HASH = re.compile(r"[0-9a-f]{32}")
 _END = f',\n"{OWN_DIGEST}":'.encode()
+_DIGESTS = re.compile(r"[0-9a-f]*+")
 _RANK = re.compile(r"0|[1-9][0-9]{0,15}")
 
 # The paths that we write, and so may remove. The last part of the stem is the attempt.
@@ -358,12 +358,10 @@ def _file_to_json(file: FileEntry) -> dict[str, Any]:
 
 def _table_from_json(raw: Any) -> TableFile:
     size = integer(raw["bytes"], "the table's size", 8)
-    digests = text(raw["digests"], "the table's digests")
-    if not re.fullmatch("(?:[0-9a-f]{32})*", digests) or len(digests) != 2 * DIGEST_BYTES * -(
-        -size // TABLE_BLOCK_BYTES
-    ):
-        raise ValueError(f"the table of {size:,} bytes has {len(digests)} digits of digests")
-    return TableFile(text(raw["path"], "the table's path"), size, digests)
+    file = TableFile(text(raw["path"], "the table's path"), size, text(raw["digests"], "the table's digests"))
+    if not _DIGESTS.fullmatch(file.digests) or len(file.digests) != 2 * DIGEST_BYTES * file.blocks:
+        raise ValueError(f"the table of {size:,} bytes has {len(file.digests)} digits of digests")
+    return file
 
 
 def _file_from_json(raw: Mapping[str, Any]) -> FileEntry:

@@ -18,7 +18,7 @@ from safetensors import numpy as safetensors
 
 from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest
 from lightning_shard.checkpoint.format.header import HeaderEntry, layout_fault, parse_header
-from lightning_shard.errors import CorruptCheckpointError
+from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 
 BLOCK_BYTES = 4 * 2**20
 """Each block of the file has a digest in the manifest; fixed by the format. The file's header is in the first."""
@@ -36,6 +36,10 @@ class TableFile:
     path: str
     bytes: int
     digests: str
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.bytes // BLOCK_BYTES)
 
 
 class Rows(NamedTuple):
@@ -92,10 +96,14 @@ class Table:
         self.file = file
         self._source = source
         self._read = read
-        self._there = np.zeros(-(-file.bytes // BLOCK_BYTES), bool)
+        self._there = np.zeros(file.blocks, bool)
         self._given = data
         self._starts: dict[str, int] = {}
         """The position of each column in the file."""
+
+    @property
+    def has_file(self) -> bool:
+        return self._read is not None
 
     @cached_property
     def _memory(self) -> NDArray[np.uint8]:
@@ -104,10 +112,12 @@ class Table:
                 raise self.corrupt(f"it has {len(self._given):,} bytes instead of {self.file.bytes:,}")
             return np.frombuffer(self._given, np.uint8)
         assert self._read is not None
-        self._read(
-            max(self.file.bytes - 1, 0), memoryview(bytearray(1))
-        )  # so many bytes there are, before they get room
-        return np.empty(self.file.bytes, np.uint8)
+        if self.file.bytes > WHOLE_BYTES:
+            self._read(self.file.bytes - 1, memoryview(bytearray(1)))  # the file has so many bytes
+        try:
+            return np.empty(self.file.bytes, np.uint8)
+        except MemoryError as error:
+            raise CheckpointError(f"There is no memory for the {self.file.bytes:,} bytes of {self._source}.") from error
 
     def corrupt(self, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self._source}: {what}: use another checkpoint.")

@@ -67,7 +67,9 @@ def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, 
     store = _store_of(found, storage_options)
     source = path if found.foreign else f"{path}/{MANIFEST_NAME}"
     manifest = Manifest.from_bytes(found.manifest, source, foreign=found.foreign)
-    manifest.take_table(_table(store, manifest, path, found.table))
+    manifest.take_table(
+        Table(manifest.table, source, data=found.table) if found.foreign else _table(store, manifest, path, found.table)
+    )
     if not manifest.signed:
         warnings.warn(
             f"{source} has no digest of its own (written by {manifest.writer or 'an unnamed writer'}), so damage to it"

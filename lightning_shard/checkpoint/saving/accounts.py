@@ -177,7 +177,8 @@ class _Tensors:
         found = self._texts.get((title, mesh, text))
         if found is None:
             listed = [
-                self._number(Held(title, name, mesh, dtype, tuple(shape), rank)) for name, dtype, shape in json.loads(text)
+                self._number(Held(title, name, mesh, dtype, tuple(shape), rank))
+                for name, dtype, shape in json.loads(text)
             ]
             found = self._texts[title, mesh, text] = np.array(listed, np.int64)
         return found

@@ -88,7 +88,9 @@ def verify(
     report.tensors = len(table.entries)
     try:
         wrong = table.check_all()
-    except CorruptCheckpointError as error:
+        if table.table.has_file and (size := checkpoint.store.size(manifest.table.path)) != manifest.table.bytes:
+            report.faults.append(Fault(manifest.table.path, None, f"has {size:,} bytes, not {manifest.table.bytes:,}"))
+    except (CorruptCheckpointError, OSError) as error:
         report.faults.append(Fault(manifest.table.path, None, str(error)))
         return report
     report.faults += [Fault(manifest.table.path, label(table, number), what) for number, what in wrong.items()]

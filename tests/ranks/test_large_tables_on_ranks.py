@@ -1,0 +1,172 @@
+"""Ranks load by a large table of chunks: the first reads the manifest, and each what it needs of the table."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_shard import checkpoint
+from lightning_shard.checkpoint import leaders
+from lightning_shard.checkpoint.format import table as tables
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
+from lightning_shard.checkpoint.loading import load as loading
+from lightning_shard.checkpoint.loading import open as opening
+from lightning_shard.checkpoint.store import LocalStore
+from lightning_shard.errors import CheckpointError, CorruptCheckpointError, StateMismatchError
+from lightning_shard.testing import ranks
+
+WHOLE = {"rows": torch.arange(40.0).view(8, 5), "columns": torch.arange(21.0).view(3, 7), "plain": torch.arange(9)}
+
+
+def laid_out(add: float = 0.0, dim: int = 0) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (2,))
+    return {
+        name: distribute_tensor(tensor + add, mesh, [Shard(dim)], src_data_rank=None) if tensor.ndim == 2 else tensor
+        for name, tensor in WHOLE.items()
+    }
+
+
+def emptied(dim: int = 1) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in laid_out(dim=dim).items()}
+
+
+def holds(state: dict[str, Any], add: float = 0.0) -> bool:
+    whole = {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in state.items()}
+    return all(torch.equal(whole[name], t + add if t.ndim == 2 else t) for name, t in WHOLE.items())
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[str]]:
+    """The reads of the manifest and of the table's blocks on this rank."""
+    ways: list[str] = []
+    read, reading = LocalStore.read, LocalStore.reading
+
+    def whole(self: LocalStore, name: str) -> bytes:
+        ways.extend([name] if name == MANIFEST_NAME else [])
+        return read(self, name)
+
+    def blocks(self: LocalStore, name: str) -> Any:
+        ways.extend(["table"] if name.startswith("table-") else [])
+        return reading(self, name)
+
+    with mock.patch.object(LocalStore, "read", whole), mock.patch.object(LocalStore, "reading", blocks):
+        yield ways
+
+
+def on_rank(rank: int, owner: Any, name: str, change: Callable[..., Any]) -> Any:
+    return mock.patch.object(owner, name, change) if dist.get_rank() == rank else contextlib.nullcontext()
+
+
+def fails_on_rank_1(change: Callable[..., Any], error: type[Exception], path: Path) -> None:
+    state = emptied()
+    with on_rank(1, LocalStore, "reading", change), pytest.raises(error, match="table-") as caught:
+        checkpoint.load(path, state)
+    assert str(caught.value).startswith("rank 1: ") == (dist.get_rank() != 1)
+    assert all(not getattr(t, "to_local", lambda t=t: t)().any() for t in state.values())
+
+
+def load_in_all_ways(path: Path, rank: int) -> None:
+    """The first rank reads the manifest, and all read of it what they need; in one group, and by leaders."""
+    for size in (64, 1):
+        state, moment = emptied(), emptied()["rows"]
+        with mock.patch.object(leaders, "GROUP_RANKS", size), counted() as ways:
+            assert checkpoint.load(path, state, optimizer={"m": moment}) == ([], [])
+        assert holds({**state, "rows": moment})
+        assert holds(state)
+        assert ways.count(MANIFEST_NAME) == (rank == 0)
+        assert ways.count("table") > 1
+    stored = checkpoint.read_together(path)
+    assert stored.rank_state(rank) == {"seed": torch.tensor(rank)}
+    assert stored.trainer_state() == {"n": 1}
+    assert torch.equal(stored["columns"].full(), WHOLE["columns"])
+    checkpoint.gather(path, path.parent / "whole.safetensors")
+    gathered = checkpoint.read(path.parent / "whole.safetensors")
+    assert all(torch.equal(tensor.full(), WHOLE[name]) for name, tensor in gathered.items())
+
+    # names that only some ask for are joined by leaders too
+    without = {name: tensor for name, tensor in emptied().items() if name != "plain"}
+    everything = emptied()
+    with mock.patch.object(leaders, "GROUP_RANKS", 1):
+        assert checkpoint.load(path, everything if rank == 1 else without) == ([], [])
+        with pytest.raises(StateMismatchError, match="Not in the state \\(1\\)"):
+            checkpoint.load(path, without)
+
+    # where a rank doesn't see the table, all are sent all of it
+    state, size = emptied(), LocalStore.size
+
+    def unseen(self: LocalStore, name: str) -> int:
+        if name.startswith("table-"):
+            raise FileNotFoundError(name)
+        return size(self, name)
+
+    with on_rank(1, LocalStore, "size", unseen), counted() as ways:
+        checkpoint.load(path, state)
+    assert holds(state)
+    assert ("table" in ways) == (rank == 0)
+
+
+def fail_together(path: Path, rank: int) -> None:
+    """What one rank can't read, or reads damaged, fails on all, and nothing has been written."""
+    reading = LocalStore.reading
+
+    @contextlib.contextmanager
+    def damaged(self: LocalStore, name: str) -> Iterator[Reader]:
+        def read(segments: Sequence[Segment]) -> None:
+            inner(segments)
+            for _, buffer in segments if name.startswith("table-") else ():
+                buffer[-1] ^= 1
+
+        with reading(self, name) as inner:
+            yield read
+
+    def failing(self: LocalStore, name: str) -> Any:
+        if name.startswith("table-"):
+            raise OSError(5, "Input/output error")
+        return reading(self, name)
+
+    fails_on_rank_1(damaged, CorruptCheckpointError, path)
+    fails_on_rank_1(failing, CheckpointError, path)
+
+    # another save that replaces it after the first rank has read it: all begin anew, and have the other
+    replaced: list[int] = []
+
+    def replacing(*args: Any) -> Any:
+        found = in_reach(*args)
+        if not replaced:
+            replaced.append(1)
+            checkpoint.save(laid_out(add=1.0), path, optimizer={"m": laid_out()["rows"]})
+        return found
+
+    in_reach, state = opening.in_reach, emptied()
+    with mock.patch.object(loading, "in_reach", replacing):
+        assert checkpoint.load(path, state) == ([], [])
+    assert holds(state, add=1.0)
+
+    dist.barrier()
+    if rank == 0:
+        data = (path / MANIFEST_NAME).read_bytes()
+        (path / MANIFEST_NAME).write_bytes(data.replace(b'"chunks":[0', b'"chunks":[1', 1))
+    dist.barrier()
+    with pytest.raises(CorruptCheckpointError, match="differs from its own digest"):
+        checkpoint.load(path, emptied())
+
+
+@ranks(2, timeout_s=120)
+def test_ranks_load_by_blocks_of_the_table_as_by_the_whole_and_fail_together(tmp_path: Path) -> None:
+    rank, path = dist.get_rank(), tmp_path / "c"
+    of_rank = {"seed": torch.tensor(rank)}
+    optimizer, state = {"m": laid_out()["rows"]}, {"n": 1}
+    with mock.patch.object(opening, "WHOLE_BYTES", 0), mock.patch.object(tables, "BLOCK_BYTES", 512):
+        checkpoint.save(laid_out(), path, optimizer=optimizer, rank_state=of_rank, trainer_state=state)
+        load_in_all_ways(path, rank)
+        fail_together(path, rank)
