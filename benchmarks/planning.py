@@ -32,9 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lib.report import RESULTS, Row, Target, show, write_result
 from benchmarks.lib.state import MOMENTS
-from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_HEX_CHARS
+from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES
 from lightning_shard.checkpoint.format.header import header_of
 from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest
+from lightning_shard.checkpoint.format.table import Table
 from lightning_shard.checkpoint.loading.ranges import BATCH_BYTES, Read, _batches, plan_reads
 from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Outline, Piece, Written, plan_file
@@ -201,10 +202,10 @@ def account_of(pieces: dict[str, list[Piece]], rank: int, mesh_ranks: tuple[int,
             continue
         plan = plan_file([Outline(p.name, p.data.dtype, p.shape, p.box) for p in parts])
         header = header_of(plan.header, plan.places)
-        digests = ["0" * DIGEST_HEX_CHARS * -(-parts[number].data.nbytes // BLOCK_BYTES) for number in plan.order]
+        digests = bytes(DIGEST_BYTES * sum(-(-part.data.nbytes // BLOCK_BYTES) for part in parts))
         path = f"{section}/rank-{rank:05d}-{ATTEMPT}.safetensors"
-        file = FileEntry(path, len(header) + plan.data_bytes, len(header), "0" * DIGEST_HEX_CHARS)
-        account.add(section, Written(file, plan.table, digests))
+        file = FileEntry(path, len(header) + plan.data_bytes, len(header), "00" * DIGEST_BYTES)
+        account.add(section, Written(file, plan.columns, digests))
     return account
 
 
@@ -234,6 +235,11 @@ def reads_of(manifest: Manifest, parameters: Parameters, layout: Layout, data: i
                 for dim, (offset, size) in enumerate(zip(place.local_offsets, place.box.sizes)):
                     view = view.narrow(dim, offset, size)
                 yield Read(name, stored[title][name], place.box, view)
+
+
+def parsed(data: bytes, table: bytes) -> Manifest:
+    manifest = Manifest.from_bytes(data)
+    return manifest.take_table(Table(manifest.table, manifest.table.path, data=table))
 
 
 # -- the question -----------------------------------------------------------------------------------------------------
@@ -282,23 +288,23 @@ def _plan_saves(options: argparse.Namespace, layout: Layout, timed: Timed) -> No
     _check_same(pieces, pieces_of(parameters, layout, stage, data, tensor))
 
 
-def _make_manifest(options: argparse.Namespace, layout: Layout, timed: Timed) -> bytes:
+def _make_manifest(options: argparse.Namespace, layout: Layout, timed: Timed) -> tuple[bytes, bytes]:
     for _ in range(options.rounds):
         accounts = list(accounts_of(layout, options.layers, options.width))
         manifest = timed(
             MERGE,
             lambda: Merged([joined(accounts)]).manifest(attempt=ATTEMPT, layout=None, writer="planning", digests=True),  # noqa: B023
         )
-        data = timed(WRITE, manifest.to_bytes)
+        data = timed(WRITE, manifest.to_bytes), manifest.chunks.table.data()
         del manifest
     return data
 
 
-def _plan_loads(options: argparse.Namespace, layout: Layout, data: bytes, timed: Timed) -> dict[str, int]:
+def _plan_loads(options: argparse.Namespace, layout: Layout, data: tuple[bytes, bytes], timed: Timed) -> dict[str, int]:
     """For the first rank, which has the embedding."""
     parameters = stage_parameters(layout, 0, options.layers, options.width)
     for _ in range(options.rounds):
-        manifest = timed(PARSE, lambda: Manifest.from_bytes(data))
+        manifest = timed(PARSE, lambda: parsed(*data))
         reads = reads_of(manifest, parameters, layout, 0, 0)
         batches = timed(PLAN_LOAD, lambda: plan_reads(manifest, reads, verify=True))  # noqa: B023
     return _facts(manifest, data, batches)
@@ -325,7 +331,9 @@ def _check_same(own: dict[str, list[Piece]], reckoned: dict[str, list[Piece]]) -
         assert left == right, f"{section}: {sorted(left ^ right, key=str)[:4]}"
 
 
-def _facts(manifest: Manifest, data: bytes, batches: Sequence[tuple[str, Sequence[Any]]]) -> dict[str, int]:
+def _facts(
+    manifest: Manifest, data: tuple[bytes, bytes], batches: Sequence[tuple[str, Sequence[Any]]]
+) -> dict[str, int]:
     tensors = [entry for section in (manifest.model, manifest.optimizer) for entry in section.values()]
     ranges = 0
     for _, batch in batches:
@@ -333,9 +341,10 @@ def _facts(manifest: Manifest, data: bytes, batches: Sequence[tuple[str, Sequenc
     return {
         "parameters": sum(entry.nbytes // 4 for entry in manifest.model.values()),
         "tensors": len(tensors),
-        "chunks": sum(len(entry.chunks) for entry in tensors),
+        "chunks": sum(entry.chunk_count for entry in tensors),
         "files": len(manifest.files),
-        "manifest_bytes": len(data),
+        "manifest_bytes": len(data[0]),
+        "table_bytes": len(data[1]),
         "loading_rank_reads_bytes": sum(job.end - job.begin for _, batch in batches for job in batch),
         "loading_rank_reads_ranges": ranges,
         "loading_rank_reads_calls": sum(1 for _ in _batches(batches, BATCH_BYTES)),

@@ -3,7 +3,7 @@
 A GPT of 128 layers with AdamW's state on pipeline × data × tensor ranks, each of which also saves the states of its
 random generators. Stages are alike, so one is planned, on all its ranks, and counts for all. Embeddings aren't counted.
 Seconds are of CPU, which a busy machine changes less. How long bytes take between ranks depends on the network: their
-number is told. A large manifest is read as ranks read it, a small one as a whole by each.
+number is told. The table is read by blocks, as ranks read a large one.
 
     python benchmarks/planning_scale.py            # results/planning_scale-<date>.json
 """
@@ -11,51 +11,43 @@ number is told. A large manifest is read as ranks read it, a small one as a whol
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
-from unittest import mock
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lightning_shard.checkpoint.format.outline import Outline
-from lightning_shard.checkpoint.loading.outlined import Brought
-
 from benchmarks.lib.report import RESULTS, Row, Target, show, write_result
 from benchmarks.planning import ATTEMPT, Layout, account_of, boxes_of, gpt, pieces_of, reads_of, sections
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.folder import named_files
-from lightning_shard.checkpoint.format import manifest as manifests
-from lightning_shard.checkpoint.format.manifest import Manifest, is_large
+from lightning_shard.checkpoint.format.manifest import Manifest
+from lightning_shard.checkpoint.format.table import Table
 from lightning_shard.checkpoint.leaders import GROUP_RANKS
 from lightning_shard.checkpoint.loading.load import Asked, all_asked
 from lightning_shard.checkpoint.loading.ranges import plan_reads
-from lightning_shard.checkpoint.saving import merge
 from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined
 from lightning_shard.checkpoint.saving.files import Piece
 from lightning_shard.checkpoint.saving.merge import Merged
 from lightning_shard.checkpoint.saving.save import WRITER
-from lightning_shard.checkpoint.store import Reader, Segment, Store
 
 LAYERS, WIDTH = 128, 25_600
 SIZES = [(2, 2, 2), (4, 4, 4), (8, 8, 8), (16, 32, 8), (16, 64, 8), (16, 128, 8)]
 """Pipeline, data, tensor."""
 PLAN_SAVE, PLAN_LOAD = "plan a save, each rank", "plan a load, each rank"
 JOIN = f"read and join {GROUP_RANKS} accounts, leaders"
-MERGE, WRITE = "read and merge what they joined, first rank", "the manifest to bytes, first rank"
-FIRST_MERGE = f"{MERGE}, in a run's first save"
+MERGE, WRITE = "read and merge what they joined, first rank", "the manifest and the table to bytes, first rank"
 LOOK = "look at the manifest that is replaced, first rank"
 ASK = "join the names that ranks ask for, first rank"
-OUTLINE, TAKE_UP = "check and outline the manifest, first rank", "take up what is told of it, each rank"
+PARSE, VERIFY = "parse the manifest, each rank", "check all chunks (verify), one process"
 ACCOUNT, BROUGHT = "account_bytes", "brought_bytes"
 GENERATORS = {
     **{"torch": torch.uint8, "cuda": torch.uint8, "python": torch.int64, "numpy": torch.int64},
@@ -88,22 +80,12 @@ def main() -> None:
 
 def whole(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[str, float], dict[str, int]]:
     """Seconds by task; bytes and counts. Of all stages, from those of one."""
-    with mock.patch.object(manifests, "LARGE_BYTES", manifests.LARGE_BYTES // layout.pipeline):
-        seconds, facts = measure(layout, layers // layout.pipeline, width, rounds)
+    seconds, facts = measure(layout, layers // layout.pipeline, width, rounds)
     seconds[JOIN] *= min(layout.pipeline, -(-GROUP_RANKS // (layout.data * layout.tensor)))
-    # stages are cut alike: that a cut makes up a tensor is checked once
-    first = max(seconds.pop(FIRST_MERGE) - seconds[MERGE], 0)
-    for what in (MERGE, WRITE, LOOK, ASK, OUTLINE, TAKE_UP):
+    for what in (MERGE, WRITE, LOOK, ASK, PARSE, VERIFY):
         seconds[what] *= layout.pipeline
-    seconds[MERGE] += first
     of_a_rank = (ACCOUNT, BROUGHT)
     return seconds, {what: value * (1 if what in of_a_rank else layout.pipeline) for what, value in facts.items()}
-
-
-def _clear() -> None:
-    """Forget what is known from save to save, as at a run's first one."""
-    boxes_of.cache_clear()
-    merge._coverage_fault.cache_clear()
 
 
 def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[str, float], dict[str, int]]:
@@ -129,7 +111,7 @@ def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[
             seconds[what] = seconds.get(what, 0) + time.process_time() - start
             return result
 
-        _clear()
+        boxes_of.cache_clear()
         timed(PLAN_SAVE, lambda: account(layout.data // 2, layout.tensor // 2))
         sent_on, files_before = [], 0
         for start in range(0, len(sent), GROUP_RANKS):
@@ -137,18 +119,17 @@ def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[
             files_before += len(part.files)
             sent_on.append(pickle.dumps(part))
         seconds[JOIN] /= len(sent_on)
-        for what in (FIRST_MERGE, MERGE):
-            merged = timed(what, partial(_merge, sent_on))
-        data = timed(WRITE, partial(_to_bytes, merged))
+        merged = timed(MERGE, partial(_merge, sent_on))
+        data, table = timed(WRITE, partial(_to_bytes, merged))
         del part, merged
         timed(LOOK, partial(named_files, data))
         asked = pickle.dumps(Asked({name for section in sections(parameters).values() for name in section}, False))
         timed(ASK, partial(_ask, asked, -(-layout.data * layout.tensor // GROUP_RANKS)))
-        told = timed(OUTLINE, partial(_told, data))
-        memory = _Memory(data)
-        manifest = timed(TAKE_UP, partial(_taken_up, told, memory))
-        reads = reads_of(manifest, parameters, Layout(1, layout.data * 2, layout.tensor // 2), 0, 0)
+        memory = _Memory(table)
+        manifest = timed(PARSE, partial(_parsed, data, memory))
+        reads = list(reads_of(manifest, parameters, Layout(1, layout.data * 2, layout.tensor // 2), 0, 0))
         timed(PLAN_LOAD, partial(plan_reads, manifest, reads, verify=True))
+        timed(VERIFY, _parsed(data, _Memory(table)).chunks.check_all)
         tried.append(seconds)
         brought = memory.read_bytes
     tensors = [entry for section in (manifest.model, manifest.optimizer) for entry in section.values()]
@@ -157,11 +138,11 @@ def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[
         "accounts_bytes": sum(map(len, sent)),
         "joined_bytes": sum(map(len, sent_on)),
         "manifest_bytes": len(data),
-        "told_bytes": len(told),
+        "table_bytes": len(table),
         BROUGHT: brought,
         "files": len(manifest.files),
         "tensors": len(tensors),
-        "chunks": sum(len(entry.chunks) for entry in tensors),
+        "chunks": sum(entry.chunk_count for entry in tensors),
     }
     return {what: min(seconds[what] for seconds in tried) for what in tried[0]}, facts
 
@@ -174,8 +155,9 @@ def _merge(sent: Sequence[bytes]) -> Merged:
     return Merged([pickle.loads(data) for data in sent])
 
 
-def _to_bytes(merged: Merged) -> bytes:
-    return merged.manifest(attempt=ATTEMPT, layout=None, writer=WRITER, digests=True).to_bytes()
+def _to_bytes(merged: Merged) -> tuple[bytes, bytes]:
+    manifest = merged.manifest(attempt=ATTEMPT, layout=None, writer=WRITER, digests=True)
+    return manifest.to_bytes(), manifest.chunks.table.data()
 
 
 def _ask(asked: bytes, groups: int) -> Asked:
@@ -192,35 +174,20 @@ def _generators() -> list[Piece]:
 
 
 class _Memory:
-    """A store that has only the manifest."""
-
-    root = ""
+    """A file of a table."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
         self.read_bytes = 0
 
-    @contextlib.contextmanager
-    def reading(self, name: str) -> Iterator[Reader]:
-        def read(segments: Sequence[Segment]) -> None:
-            for at, buffer in segments:
-                buffer[:] = self._data[at : at + buffer.nbytes]
-                self.read_bytes += buffer.nbytes
-
-        yield read
+    def __call__(self, begin: int, buffer: memoryview) -> None:
+        buffer[:] = self._data[begin : begin + buffer.nbytes]
+        self.read_bytes += buffer.nbytes
 
 
-def _told(data: bytes) -> bytes:
-    """What all ranks are told, as it travels."""
-    outline = Outline.of(data, "manifest.json") if is_large(data) else None
-    return pickle.dumps(data if outline is None else outline)
-
-
-def _taken_up(told: bytes, memory: _Memory) -> Manifest:
-    found = pickle.loads(told)
-    if isinstance(found, Outline):
-        return found.manifest(Brought(cast(Store, memory), found))
-    return Manifest.from_bytes(found)
+def _parsed(data: bytes, memory: _Memory) -> Manifest:
+    manifest = Manifest.from_bytes(data)
+    return manifest.take_table(Table(manifest.table, manifest.table.path, memory))
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -244,8 +211,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         ("accounts_bytes", "all accounts"),
         ("joined_bytes", "what leaders joined"),
         ("manifest_bytes", "manifest"),
-        ("told_bytes", "what ranks are told of it"),
-        ("brought_bytes", "what each reads of it"),
+        ("table_bytes", "table of chunks"),
+        ("brought_bytes", "what each reads of the table"),
     ):
         points = [(size["ranks"], size[key]) for size in result["sizes"]]
         right.plot(*zip(*points), marker="o", markersize=4, label=label)

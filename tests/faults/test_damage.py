@@ -192,8 +192,8 @@ def test_a_manifest_that_differs_from_its_digest_or_lost_it_is_refused_by_every_
 
 
 @pytest.mark.parametrize(
-    "name", ["writer", "attempt", "world_size", "layout", "digest", "files", "table", "state_file", "model", "optimizer",
-             "trainer", "ranks", "format", "format_version"]
+    "name", ["writer", "attempt", "world_size", "layout", "digest", "files", "table", "state_file", "model",
+             "optimizer", "trainer", "ranks", "format", "format_version"]
 )  # fmt: skip
 def test_a_manifest_must_have_every_field_and_section_whoever_wrote_it(small, name):
     path = small / "manifest.json"

@@ -22,6 +22,7 @@ from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.loading import load as loading
 from lightning_shard.checkpoint.loading import open as opening
 from lightning_shard.checkpoint.store import LocalStore
+from lightning_shard.checkpoint.store.protocol import Reader, Segment
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, StateMismatchError
 from lightning_shard.testing import ranks
 

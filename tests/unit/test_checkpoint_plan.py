@@ -16,7 +16,8 @@ from lightning_shard.checkpoint import sharing
 from lightning_shard.checkpoint.boxes import Box, coverage_fault
 from lightning_shard.checkpoint.loading import ranges
 from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
-from lightning_shard.checkpoint.saving import accounts, files, merge
+from lightning_shard.checkpoint.saving import accounts as accounts_module
+from lightning_shard.checkpoint.saving import files, merge
 from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Piece, write_pieces
 from lightning_shard.checkpoint.saving.part import my_cuts, outlined
@@ -254,7 +255,7 @@ def test_any_layout_reads_into_any_other(tmp_path_factory, data):
     limits = mock.patch.multiple(files, BLOCK_BYTES=64, WRITE_STEP_BYTES=24, STAGING_BYTES=32)
     reading = mock.patch.multiple(ranges, BATCH_BYTES=128, SPAN_BYTES=data.draw(st.sampled_from([32, 4096])))
     grid, parts = mock.patch.object(merge, "BLOCK_BYTES", 64), mock.patch.object(sharing, "MIN_PART_BYTES", 8)
-    blocks = mock.patch.object(accounts, "BLOCK_BYTES", 64)
+    blocks = mock.patch.object(accounts_module, "BLOCK_BYTES", 64)
     steps = mock.patch.object(LocalStore, "step_bytes", data.draw(st.sampled_from([24, 4096])))
     with limits, reading, grid, blocks, parts, steps:
         folder = tmp_path_factory.mktemp("checkpoint")
