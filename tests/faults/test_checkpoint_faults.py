@@ -1,6 +1,7 @@
 """Damage, crashes and failures: an earlier checkpoint stays whole, every fault is found and named, nothing hangs."""
 
 import os
+import re
 import random
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def test_a_crash_at_any_moment_leaves_one_of_the_two_checkpoints_whole(saved, mo
     # what the crashed attempts left is gone with the next commit, once it is old
     age(saved)
     checkpoint.save(new, saved)
-    assert len(files(saved)) == 1
+    assert len(files(saved)) == 2  # of the tensors and of their table
     assert torch.equal(checkpoint.read(saved)["w"].full(), new["w"])
 
 
@@ -116,7 +117,7 @@ def test_files_are_synced_before_the_manifest_appears(saved, monkeypatch):
         monkeypatch.setattr(os, name, spy)
     checkpoint.save({"w": torch.zeros(1)}, saved, trainer_state={"a": 1})
     commit = next(index for index, event in enumerate(events) if event == ("replace", "manifest.json"))
-    synced = {what for name, what in events[:commit] if name == "fsync"}
+    synced = {re.sub(r"\.\d+-[0-9a-f]{8}\.tmp$", "", what) for name, what in events[:commit] if name == "fsync"}
     assert {str(file.relative_to(saved)) for file in files(saved)} <= synced
     assert {"model", "trainer", ".", ".."} <= synced
     assert ("fsync", ".") in events[commit:]
@@ -271,7 +272,7 @@ def test_a_killed_rank_leaves_the_earlier_checkpoint(tmp_path):
     assert checkpoint.read(path)["w"][0].tolist() == [1, 1, 1]
     age(path)
     checkpoint.save(STATE, path)
-    assert len(files(path)) == 1
+    assert len(files(path)) == 2
 
 
 def test_an_interruption_after_the_commit_takes_nothing_away(saved, monkeypatch):
@@ -297,7 +298,8 @@ def test_a_manifest_that_came_through_in_spite_of_an_error_keeps_its_files(saved
 
     def replaced(*paths):
         original(*paths)
-        raise OSError(5, "Input/output error")
+        if os.path.basename(paths[1]) == "manifest.json":
+            raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "replace", replaced)
     with pytest.raises(CheckpointError, match="could not be written"):
@@ -308,7 +310,7 @@ def test_a_manifest_that_came_through_in_spite_of_an_error_keeps_its_files(saved
 
 def test_what_may_be_damaged_in_a_line_of_the_manifest_is_a_fault(saved):
     text = Path(saved, "manifest.json").read_text()
-    for change in (('"chunks":[', '"chunk":['), ('"chunks":[{', '"chunks":5,"x":[{')):
+    for change in (('"chunks":[', '"chunk":['), ('"chunks":[', '"chunks":5,"x":[')):
         Path(saved, "manifest.json").write_text(text)
         edit_text(saved, lambda text, change=change: text.replace(*change))
         assert not checkpoint.verify(saved).ok
