@@ -194,7 +194,8 @@ def leftovers(folder: Path) -> list[str]:
     """Files below a checkpoint's folder on the local disk that its manifest doesn't name."""
     named = {"manifest.json"} if (folder / "manifest.json").exists() else set()
     if named:
-        named |= {file.path for file in checkpoint.read(folder).manifest.files}
+        manifest = checkpoint.read(folder).manifest
+        named |= {manifest.table.path, *(file.path for file in manifest.files)}
     files = {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
     return sorted(files - named)
 

@@ -1,8 +1,8 @@
 """Damage, crashes and failures: an earlier checkpoint stays whole, every fault is found and named, nothing hangs."""
 
 import os
-import re
 import random
+import re
 from pathlib import Path
 
 import pytest

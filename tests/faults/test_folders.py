@@ -48,7 +48,7 @@ def test_another_program_s_manifest_is_neither_replaced_nor_removed(tmp_path: Pa
 def test_a_torn_manifest_of_ours_is_replaced_and_removed(saved: Path, torn: bytes | str) -> None:
     manifest = saved / "manifest.json"
     data = manifest.read_bytes()
-    halves = {"half": data[: len(data) // 2], "a digest": data[:-10] + b"0" + data[-9:]}
+    halves = {"half": data[: data.index(b'"optimizer"')], "a digest": data[:-10] + b"0" + data[-9:]}
     content = torn if isinstance(torn, bytes) else halves[torn]
     named = files(saved) - {"manifest.json"}
     manifest.write_bytes(content)
@@ -89,7 +89,7 @@ def test_a_save_removes_leftovers_when_the_whole_attempt_is_old(saved: Path) -> 
     assert not temporary.exists()
     age(saved)
     checkpoint.save(NEW, saved)
-    assert len(files(saved)) == 2
+    assert len(files(saved)) == 3
 
 
 def test_files_that_are_gone_before_the_commit_are_missed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,4 +188,7 @@ def test_a_link_that_was_made_although_its_answer_was_lost_is_no_conflict(
     monkeypatch.setattr(os, "link", link_twice)
     checkpoint.save({"w": torch.ones(2)}, tmp_path / "a")
     assert checkpoint.verify(tmp_path / "a").ok
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["manifest.json", "model"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir() if not path.name.startswith("table-")) == [
+        "manifest.json",
+        "model",
+    ]

@@ -402,11 +402,11 @@ GOLDEN_MANIFEST = """\
 "world_size":1,
 "layout":{"name":"one"},
 "digest":{"algorithm":"xxh3_128","block_bytes":4194304},
+"table":{"path":"table-0123456789ab.safetensors","bytes":%(table_bytes)s,"digests":"%(table)s"},
 "files":[
 {"path":"trainer/state-0123456789ab.json","bytes":35,"digest":"%(state)s"},
 {"path":"model/rank-00000-0123456789ab.safetensors","bytes":340,"header_bytes":320,"digest":"%(header)s"}
 ],
-"table":{"path":"table-0123456789ab.safetensors","bytes":%(table_bytes)s,"digests":"%(table)s"},
 "state_file":0,
 "model":{
 "b":{"dtype":"F32","shape":[],"chunks":[0,1]},

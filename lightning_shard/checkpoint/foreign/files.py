@@ -157,7 +157,8 @@ def _torch(path: str, store: Store, name: str) -> ForeignCheckpoint:
         raise CorruptCheckpointError(
             f"{path} isn't as Lightning or torch saves a checkpoint: {type(error).__name__} {error}."
         ) from error
-    manifest = Manifest("", [FileEntry(name, size)], writer="torch", source=path, **entries)
+    manifest = Manifest("", [FileEntry(name, size)], writer="torch", source=path)
+    manifest.model, manifest.optimizer, manifest.trainer = entries["model"], entries["optimizer"], entries["trainer"]
     rows = rows_of([entry for section in entries.values() for _, entry in section.own()])
     return ForeignCheckpoint(store, manifest.with_rows(rows), state)
 

@@ -7,7 +7,7 @@ checked, its exact cover among them: if two chunks overlapped, readers of differ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection, uncovered
 from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest_at
 from lightning_shard.checkpoint.format.header import item_bytes
-from lightning_shard.checkpoint.format.table import Integers, Rows, Spans, Table, padded
+from lightning_shard.checkpoint.format.table import Integers, Rows, Spans, Table
 from lightning_shard.errors import CorruptCheckpointError
 
 
@@ -79,7 +79,7 @@ class TensorEntry:
         return next(overlaps([(self, box)]))
 
 
-def overlaps(wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterable[list[tuple[Chunk, Box]]]:
+def overlaps(wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterator[list[tuple[Chunk, Box]]]:
     """For each tensor and box, the chunks that overlap with the box, each with the intersection."""
     tables = {id(entry.table): entry.table for entry, _ in wanted}
     found = {
@@ -110,7 +110,8 @@ def rows_of(entries: Sequence[TensorEntry]) -> Rows:
         ],
         np.int64,
     ).reshape(len(chunks), 2 * dims)
-    return Rows(*numbers, boxes[:, :dims], boxes[:, dims:], np.empty((0, DIGEST_BYTES), np.uint8))
+    file, begin, block = numbers
+    return Rows(file, begin, block, boxes[:, :dims], boxes[:, dims:], np.empty((0, DIGEST_BYTES), np.uint8))
 
 
 class ChunkTable:
@@ -212,7 +213,7 @@ class ChunkTable:
         padding = np.arange(shapes.shape[1]) >= self._ndims[owner][:, None]
         outside = (offsets < 0) | (sizes < 0) | (offsets > shapes) | (sizes > shapes - offsets)
         outside |= padding & ((offsets != 0) | (sizes != 1))
-        outside_rows = outside.any(axis=1)
+        outside_rows = np.asarray(outside.any(axis=1))
         refuse(outside_rows, lambda row: f"is damaged: {_box_text(offsets[row], sizes[row], shapes[row])}")
         strange = (file < 0) | (file >= self._files.shape[1])
         refuse(strange, lambda row: f"refers to file {file[row]} of {self._files.shape[1]}")
@@ -287,7 +288,7 @@ class ChunkTable:
             )
         ]
 
-    def overlaps(self, wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterable[list[tuple[Chunk, Box]]]:
+    def overlaps(self, wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterator[list[tuple[Chunk, Box]]]:
         """For each tensor and box, the chunks that overlap with the box, each with the intersection."""
         entries = [entry for entry, _ in wanted]
         self.check(entries)
@@ -353,6 +354,3 @@ def _boxes(numbers: Sequence[tuple[int, ...]], dims: int, fill: int) -> Integers
 
 def _box_text(offsets: Integers, sizes: Integers, shape: Integers) -> str:
     return f"a chunk at offsets {offsets.tolist()} with sizes {sizes.tolist()} isn't inside the shape {shape.tolist()}"
-
-
-__all__ = ["Chunk", "ChunkTable", "TensorEntry", "overlaps", "padded", "rows_of"]

@@ -147,11 +147,11 @@ class Manifest:
             "world_size": self.world_size,
             "layout": self.layout,
             "digest": {"algorithm": DIGEST_ALGORITHM, "block_bytes": self.block_bytes} if self.block_bytes else None,
+            "table": {"path": self.table.path, "bytes": self.table.bytes, "digests": self.table.digests},
         }
         fields = [f"{_dump(key)}:{_dump(value)}" for key, value in head.items()]
         fields.append(_lines("files", "[]", (_dump(_file_to_json(file)) for file in self.files)))
-        table = {"path": self.table.path, "bytes": self.table.bytes, "digests": self.table.digests}
-        fields += [f'"table":{_dump(table)}', f'"state_file":{_dump(self.state_file)}']
+        fields.append(f'"state_file":{_dump(self.state_file)}')
         for name, section in ((name, getattr(self, name)) for name in TENSOR_SECTIONS):
             fields.append(_lines(name, "{}", _tensors(section)))
         of_ranks = (f'"{rank}":{{{",".join(_tensors(section))}}}' for rank, section in self.ranks.items())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,9 +138,10 @@ class Table:
             raise self.corrupt("its columns have different lengths")
         if digests.shape[1] != DIGEST_BYTES:
             raise self.corrupt(f"its digests have {digests.shape[1]} bytes instead of {DIGEST_BYTES}")
-        return Rows(*numbers, digests)
+        file, begin, block, offsets, sizes = numbers
+        return Rows(file, begin, block, offsets, sizes, digests)
 
-    def _column(self, entries: dict[str, HeaderEntry], name: str, dtype: str, ndim: int) -> NDArray[np.int64]:
+    def _column(self, entries: dict[str, HeaderEntry], name: str, dtype: str, ndim: int) -> NDArray[Any]:
         entry = entries.get(name)
         if entry is None or entry.dtype != dtype or len(entry.shape) != ndim:
             raise self.corrupt(f"it has no column {name!r} of {dtype} with {ndim} dims")

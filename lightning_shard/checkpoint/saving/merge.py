@@ -258,7 +258,8 @@ class Merged:
             ranks={title: section(title) for title in self._tensors if isinstance(title, int)},
         )
         order = np.concatenate([np.empty(0, np.int64), *kept])
-        return manifest.with_rows(Rows(*(column[order] for column in self._rows[:5]), self._rows.digests))
+        file, begin, block, offsets, sizes = (column[order] for column in self._rows[:5])
+        return manifest.with_rows(Rows(file, begin, block, offsets, sizes, self._rows.digests))
 
 
 def _check_agreement(parties: list[Party], meshes: list[tuple[int, ...]]) -> None:
