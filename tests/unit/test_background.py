@@ -245,7 +245,7 @@ print("the program ends")
 """
 
 
-def test_at_the_end_of_a_program_a_save_is_finished_and_a_failure_is_told_and_sets_the_status(tmp_path):
+def test_at_the_end_of_a_program_a_save_is_finished_and_a_failure_is_told(tmp_path):
     programs = [
         subprocess.Popen(
             [sys.executable, "-c", ENDS_WITHOUT_WAITING, tmp_path / name, Path(checkpoint.__file__).parents[1]],
@@ -256,7 +256,7 @@ def test_at_the_end_of_a_program_a_save_is_finished_and_a_failure_is_told_and_se
         for name in ("works", "fails")
     ]
     (works, works_error), (fails, fails_error) = [program.communicate(timeout=120) for program in programs]
-    assert [program.returncode for program in programs] == [0, 1], works_error + fails_error
+    assert [program.returncode for program in programs] == [0, 0], works_error + fails_error
     assert works == fails == "the program ends\n"
     assert checkpoint.verify(tmp_path / "works").ok
     assert "fails failed, and nobody waited for it" in fails_error

@@ -4,7 +4,7 @@ The copy's memory is kept from save to save. At most one save is in progress: th
 error. The thread communicates over its own process group, so that its collectives never mix with those of training.
 
 A save that the program neither waits for nor closes is finished before the interpreter exits. If it fails then, the
-error is printed, and the exit status is 1.
+error is printed; only a program that waits has it raised.
 
 Private part of Python 3.11 to 3.14: ``threading._register_atexit``, since thread pools, which stores use, accept no
 work once ``atexit`` callbacks run.
@@ -13,8 +13,6 @@ work once ``atexit`` callbacks run.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import logging
 import os
 import sys
 import threading
@@ -241,18 +239,10 @@ def _finish_before_exit() -> None:
 
 @atexit.register
 def _tell_at_exit() -> None:
-    """Print failures that nobody has asked for, and end the program with status 1, unless an error ends it anyway."""
-    failed = [(path, error) for future, path in _unheard.items() if future.done() and (error := future.exception())]
-    for path, error in failed:
-        print(f"[lightning_shard] The save to {path} failed, and nobody waited for it: {error}", file=sys.stderr)
-    if not failed or getattr(sys, "last_value", None) is not None:
-        return
-    # Python has no other way to set the exit status now. Callbacks registered before this module's import don't run.
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(1)
+    """Print failures that nobody has asked for."""
+    for future, path in _unheard.items():
+        if future.done() and (error := future.exception()):
+            print(f"[lightning_shard] The save to {path} failed, and nobody waited for it: {error}", file=sys.stderr)
 
 
 threading._register_atexit(_finish_before_exit)  # type: ignore[attr-defined]
