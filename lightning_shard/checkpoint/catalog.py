@@ -22,7 +22,7 @@ from lightning_shard.arguments import check_count
 from lightning_shard.checkpoint.folder import exists, remove_attempt
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.loading.open import read
-from lightning_shard.checkpoint.store import LocalStore, Store, as_path, local_path, open_filesystem, open_store
+from lightning_shard.checkpoint.store import Store, as_path, local_path, open_filesystem, open_store
 from lightning_shard.checkpoint.store.calls import Calls, naming
 from lightning_shard.checkpoint.store.remote import REQUESTS
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, CheckpointReplacedError, ConfigurationError
@@ -196,9 +196,8 @@ def list_checkpoints(folder: str | os.PathLike[str], *, storage_options: dict[st
         CheckpointError: The store can't be asked.
     """
     root = as_path(folder)
-    store = open_store(root, storage_options)
-    links = isinstance(store, LocalStore)
-    found = commits(root, storage_options, lambda name: not (links and os.path.islink(os.path.join(store.root, name))))
+    here = open_store(root, storage_options).folder
+    found = commits(root, storage_options, lambda name: here is None or not os.path.islink(os.path.join(here, name)))
 
     def look(commit: tuple[datetime, str]) -> Entry | None:
         committed, name = commit
@@ -290,9 +289,9 @@ def _place(path: str) -> str:
 
 def _linked(root: str, storage_options: dict[str, Any] | None) -> set[str]:
     """The names of those entries of a local folder that links in the folder lead to."""
-    folder = open_store(root, storage_options)
-    if not isinstance(folder, LocalStore) or not os.path.isdir(folder.root):
+    folder = open_store(root, storage_options).folder
+    if folder is None or not os.path.isdir(folder):
         return set()
-    here = os.path.realpath(folder.root)
+    here = os.path.realpath(folder)
     targets = (os.path.realpath(entry.path) for entry in os.scandir(here) if entry.is_symlink())
     return {os.path.basename(target) for target in targets if os.path.dirname(target) == here}

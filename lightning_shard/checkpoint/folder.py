@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_FILE
-from lightning_shard.checkpoint.store import LocalStore, Stamp, Store, open_store
+from lightning_shard.checkpoint.store import Stamp, Store, open_store
 from lightning_shard.checkpoint.store.calls import naming
 from lightning_shard.errors import CheckpointConflictError, CheckpointError
 
@@ -97,9 +97,9 @@ def remove_attempt(path: str | os.PathLike[str], attempt: str, storage_options: 
 
 
 def _remove(store: Store, attempt: str | None) -> bool:
-    if isinstance(store, LocalStore) and os.path.islink(store.root):
-        if store.exists(MANIFEST_NAME) or not os.path.exists(store.root):
-            os.unlink(store.root)
+    if store.folder is not None and os.path.islink(store.folder):
+        if store.exists(MANIFEST_NAME) or not os.path.exists(store.folder):
+            os.unlink(store.folder)
         return attempt is None
     earlier = look(store)
     if attempt is not None and earlier.attempt != attempt:

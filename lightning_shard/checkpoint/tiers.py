@@ -30,7 +30,7 @@ from lightning_shard.checkpoint.loading.open import Found, find_with_table, open
 from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
 from lightning_shard.checkpoint.saving.commit import commit
-from lightning_shard.checkpoint.store import LocalStore, as_path, open_store, parted
+from lightning_shard.checkpoint.store import as_path, open_store, parted
 from lightning_shard.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -77,9 +77,9 @@ class LocalTier:
     def at(cls, path: str | os.PathLike[str], storage_options: dict[str, Any]) -> LocalTier:
         """The tier of a local folder. Raises ConfigurationError if the path isn't on the local disk."""
         store = open_store(path)
-        if not isinstance(store, LocalStore):
+        if store.folder is None:
             raise ConfigurationError(f"local ({as_path(path)}) must be a folder of the local disk.")
-        return cls(os.path.abspath(store.root), storage_options)
+        return cls(os.path.abspath(store.folder), storage_options)
 
     def folder(self, path: str) -> str:
         """The local folder for copies of checkpoints in the destination folder ``path``; unique among all stores."""
@@ -88,8 +88,8 @@ class LocalTier:
 
     def copy_of(self, path: str) -> str:
         """The path of the local copy of the checkpoint at ``path``."""
-        store = open_store(path, self.storage_options)
-        folder, name = parted(os.path.abspath(store.root) if isinstance(store, LocalStore) else as_path(path))
+        here = open_store(path, self.storage_options).folder
+        folder, name = parted(as_path(path) if here is None else os.path.abspath(here))
         return os.path.join(self.folder(folder), name)
 
     # -- saving -------------------------------------------------------------------------------------------------------

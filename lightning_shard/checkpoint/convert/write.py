@@ -188,7 +188,7 @@ def _work(files: Sequence[OutFile]) -> Iterator[tuple[OutFile, Step]]:
 
 def _from_local_disk(files: Sequence[OutFile]) -> bool:
     stores = {id(c := source.stored.checkpoint): c.store for file in files for _, source in file.tensors}
-    return bool(stores) and all(isinstance(store, LocalStore) for store in stores.values())
+    return bool(stores) and all(store.folder is not None for store in stores.values())
 
 
 def _write_in_place(work: Iterable[tuple[str, Step]], copies: bool, durable: bool, count: _Count) -> None:

@@ -18,7 +18,7 @@ from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from lightning_shard.checkpoint.format.table import WHOLE_BYTES, Table
 from lightning_shard.checkpoint.loading.stored import Checkpoint, change_since
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, raised_by_all, together
-from lightning_shard.checkpoint.store import Buffer, LocalStore, Store, as_path, open_store
+from lightning_shard.checkpoint.store import Buffer, Store, as_path, open_store
 from lightning_shard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -81,9 +81,8 @@ def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, 
 
 def _store_of(found: Found, storage_options: dict[str, Any] | None) -> Store:
     store = open_store(found.root, storage_options)
-    if isinstance(store, LocalStore):
-        # other programs' folders may consist of symbolic links, such as the cache of Hugging Face's hub
-        store.links_lead_anywhere = found.foreign
+    # other programs' folders may consist of symbolic links, such as the cache of Hugging Face's hub
+    store.links_lead_anywhere = found.foreign
     return store
 
 
@@ -207,8 +206,7 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
 
 
 def _manifest(store: Store) -> bytes:
-    if isinstance(store, LocalStore):
-        store.links_lead_anywhere = False
+    store.links_lead_anywhere = False
     return store.read(MANIFEST_NAME)
 
 

@@ -20,7 +20,7 @@ from functools import partial
 from lightning_shard.checkpoint.folder import LEFTOVER_AGE_S, Earlier, look, remove_files, remove_leftovers
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from lightning_shard.checkpoint.ranks import Failure
-from lightning_shard.checkpoint.store import LocalStore, Store
+from lightning_shard.checkpoint.store import Store
 from lightning_shard.errors import CheckpointConflictError, CheckpointError
 
 
@@ -36,12 +36,12 @@ def look_before_saving(store: Store) -> Earlier:
         CheckpointError: There is a ``manifest.json`` of another program; or the path is a symbolic link to a
             checkpoint, or a file.
     """
-    if isinstance(store, LocalStore) and os.path.islink(store.root) and store.exists(MANIFEST_NAME):
+    if store.folder is not None and os.path.islink(store.folder) and store.exists(MANIFEST_NAME):
         raise CheckpointError(
-            f"{store.root} is a symbolic link to the checkpoint {os.path.realpath(store.root)}, which would be"
+            f"{store.root} is a symbolic link to the checkpoint {os.path.realpath(store.folder)}, which would be"
             " overwritten: save to another path, or to that one by its own name, or remove the link."
         )
-    if isinstance(store, LocalStore) and os.path.isfile(store.root):
+    if store.folder is not None and os.path.isfile(store.folder):
         raise CheckpointError(
             f"{store.root} is a single file, and a checkpoint is a directory: save to another path, or remove the file."
         )
@@ -163,7 +163,7 @@ def may_be_committed(store: Store, attempt: str, error: BaseException) -> bool:
 
     After a conflict the manifest itself is read, since a store's report of a conflict is less reliable.
     """
-    if not isinstance(store, LocalStore) and not isinstance(error, CheckpointConflictError):
+    if store.folder is None and not isinstance(error, CheckpointConflictError):
         return True  # the response may have been lost, not the request
     try:
         return Manifest.from_bytes(store.read(MANIFEST_NAME)).attempt == attempt

@@ -58,7 +58,6 @@ class LocalStore:
         self.root = root
         self._base = root if os.path.isabs(root) else os.path.join(os.getcwd(), root)  # independent of later chdir
         self.links_lead_anywhere = True
-        """Whether files, and folders of the directory, may be symbolic links that lead out of it."""
         self._made: set[str] = set()
         """Parents in which a folder was created; they need a sync."""
         self._inside: set[str] = set()
@@ -67,6 +66,10 @@ class LocalStore:
     @property
     def requests(self) -> int:
         return thread_count()
+
+    @property
+    def folder(self) -> str:
+        return self._base
 
     def place(self) -> tuple[str, ...]:
         return (os.path.realpath(self._base),)

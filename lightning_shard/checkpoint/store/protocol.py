@@ -30,6 +30,13 @@ class Store(Protocol):
         """The path as the user passed it; never contains credentials."""
 
     @property
+    def folder(self) -> str | None:
+        """The directory's absolute path on the local disk; None for any other store."""
+
+    links_lead_anywhere: bool
+    """Whether files, and folders of the directory, may be symbolic links that lead out of it; True at first."""
+
+    @property
     def is_remote(self) -> bool:
         """Whether it is reached through a network, which all ranks share."""
 

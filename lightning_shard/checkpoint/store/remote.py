@@ -67,6 +67,8 @@ class RemoteStore:
     """
 
     is_remote = True
+    folder = None
+    links_lead_anywhere = True
     step_bytes = RANGE_BYTES
     requests = REQUESTS
     _puts_streams_whole = False
