@@ -260,10 +260,11 @@ class ChunkTable:
         spans = self._spans[np.array([entry.number for entry in entries], np.int64)]
         return np.unique(self.table.rows.file[_ranges(spans)]).tolist()
 
-    def rows(self, entry: TensorEntry) -> tuple[Rows, slice]:
-        """The columns, and which of their rows are a tensor's; checked."""
+    def start(self, entry: TensorEntry) -> tuple[int, int]:
+        """The file and the first byte of a tensor's first chunk; it must have one."""
         self.check([entry])
-        return self.table.rows, slice(*entry.span)
+        first = entry.span[0]
+        return int(self.table.rows.file[first]), int(self.table.rows.begin[first])
 
     def _chunks(self, rows: Integers, owners: Integers) -> list[Chunk]:
         """Chunks by their rows, which have been checked, and their tensors' numbers."""

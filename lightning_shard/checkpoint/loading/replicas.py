@@ -84,13 +84,13 @@ class Sharing:
         held: dict[Replicas, list[Wanted]] = {}
         for item, replicas in _with_replicas(wanted, ranks):
             (self._alone if replicas is None else held.setdefault(replicas, [])).append(item)
-        self._held: dict[Replicas, list[Placed]] = {}
+        self._held: dict[Replicas, list[Ordered]] = {}
         for replicas, items in held.items():
             if sum(_shared(item).nbytes for item in items) < MIN_BYTES:
                 self._alone += items
             else:
                 # in the order of writing, so that on the layout that saved each part is a whole chunk
-                self._held[replicas] = sorted(((_place(item), item) for item in items), key=itemgetter(0))
+                self._held[replicas] = sorted(((_order(item), item) for item in items), key=itemgetter(0))
         self.offers = bool(self._held)
 
     def settle(self) -> tuple[list[Wanted], list[Assigned]]:
@@ -152,25 +152,26 @@ def _replicas(group: Any, device: torch.device, ranks: Ranks) -> Replicas | None
 # -- agreement on what is wanted, and assignment of reads -------------------------------------------------------------
 
 
-Place = tuple[str, str, str, tuple[int, ...], str, int]
+Order = tuple[str, str, str, tuple[int, ...], str, int]
+"""A sort key that identifies a box on any rank. One name may be in two sections, or in two checkpoints."""
+Ordered = tuple[Order, Wanted]
 
 
-Placed = tuple[Place, Wanted]
+def _order(item: Wanted) -> Order:
+    entry, manifest = item.read.entry, item.checkpoint.manifest
+    path, begin = "", 0
+    if entry.chunk_count:
+        file, begin = manifest.chunks.start(entry)
+        path = manifest.files[file].path
+    section, name = path.partition("/")[0], item.read.name
+    return item.checkpoint.path, section, name, item.read.box.offsets, path, begin
 
 
-def _place(item: Wanted) -> Place:
-    """A sort key that identifies a box on any rank. One name may be in two sections, or in two checkpoints."""
-    chunk = next(iter(item.read.entry.chunks), None)
-    file = item.checkpoint.manifest.files[chunk.file].path if chunk is not None else ""
-    section, name = file.partition("/")[0], item.read.name
-    return item.checkpoint.path, section, name, item.read.box.offsets, file, chunk.begin if chunk is not None else 0
-
-
-def _fingerprint(items: Iterable[Placed]) -> str:
+def _fingerprint(items: Iterable[Ordered]) -> str:
     lines = []
-    for place, item in items:
+    for order, item in items:
         entry, target = item.read.entry, item.read.target
-        lines.append(f"{place}\0{entry.dtype}\0{entry.shape}\0{item.read.box}\0{target.dtype}\0{target.device.type}")
+        lines.append(f"{order}\0{entry.dtype}\0{entry.shape}\0{item.read.box}\0{target.dtype}\0{target.device.type}")
     return digest("\n".join(lines).encode(errors="surrogatepass"))
 
 
@@ -184,10 +185,10 @@ def _shared(item: Wanted) -> Shared:
     return Shared(item.read.box, item.read.target.element_size())
 
 
-def _assign(replicas: Replicas, items: Iterable[Placed]) -> list[Assigned]:
+def _assign(replicas: Replicas, items: Iterable[Ordered]) -> list[Assigned]:
     """Assign boxes to owners, each of which reads what it would write of a section; sorted by owner."""
     assigned = []
-    for _, of_section in itertools.groupby(items, key=lambda placed: placed[0][:2]):
+    for _, of_section in itertools.groupby(items, key=lambda ordered: ordered[0][:2]):
         section = [item for _, item in of_section]
         for number, index, box in deal([_shared(item) for item in section], len(replicas.ranks)):
             read = section[number].read
