@@ -330,7 +330,7 @@ def _open_together(copy: str, ranks: Ranks, holder: int) -> Checkpoint:
             raise CorruptCheckpointError(str(error)) from error
 
     found: Found = together(ranks, look, lambda looks: next(one for one in looks if one is not None))
-    return open_found(copy, None, True, found)
+    return open_found(copy, None, True, found._replace(root=copy))  # each rank's own disk
 
 
 def _instead(path: str, seen: _Look, fault: str) -> Source:
