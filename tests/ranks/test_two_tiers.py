@@ -114,7 +114,8 @@ def spread(copies: Path, folder: Path, url: str, options: dict[str, Any]) -> Non
     """What the copies would be if each rank had a disk of its own, and they were of another URL."""
     for rank in range(2):
         own = LocalTier.at(own_disk(folder, rank), options).folder(url)
-        others = shutil.ignore_patterns(f"rank-0000{1 - rank}-*", *(["state-*", "table-*", "manifest.json"] if rank else []))
+        of_the_first = ["state-*", "table-*", "manifest.json"] if rank else []
+        others = shutil.ignore_patterns(f"rank-0000{1 - rank}-*", *of_the_first)
         shutil.copytree(copies, own, ignore=others)
 
 
@@ -245,7 +246,7 @@ def save_and_look_for(folder: str) -> None:
     assert not source().worse
     assert step_at(path) == 2
 
-    # the ranks are counted anew: the manifest, its table and the trainer's state are on another machine than the first rank's
+    # the ranks are counted anew: manifest, table and trainer's state are on another machine than the first rank's
     save(str(copy), 3)
     dist.barrier()
     if rank == 1:
