@@ -98,6 +98,12 @@ class QueueChannel:
     def requested(self) -> Any:
         return self._get(self.stage + 1, "message")
 
+    def post(self, message: Any, to: int) -> None:
+        self.queues[0, self.rank_of[to], "letter"].put((self.stage, to, copy.deepcopy(message)))
+
+    def next_letter(self) -> tuple[int, int, Any]:
+        return self._get_of(0, self.rank_of[self.stage], "letter")
+
     def gather(self, value: Any) -> list[Any]:
         for other in self.last_of_ranks:
             self._put(other, "meeting", copy.deepcopy(value))
@@ -244,7 +250,7 @@ def _on_threads(
     run_rank: Callable[[int, list[QueueChannel]], Result], schedule: Schedule
 ) -> tuple[list[Result], list[QueueChannel]]:
     """What each rank returns, and each stage's channel."""
-    kinds = ("message", "value", "gradient", "meeting", "changes")
+    kinds = ("message", "letter", "value", "gradient", "meeting", "changes")
     stages, ranks = schedule.stages, len(schedule.rows)
     queues = {(a, b, kind): queue.Queue[Any]() for a in range(stages) for b in range(stages) for kind in kinds}
     failed = threading.Event()

@@ -28,9 +28,13 @@ class SharedMemory:
     """
 
     def __init__(self, aliased: Collection[Any]) -> None:
-        self._aliased = aliased
+        self._aliased = set(aliased)
         self._sent: list[tuple[Any, Tensor, int]] = []
         self._received: list[tuple[Any, Tensor, int]] = []
+
+    def also(self, aliased: Collection[Any]) -> None:
+        """More received values shared memory where they were computed."""
+        self._aliased.update(aliased)
 
     def sends(self, key: Any, tensor: Tensor) -> None:
         """A copy of the tensor, as it is now, will be sent."""
@@ -39,7 +43,7 @@ class SharedMemory:
 
     def receives(self, key: Any, tensor: Tensor) -> None:
         """The user's code holds this received tensor from now on."""
-        if key in self._aliased and not tensor.is_inference():
+        if not tensor.is_inference():
             self._received.append((key, tensor, tensor._version))
 
     def is_written(self, tensor: Tensor) -> None:
@@ -73,7 +77,7 @@ class SharedMemory:
                 changed here that shared memory where it was computed.
         """
         late = [key for key, tensor, version in self._sent if tensor._version != version and _differ(tensor, sent[key])]
-        late += [key for key, tensor, version in self._received if tensor._version != version]
+        late += [key for key, tensor, version in self._received if key in self._aliased and tensor._version != version]
         if late:
             raise StepError(
                 f"{_text(late[0], blocks)} goes to another pipeline stage, and shares its memory with a tensor that the"

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ from lightning_shard.pipeline.dataflow.messages import (
 from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, leaves, mark, refuse, said_of_hook
 from lightning_shard.pipeline.dataflow.uncalled import few
 from lightning_shard.user_hooks import is_of_fsdp
+
+if TYPE_CHECKING:
+    from lightning_shard.pipeline.dataflow.fetching import Ledger
 
 LARGEST_PARAMETER = 2**24
 """The most elements of a parameter that is sent with each microbatch to a stage that uses but doesn't hold it."""
@@ -62,8 +65,10 @@ class LateValue(Exception):
         parameters: Their names, as far as known.
     """
 
-    def __init__(self, sentence: str, value: Value) -> None:
-        self.parameters = sorted({root.hollow.fqn for root in _roots(value) if root.hollow is not None})
+    def __init__(self, sentence: str, value: Value | Sequence[str]) -> None:
+        roots = _roots(value) if isinstance(value, Value) else ()
+        hollow = {root.hollow.fqn for root in roots if root.hollow is not None}
+        self.parameters = sorted(hollow) if isinstance(value, Value) else [*value]
         super().__init__(sentence + _why_late(self.parameters))
 
 
@@ -137,6 +142,7 @@ class Passage:
         until: Where this stage has left the step; ``None`` as long as it runs, and if it ran to its end.
         found_end: Found while searching: the end of this stage's part, after a block.
         last_block: The place of the last block that has returned, here or by a stand-in.
+        counted_at_last_block: The operations before it returned.
         in_block: Whether a block of this stage is being called.
         calls: Calls of the network.
         active: Whether the microbatch's forward runs.
@@ -146,6 +152,8 @@ class Passage:
         asks_for_origins: Whether to request the outputs of blocks, and of operations on parameters, from which a
             missing value derives, and to compute it here. Used for state, such as a metric's: an earlier stage
             accumulates its own, which differs.
+        ledger: While searching in place, the values by name (``fetching.py``).
+        at_end: While searching in place, sends to the next stage, and serves it.
         in_place_of: The tensors that the user's code holds in place of received values that require gradients.
         memory: While searching, tracks which values share memory.
     """
@@ -167,6 +175,7 @@ class Passage:
     until: End | None = None
     found_end: End | None = None
     last_block: int | None = None
+    counted_at_last_block: Counted = _NOTHING_YET
     in_block: bool = False
     calls: int = 0
     active: bool = False
@@ -174,6 +183,8 @@ class Passage:
     differentiates: bool = False
     filler: float = torch.nan
     asks_for_origins: bool = False
+    ledger: Ledger | None = None
+    at_end: Callable[[], None] | None = None
     in_place_of: list[Tensor] = field(default_factory=list)
     memory: SharedMemory | None = None
     _kept: dict[int, dict[tuple[str, str], None]] | None = None
@@ -214,6 +225,12 @@ class Passage:
         if self.entered_at is None:
             self.entered_at = self.counted
             self.forget_hooks()
+
+    def ends(self) -> None:
+        """This stage's part of the step has ended; called where root's hooks see what is sent, if they have to."""
+        at_end, self.at_end = self.at_end, None
+        if at_end is not None:
+            at_end()
 
     def forget_hooks(self) -> None:
         """Remove tensor hooks from received values: the previous stage ran the same code so far, so it has them."""
@@ -273,7 +290,9 @@ class Passage:
             if self.memory is not None:
                 self.memory.receives(key, tensor)
         unknown = isinstance(tensor, Unknown)
-        if self.searching:
+        if self.ledger is not None:
+            self.ledger.enter(key, tensor)
+        elif self.searching:
             value = Value(key, parents) if unknown else None
             self.known[key] = value
             if unknown:
@@ -294,18 +313,18 @@ class Passage:
         has_nan = slot.dtype.is_floating_point or slot.dtype.is_complex
         data = torch.full(slot.shape, self.filler if has_nan else 0, dtype=slot.dtype, device=device)
         tensor: Any = mark(data, Origin(text, self.on_missing))
-        tensor.value = Value(key)
+        tensor.value, tensor.needs = Value(key), slot.requires_grad
         return tensor
 
-    def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
-        """Handle unknown values that are needed here: request them from the previous stage, or refuse the step."""
+    def on_missing(self, values: Sequence[Unknown], sentence: str) -> None:
+        """Handle unknown values that are needed here: get them from the previous stage, or refuse the step."""
         try:
             self.request(values, sentence)
         except LateValue as late:
             raise StepError(str(late)) from None
 
-    def request(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
-        """Exit the step to request unknown values from the previous stage, or to leave it after the last block.
+    def request(self, values: Sequence[Unknown], sentence: str) -> None:
+        """Fetch unknown values from the previous stage; or exit the step to request them, or to leave it.
 
         Raises:
             LateValue: The values are computed from parameters of a later stage, and no block has been called.
@@ -321,17 +340,29 @@ class Passage:
                 f" depend on a batch's shapes, not on its values or its number. {_FROM_THE_FIRST}"
             )
         try:
+            if self.ledger is not None:
+                self.ledger.fetch(values, sentence)
+                return
             keys = list(dict.fromkeys(chain.from_iterable(self._sources(value, sentence) for value in values)))
         except LateValue as late:
             if self.last_block is None or self.in_block:
                 raise
             # code after the last block, on a stage before those that run it
+            if self.ledger is not None:
+                self.end_after_last_block(str(late))
+                raise StageEnd from None
             self.found_end, self.missing = End(self.last_block, True, str(late)), Request(done=False)
             raise StageEnd from None
         if not keys:
             raise StepError(sentence)
         self.missing = Request(done=False, keys=tuple(keys), sentence=sentence)
         raise StageEnd
+
+    def end_after_last_block(self, why: str = "") -> None:
+        """Move this stage's end back to where the last block has returned: the next stage runs what follows."""
+        assert self.last_block is not None and self.ledger is not None
+        self.until, self.counted = End(self.last_block, True, why), self.counted_at_last_block
+        self.ledger.forget_from(self.counted.number)
 
     def ask(self, key: Key, sentence: str) -> list[Key] | None:
         """The values that this stage must request from the previous one to be able to send a requested value.

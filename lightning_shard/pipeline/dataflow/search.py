@@ -312,6 +312,9 @@ def check_ran(stage: Stage, passage: Passage, crossing: Crossing) -> None:
         return
     if agreed is None and crossing.outgoing is not None and not passage.searching:
         raise StepError(called_now(stage.blocks[passage.last_block or 0]))
+    if until is None and not stage.is_last and passage.ledger is not None:
+        passage.end_after_last_block()
+        until = passage.until
     if until is None and not stage.is_last and passage.searching:
         assert passage.last_block is not None
         passage.found_end, passage.missing = End(passage.last_block, after=True), Request(done=False)
@@ -325,7 +328,7 @@ def check_ran(stage: Stage, passage: Passage, crossing: Crossing) -> None:
     slots = crossing.outgoing.slots if crossing.outgoing is not None and not passage.searching else {}
     if unsent := [stage.blocks[key[1]] for key in slots if key[0] == "block" and key not in passage.sent]:
         raise StepError(missing_now(stage.method, unsent))
-    if passage.memory is not None:
+    if passage.memory is not None and passage.ledger is None:
         passage.memory.check(passage.sent, stage.blocks)
 
 

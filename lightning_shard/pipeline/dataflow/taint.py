@@ -16,10 +16,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
@@ -54,6 +55,14 @@ _LIKE_OTHERS = {"expand_as", "view_as", "reshape_as", "type_as", "to", "resize_a
 """Functions that use only shape, dtype and device: ``_WITHOUT_VALUES`` of the first argument, ``_LIKE_OTHERS`` of all
 but the first."""
 _TAKES_SOME = _WITHOUT_VALUES | _LIKE_OTHERS
+_ABOUT = {
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_same_size", "is_shared", "is_inference", "data_ptr"),
+    *("__len__", "__hash__", "untyped_storage", "requires_grad_", "result_type", "can_cast", "is_tensor", "__set__"),
+}
+"""Functions that tell about a tensor, not its values."""
+_OF_VALUES = {"T", "mT", "H", "mH", "real", "imag", "data"}
+"""Attributes of a tensor that are tensors."""
 
 REMEDY = (
     "A pipeline stage knows what its own blocks and earlier stages compute, and nothing that needs a later stage's"
@@ -79,11 +88,11 @@ class Origin:
 
     Attributes:
         text: A noun phrase for messages: "what is computed from …".
-        on_missing: Called with unknown values that are needed here, and the error message; always raises.
+        on_missing: Called with unknown values that are needed here, and the error message; fetches them, or raises.
     """
 
     text: str
-    on_missing: Callable[[Sequence[Unknown], str], NoReturn]
+    on_missing: Callable[[Sequence[Unknown], str], None]
 
     @property
     def at_end(self) -> str:
@@ -93,10 +102,25 @@ class Origin:
 
 class _Collected(threading.local):
     found: list[Unknown] | None = None
+    computing: int = 0
+
+
+class Follower(Protocol):
+    """Follows a microbatch that finds out what crosses (``crossing.Passage``)."""
+
+    def substituted(self, arguments: Any) -> Any:
+        """The arguments, with received parameters in place of hollow ones."""
+
+    def late(self, unknown: Sequence[Unknown]) -> tuple[str, ...]:
+        """The parameters of later stages that these values are computed from."""
+
+    def knows_operands(self, name: str, operands: Sequence[Any], *, into_known: bool) -> bool:
+        """Before an operation: fetch its unknown operands where it must know them; returns whether it did."""
 
 
 class _Recorded(threading.local):
     provenance: Callable[[Sequence[Unknown]], Any] | None = None
+    follower: Follower | None = None
 
 
 _collected = _Collected()
@@ -104,57 +128,87 @@ _recorded = _Recorded()
 
 
 class Unknown(torch.Tensor):
-    """A tensor whose values aren't known on this stage.
+    """A tensor whose values aren't known on this stage: NaN, without a graph.
 
-    ``value`` is its provenance (``crossing.Value``), or ``None`` if it isn't recorded.
+    Attributes:
+        key: Its name (``messages.Key``), if it has one.
+        late: The parameters of later stages that it is computed from, as far as that is followed.
+        needs: Whether the value requires gradients where it is known.
+        base: The unknown tensor whose memory it shares.
     """
 
     origin: Origin
-    value: Any = None
+    value: Any = None  # its provenance (``crossing.Value``), where a search runs a microbatch again
+    key: Any = None
+    late: tuple[str, ...] = ()
+    needs: bool = False
+    base: Unknown | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        follower = _recorded.follower
+        if follower is not None:
+            args, kwargs = follower.substituted((args, kwargs))
+        attribute = func.__self__.__name__ if name == "__get__" else ""
+        if attribute == "requires_grad" and type(args[0]) is Unknown:
+            return args[0].needs
+        if name in _ABOUT or (attribute and attribute not in _OF_VALUES):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in ("register_hook", "retain_grad") and isinstance(args[0], Unknown) and args[0].needs:
+            return RemovableHandle({}) if name == "register_hook" else None  # the stage that has the value does it
         given = _leaves_of_call(args, kwargs)
         taken = given if name not in _TAKES_SOME else leaves(_arguments_read(name, args, kwargs))
-        unknown = next((leaf for leaf in taken if isinstance(leaf, Unknown)), None)
-        if unknown is not None and _collected.found is not None:
-            _collected.found += [leaf for leaf in taken if isinstance(leaf, Unknown)]
-        if unknown is not None and name in _AS_NUMBERS:
-            _miss([unknown], f"The step asks for {unknown.origin.text} as a number ({name}). {REMEDY}")
-        if unknown is not None and name in _AS_TEXT:
-            return _as_text(unknown)
+        unknown = [leaf for leaf in taken if isinstance(leaf, Unknown)]
+        if not unknown:
+            with torch._C.DisableTorchFunctionSubclass(), computing_unknown():
+                return func(*args, **kwargs)
+        if _collected.found is not None:
+            _collected.found += unknown
+        origin = unknown[0].origin
+        if name in _AS_TEXT:
+            return _as_text(func, unknown[0])
         is_written = bool(args) and writes(name)
-        if is_written and isinstance(args[0], Unknown) and has_no_memory(args[0]):
+        if is_written and isinstance(args[0], Unknown) and has_no_memory(args[0]) and isinstance(args[0], Hollow):
             return args[0]  # the user's code initialises or changes another stage's parameter: ignored
-        if unknown is not None and (_is_shaped_by_values(name, args, kwargs) or _selects(name, args)):
-            _miss([unknown], f"The size of what {name} gives depends on {unknown.origin.at_end}. {REMEDY}")
+        if name in _AS_NUMBERS:
+            _miss([unknown[0]], f"The step asks for {origin.text} as a number ({name}). {REMEDY}")
+            return func(*args, **kwargs)
+        if _is_shaped_by_values(name, args, kwargs) or _selects(name, args):
+            _miss(unknown, f"The size of what {name} gives depends on {origin.at_end}. {REMEDY}")
+            return func(*args, **kwargs)
+        written = [leaf for leaf in (*args[:is_written], *leaves(kwargs.get("out", ()))) if isinstance(leaf, Tensor)]
+        into_known = any(not isinstance(leaf, Unknown) for leaf in written)
+        if follower is not None and follower.knows_operands(name, given, into_known=into_known):
+            return func(*args, **kwargs)
+        late = follower.late(unknown) if follower is not None else ()
+        value = _recorded.provenance(unknown) if _recorded.provenance else None
+        needs = torch.is_grad_enabled() and name != "detach" and attribute != "data" and any(map(_needs, given))
         try:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), computing_unknown():
                 result = func(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as error:
-            if unknown is None:
-                raise
-            _miss([unknown], f"{name} can't be computed of {unknown.origin.at_end} ({error}). {REMEDY}")
-        if unknown is None:
-            return result
-        value = (
-            _recorded.provenance([leaf for leaf in taken if isinstance(leaf, Unknown)])
-            if _recorded.provenance
-            else None
-        )
-        if is_written or "out" in kwargs:
-            for written in [*args[:is_written], *leaves(kwargs.get("out", ()))]:
-                if isinstance(written, Tensor):
-                    _mark_written(written, unknown.origin, value)
-        known = [*map(id, given)]  # arguments that are returned keep their state
-        for leaf in leaves(result):
-            if isinstance(leaf, Tensor) and id(leaf) not in known:
-                if name in _TO_INTEGERS and not leaf.dtype.is_floating_point and not has_no_memory(leaf):
-                    leaf.zero_()  # NaN cast to an index is out of range, which on CUDA kills the process
-                mark(leaf, unknown.origin).value = value  # type: ignore[attr-defined]
-        return result
+            _miss(unknown, f"{name} can't be computed of {origin.at_end} ({error}). {REMEDY}")
+            return func(*args, **kwargs)
+        for leaf in written:
+            _mark_written(leaf, origin, late, value)
+        kept = {id(leaf): leaf for leaf in given}  # arguments that are returned keep their state
+        shared = {memory_of(leaf): leaf for leaf in unknown if not isinstance(leaf, Hollow)}
+
+        def made(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or id(leaf) in kept:
+                return leaf
+            if name in _TO_INTEGERS and not leaf.dtype.is_floating_point and not has_no_memory(leaf):
+                leaf.zero_()  # NaN cast to an index is out of range, which on CUDA kills the process
+            one = new_unknown(leaf, origin, needs=needs, late=late)
+            source = shared.get(memory_of(one))
+            one.base, one.value = None if source is None else source if source.base is None else source.base, value
+            return one
+
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), computing_unknown():
+            return tree.map_leaves(made, result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unknown:
         return self
@@ -204,7 +258,7 @@ class Hollow(Unknown):
         device: torch.device,
         name: str,
         stage: int,
-        on_missing: Callable[[Sequence[Unknown], str], NoReturn],
+        on_missing: Callable[[Sequence[Unknown], str], None],
     ) -> Hollow:
         hollow = _nan_like(parameter, device)
         hollow.origin = Origin(f"what is computed from {name}, which stage {stage} holds,", on_missing)
@@ -232,6 +286,47 @@ class Hollow(Unknown):
 def _nan_like(tensor: Tensor, device: torch.device) -> Hollow:
     nan = torch.full((), torch.nan, dtype=tensor.dtype, device=device).expand(tensor.shape)
     return torch.Tensor._make_subclass(Hollow, nan)
+
+
+def new_unknown(data: Tensor, origin: Origin, *, needs: bool = False, late: tuple[str, ...] = ()) -> Unknown:
+    """An unknown tensor over the memory of a new tensor: no view of it, and no node of autograd refers to it."""
+    if type(data) not in (Tensor, Unknown, Hollow, nn.Parameter):
+        return mark(data, origin)  # type: ignore[return-value]
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        one: Any = Tensor._make_subclass(Unknown, data.detach())
+        one.origin, one.late, one.needs = origin, late, needs and (data.is_floating_point() or data.is_complex())
+        return one  # type: ignore[no-any-return]
+
+
+def put_values(unknown: Unknown, values: Tensor) -> None:
+    """Make an unknown tensor known: all variables that refer to it see these values, with their graph.
+
+    Private (torch 2.11 to 2.14): ``torch._C._swap_tensor_impl``, as ``torch.utils.swap_tensors`` uses it, which refuses
+    tensors with weak references. Where C++ holds the tensor too, such as for an activation checkpoint, it is overwritten.
+    """
+    with torch._C.DisableTorchFunction(), computing_unknown():
+        size, stride = unknown.size(), unknown.stride()
+        overlaps = any(length > 1 and step == 0 for length, step in zip(size, stride))
+        real = (values.new_empty(size) if overlaps else values.new_empty_strided(size, stride)).copy_(values)
+        put_tensor(unknown, real)
+
+
+def put_tensor(unknown: Unknown, real: Tensor) -> None:
+    """Put this tensor in the place of an unknown one."""
+    with torch._C.DisableTorchFunction(), computing_unknown():
+        for name in ("origin", "value", "key", "late", "needs", "base"):
+            unknown.__dict__.pop(name, None)  # other attributes are the user's
+        unknown.__class__ = Tensor  # type: ignore[assignment]
+        if unknown._use_count() == 1:  # type: ignore[attr-defined]
+            torch._C._swap_tensor_impl(unknown, real)  # type: ignore[attr-defined]
+        else:
+            _overwrite(unknown, real)
+
+
+def _needs(leaf: Any) -> bool:
+    if isinstance(leaf, Hollow):
+        return leaf.trains
+    return leaf.needs if isinstance(leaf, Unknown) else isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def mark(tensor: Tensor, origin: Origin) -> Tensor:
@@ -276,13 +371,13 @@ class _Overwritten(torch.autograd.Function):
 _overwrite: Any = _Overwritten.apply  # not the one that is patched to report the user's functions
 
 
-def _mark_written(tensor: Tensor, origin: Origin, value: Any) -> None:
+def _mark_written(tensor: Tensor, origin: Origin, late: tuple[str, ...], value: Any) -> None:
     """Mark a tensor that was changed in place, and the base that it is a view of."""
     base = base_of(tensor)
     for written in (tensor,) if base is None else (tensor, base):
-        mark(written, origin)
+        unknown: Any = mark(written, origin)
         if not isinstance(written, Hollow):
-            written.value = value  # type: ignore[attr-defined]
+            unknown.late, unknown.key, unknown.value = late, None, value
 
 
 def _arguments_read(name: str, args: Any, kwargs: Any) -> Any:
@@ -292,12 +387,14 @@ def _arguments_read(name: str, args: Any, kwargs: Any) -> Any:
     return args[:1] if name in _LIKE_OTHERS else (args, kwargs)
 
 
-def _as_text(unknown: Unknown) -> str:
-    """A placeholder text for an unknown value that can't be had; requests the value if it can."""
+def _as_text(func: Any, unknown: Unknown) -> Any:
+    """The text of an unknown value; a placeholder if the value can't be had."""
+    origin = unknown.origin
     try:
-        _miss([unknown], f"The step shows {unknown.origin.text} as a text. {REMEDY}")
+        _miss([unknown], f"The step shows {origin.text} as a text. {REMEDY}")
     except StepError:
-        return f"<{unknown.origin.at_end}: not known on this pipeline stage>"
+        return f"<{origin.at_end}: not known on this pipeline stage>"
+    return func(unknown)
 
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
@@ -317,11 +414,13 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
         raise  # already a message of ours
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         _miss([unknown], f"{sentence[: -len(REMEDY)]}It gives: {error}. {REMEDY}")
+        return func(*args, **kwargs)
     given = {id(leaf) for leaf in leaves((args, kwargs))}
     if any(
         isinstance(leaf, Tensor) and not isinstance(leaf, Unknown) and id(leaf) not in given for leaf in leaves(result)
     ):
         _miss([unknown], sentence)
+        return func(*args, **kwargs)
     return result
 
 
@@ -352,6 +451,8 @@ def has_no_memory(tensor: Tensor) -> bool:
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
+    if type(tensor) is Unknown and tensor.base is not None:
+        return tensor.base
     with torch._C.DisableTorchFunctionSubclass():
         return tensor._base
 
@@ -380,8 +481,23 @@ def refuse(value: Any, where: str) -> None:
         )
 
 
-def _miss(values: Sequence[Unknown], sentence: str) -> NoReturn:
+def _miss(values: Sequence[Unknown], sentence: str) -> None:
+    """Fetch values that are needed here, in place; raises if that can't be done."""
     values[0].origin.on_missing(values, sentence)
+
+
+@contextmanager
+def computing_unknown() -> Iterator[None]:
+    """Context in which kernels may read unknown values: what they give is marked."""
+    _collected.computing += 1
+    try:
+        yield
+    finally:
+        _collected.computing -= 1
+
+
+def is_computing_unknown() -> bool:
+    return _collected.computing > 0
 
 
 @contextmanager
@@ -389,7 +505,8 @@ def collecting_unknown(given: Any) -> Iterator[list[Unknown]]:
     """Yield a list that collects unknown tensors: those in ``given``, and the arguments of torch functions inside."""
     outer, _collected.found = _collected.found, all_unknown(given)
     try:
-        yield _collected.found
+        with computing_unknown():
+            yield _collected.found
     finally:
         if outer is not None:
             outer += _collected.found
@@ -404,6 +521,16 @@ def recording_provenance(provenance: Callable[[Sequence[Unknown]], Any]) -> Iter
         yield
     finally:
         _recorded.provenance = before
+
+
+@contextmanager
+def followed_by(follower: Follower) -> Iterator[None]:
+    """Context of a microbatch that finds out what crosses."""
+    before, _recorded.follower = _recorded.follower, follower
+    try:
+        yield
+    finally:
+        _recorded.follower = before
 
 
 def mark_all(value: Any, origin: Origin) -> None:

@@ -47,6 +47,8 @@ class Trace(TorchFunctionMode):
         self._off = False
         self._parents: tuple[Value, ...] = ()
         self._written: dict[int, Unknown] = {}
+        self._of_own = False
+        self._late: tuple[str, ...] = ()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -61,11 +63,15 @@ class Trace(TorchFunctionMode):
             )
         self.mark_written_aliases((args, kwargs))
         parents = self._unknown_in((args, kwargs))
-        result = computed(func, args, kwargs)
         name = getattr(func, "__name__", "")
         written = [*args[: writes(name)], *leaves(kwargs.get("out", ()))]
         changed = [leaf for leaf in written if isinstance(leaf, Tensor)]
-        result = self._count_operation(name, result, changed, parents)
+        ledger, own = self._passage.ledger, False
+        if ledger is not None:
+            ledger.is_written(changed)
+            own = ledger.is_own(leaves((args, kwargs)))
+        result = computed(func, args, kwargs)
+        result = self._count_operation(name, result, changed, parents, own=own)
         if self._passage.searching:
             unknown = [leaf for leaf in changed if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow)]
             self._written.update((memory_of(leaf), leaf) for leaf in unknown)
@@ -76,12 +82,22 @@ class Trace(TorchFunctionMode):
         for leaf in leaves(value) if self._written else ():
             if type(leaf) is Tensor and (source := self._written.get(memory_of(leaf))) is not None:
                 unknown: Any = mark(leaf, source.origin)
-                unknown.value = source.value
+                unknown.value, unknown.late = source.value, source.late
 
-    def begins(self, args: Any) -> None:
-        """A part around the blocks, or an opaque function, begins: it counts as one operation on ``args``."""
+    def begins(self, args: Any, name: str = "The step", *, is_own: bool = False) -> None:
+        """A part around the blocks, or an opaque function, begins: it counts as one operation on ``args``.
+
+        Args:
+            is_own: Whether it has parameters that no earlier stage has.
+        """
         if not self._suspended:
             self.mark_written_aliases(args)
+            ledger = self._passage.ledger
+            if ledger is not None:
+                operands = tree.leaves(args)
+                self._of_own = is_own or ledger.is_own(operands)
+                ledger.knows_operands(name, operands, combines=self._of_own)
+                self._late = ledger.late([leaf for leaf in operands if isinstance(leaf, Unknown)])
             self._parents = self._unknown_in(args)
         self.suspend()
 
@@ -108,7 +124,11 @@ class Trace(TorchFunctionMode):
             mark_all(result, unknown[0].origin)
         if self._suspended == 1:  # still suspended: copies made here are no operations of the network
             number = self._passage.counted.number
-            result = self._count_operation(name, result, [], (*self._parents, *self._unknown_in(unknown)))
+            for leaf in tree.tensors(result) if self._late else ():
+                if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow):
+                    leaf.late = leaf.late or self._late
+            parents = (*self._parents, *self._unknown_in(unknown))
+            result = self._count_operation(name, result, [], parents, own=self._of_own)
             if part is not None:
                 for path, key in kept if kept is not None else self._passage.kept_by(number):
                     self._register_attributes(part.get_submodule(path), (number, path, key, name))
@@ -131,14 +151,18 @@ class Trace(TorchFunctionMode):
             keep(module, key, with_leaves(produced, held))
 
     def _unknown_in(self, value: Any) -> tuple[Value, ...]:
-        if not self._passage.searching:
+        if not self._passage.searching or self._passage.ledger is not None:
             return ()
         unknown = (leaf for _, leaf in tree.walk(value) if isinstance(leaf, Unknown))
         return tuple(value for value in map(value_of, unknown) if value is not None)
 
-    def _count_operation(self, name: str, result: Any, changed: list[Tensor], parents: tuple[Value, ...]) -> Any:
+    def _count_operation(
+        self, name: str, result: Any, changed: list[Tensor], parents: tuple[Value, ...], *, own: bool
+    ) -> Any:
         passage = self._passage
         given = tree.tensors(result)
+        if own and passage.ledger is not None:
+            passage.ledger.comes_of_own([*given, *changed])
         if not given and not changed:
             return result
         number = passage.counted.number

@@ -6,6 +6,7 @@ each action receives, computes and sends, and the receives of the next action ar
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from lightning_shard import tree
 from lightning_shard.errors import RankFailure, StepError
 from lightning_shard.pipeline.dataflow.backward_hooks import refusing_earlier_graphs
 from lightning_shard.pipeline.dataflow.crossing import Crossing
+from lightning_shard.pipeline.dataflow.in_place import InPlace, Post, find_in_place
 from lightning_shard.pipeline.dataflow.messages import Key, Request, Slot
 from lightning_shard.pipeline.dataflow.search import (
     CallsAgain,
@@ -38,6 +40,8 @@ from lightning_shard.pipeline.schedules.recorded import UNWATCHED, Watch
 from lightning_shard.pipeline.schedules.schedule import Action
 from lightning_shard.pipeline.stages.stage import Stage
 
+FETCHES = os.environ.get("LIGHTNING_SHARD_FETCHES", "") != ""
+"""Whether a first microbatch fetches in place what a stage misses, rather than run again."""
 _KNOWN = 1024
 """Of so many signatures it is remembered what crosses."""
 
@@ -108,6 +112,7 @@ class PipelinedStep:
         self.found_other = False  # when it last looked again
         self._call_by_call: set[Signature] = set()
         self._of_any = of_any
+        self.returns: Callable[[Stage, list[Tensor]], None] = lambda stage, sent: None
         self.call_by_call = CallByCall([(end.stage, end.channel) for end in self._ends.values()], remember)
 
     def train(
@@ -364,8 +369,34 @@ class PipelinedStep:
         for search, end in zip(searches, self._ends.values()):
             if as_before:
                 search.begin_as(end.latest[kind])
+        if FETCHES:
+            return self._find_in_place(run, i, keys, kind)
         memory = self._remember()
         find_crossing(searches, run, i, memory, self._of_any, as_before=as_before)
+        ran = self._found(searches, keys, i, kind)
+        memory.forget()
+        return ran
+
+    def _find_in_place(self, run: RunStep, i: int, keys: Sequence[Signature], kind: str) -> dict[int, Ran]:
+        post = Post(next(iter(self._ends.values())).channel)
+        searches = [InPlace(end.stage, end.channel, post) for end in self._ends.values()]
+        if all(kind in end.latest for end in self._ends.values()):
+            for search, end in zip(searches, self._ends.values()):
+                search.begin_as(end.latest[kind])
+        memory = self._remember() if not torch.is_grad_enabled() or len(self._ends) > 1 else None
+        try:
+            find_in_place(searches, run, i, self.returns)
+        except CallsAgain:
+            if memory is not None:
+                memory.put_back()
+            raise
+        finally:
+            if memory is not None:
+                memory.check()
+                memory.forget()
+        return self._found(searches, keys, i, kind)
+
+    def _found(self, searches: Sequence[Any], keys: Sequence[Signature], i: int, kind: str) -> dict[int, Ran]:
         ran = {}
         for search, end in zip(searches, self._ends.values()):
             crossing = search.crossing
@@ -376,7 +407,6 @@ class PipelinedStep:
             end.crossings[keys[i]] = end.latest[kind] = crossing
             _forget_oldest(end.crossings, keys)
             ran[end.stage.index] = search.ran
-        memory.forget()
         return ran
 
     def _forward(self, end: _Ends, run: RunStep, i: int, key: Signature, arriving: Arriving | None = None) -> Ran:

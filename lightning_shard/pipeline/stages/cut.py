@@ -63,6 +63,9 @@ def cut(
         stage.own_parts = [name for name, holder in parts.items() if holder == stage.index]
         stage.earlier_parts = [name for name, holder in parts.items() if holder < stage.index]
         stage.last_parts = [name for name, holder in parts.items() if holder == count - 1]
+    first = _first_holders(root, blocks, parts, holder_of)
+    for stage in stages:
+        stage.alone = [name for name, holder in first.items() if holder == stage.index]
     foreign = {stage: _Foreign.of(root, stage, parts, holder_of, kept[stage.index]) for stage in stages}
     nowhere = set.intersection(*(set(each.parameters) for each in foreign.values()))
     _hollow_out(root, stages, foreign, nowhere)
@@ -86,6 +89,21 @@ def cut(
                 whole = partial(_named_parameters, stages, name, module.named_parameters)
                 view.add(module.__dict__, "named_parameters", whole)
     return stages
+
+
+def _first_holders(
+    root: nn.Module, blocks: Sequence[str], parts: Mapping[str, int], holder_of: Sequence[int]
+) -> dict[str, int]:
+    """By a parameter's names, the first stage that holds it; without those outside of blocks and parts."""
+    held = [*parts.items(), *zip(blocks, holder_of)]
+    first: dict[Tensor, int] = {}
+    names: list[tuple[str, Tensor]] = []
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        for of, stage in held:
+            if name == of or name.startswith(f"{of}."):
+                first[parameter] = min(first.get(parameter, stage), stage)
+                names.append((name, parameter))
+    return {name: first[parameter] for name, parameter in names}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
@@ -144,7 +144,7 @@ class Stages(Sequence[Stage]):
                         if is_of_fsdp(hook):
                             view.add(hooks, number, _nothing)
 
-    def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
+    def on_missing(self, values: Sequence[Unknown], sentence: str) -> None:
         if not self.in_step or self._current is None:
             raise StepError(said_of_hook(sentence))
         self._current.on_missing(values, sentence)

@@ -38,6 +38,7 @@ from lightning_shard.pipeline.dataflow.crossing import (
     provenance,
     unknown_states,
 )
+from lightning_shard.pipeline.dataflow.fetching import Ask, Ledger
 from lightning_shard.pipeline.dataflow.kept import Attributes, Found, keep, leaves
 from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Kept, Key, Request, Slot
 from lightning_shard.pipeline.dataflow.padding_masks import masks_made_as_given
@@ -66,6 +67,7 @@ class Stage:
         places: The places of each block, by name.
         parts: The names of the modules and parameters around the blocks.
         network: The name of the module that a step calls; ``""`` if it is the root itself.
+        alone: The names of this stage's parameters that no earlier stage has.
         hollow: The parameters that other stages hold, by name.
         elsewhere: The modules whose parameters other stages hold.
         own_parts: The parts that this stage holds.
@@ -96,6 +98,7 @@ class Stage:
     parts: Collection[str]
     network: str
     device: torch.device
+    alone: Collection[str] = ()
     hollow: dict[str, Hollow] = field(default_factory=dict)
     elsewhere: set[nn.Module] = field(default_factory=set)
     own_parts: Collection[str] = ()
@@ -145,7 +148,12 @@ class Stage:
 
     @contextmanager
     def microbatch(
-        self, received: Mapping[Key, Tensor], crossing: Crossing, *, searching: bool = False
+        self,
+        received: Mapping[Key, Tensor],
+        crossing: Crossing,
+        *,
+        searching: bool = False,
+        ask: Ask | None = None,
     ) -> Iterator[Passage]:
         """Context of one microbatch's forward, whose user code runs in :meth:`running`; yields its :class:`Passage`.
 
@@ -153,6 +161,7 @@ class Stage:
             received: Values from the previous stage.
             crossing: The values that cross, as far as known.
             searching: Whether this run searches for the values that cross.
+            ask: Asks the previous stage for values, where it searches in place.
         """
         counted = Counted(_OPERATIONS_OF_A_CALL * self.calls.count) if self.calls is not None else Counted()
         until = crossing.incoming.until
@@ -173,10 +182,13 @@ class Stage:
             filler=self._filler,
             memory=SharedMemory(crossing.incoming.aliased) if searching else None,
         )
+        if ask is not None:
+            assert self._root is not None and passage.memory is not None
+            passage.ledger = Ledger(passage, ask, self.alone, self._root, passage.memory)
         self._times_run.clear()
         self._running.clear()
         self._trace = Trace(passage) if searching or crossing.is_traced() else None
-        recording = recording_provenance(provenance) if searching else nullcontext()
+        recording = recording_provenance(provenance) if searching and ask is None else nullcontext()
         try:
             with self.apart(), recording:
                 yield passage
@@ -215,8 +227,10 @@ class Stage:
     def running(self, root: nn.Module) -> Iterator[None]:
         """Context of the user's step, while ``root``'s own parameters are unsharded."""
         traced = self._trace.running() if self._trace is not None else nullcontext()
+        ledger = self.passage.ledger
+        followed = ledger.following() if ledger is not None else nullcontext()
         masks = masks_made_as_given(causal_too=self._trace is not None)
-        with self.shown(), parameters_crossing(root, self.passage), masks, traced:
+        with self.shown(), parameters_crossing(root, self.passage), masks, followed, traced:
             before, self.in_step = self.in_step, True
             self._compiled.run_as_written()
             try:
@@ -257,7 +271,9 @@ class Stage:
             part = _attribute(root, name)
             if isinstance(part, nn.Module):
                 hollow = [tensor for fqn, tensor in self.hollow.items() if fqn.startswith(f"{name}.")]
-                part.register_forward_pre_hook(partial(self._enter_part, hollow), prepend=True, with_kwargs=True)
+                is_own = any(fqn.startswith(f"{name}.") for fqn in self.alone)
+                enter = partial(self._enter_part, name, hollow, is_own)
+                part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
                 if _is_on_tensor_axis(part):
                     part.register_forward_pre_hook(partial(self._enter_split, name), prepend=True, with_kwargs=True)
                 part.register_forward_hook(partial(self._leave_part, name))
@@ -274,7 +290,7 @@ class Stage:
         aliased = passage.memory.aliased() if passage.memory is not None else crossing.incoming.aliased
         return Delivery(slots, dict(passage.blocks), unavailable, passage.counted, passage.until, traced, aliased)
 
-    def on_missing(self, values: Sequence[Unknown], sentence: str) -> NoReturn:
+    def on_missing(self, values: Sequence[Unknown], sentence: str) -> None:
         if self.calls is not None and not self.passage.active:
             self.calls.on_missing(sentence)
         try:
@@ -291,11 +307,13 @@ class Stage:
         if self.is_shown and self.in_step and self._trace is not None:
             refuse((args, kwargs), name)  # what DTensor computes of unknown values isn't marked
 
-    def _enter_part(self, hollow: Sequence[Hollow], part: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_part(
+        self, name: str, hollow: Sequence[Hollow], is_own: bool, part: nn.Module, args: Any, kwargs: Any
+    ) -> None:
         if self.is_shown and self.in_step and self._trace is not None:
             if self.passage.searching:
                 self._parts_before.append(Attributes.of(part))
-            self._trace.begins((args, kwargs, hollow))
+            self._trace.begins((args, kwargs, hollow), name, is_own=is_own)
 
     def _leave_part(self, name: str, part: nn.Module, _args: Any, output: Any) -> Any:
         if not self.is_shown or not self.in_step or self._trace is None:
@@ -473,7 +491,7 @@ class Stage:
             self._trace.resume()
         if index is None:
             return None
-        passage.last_block = index
+        passage.last_block, passage.counted_at_last_block = index, passage.counted
         if passage.entered_after is not None and index == passage.entered_after.place:
             passage.enter()
         if passage.leaves_after is not None and index == passage.leaves_after.place:

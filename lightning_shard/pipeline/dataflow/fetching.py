@@ -1,0 +1,318 @@
+"""Finds which values cross the cuts: in a signature's first microbatch, a stage fetches what it misses, in place.
+
+The microbatch goes through the stages in order, and each runs the user's step once. It keeps its named results
+(:class:`Ledger`) until all later stages are done. A stage that misses a value asks the stage before for it by name,
+waits, and puts the answer into the user's unknown tensor; Python goes on. What was asked for is sent with all later
+microbatches of the signature.
+
+A value is fetched itself, never what it is computed from. So an operation's unknown operands, unless they are *late*
+(computed from a later stage's parameters), are fetched where no earlier stage would know its result:
+
+1. it needs them as numbers, or for the size of its result;
+2. it comes after this stage's first own block: no earlier stage runs it;
+3. it combines them with what no earlier stage has: a parameter of this stage alone, or what is computed from one;
+4. it writes into a known tensor, or an activation checkpoint encloses it, which will run it again.
+
+What stays unknown was therefore computed before this stage's first own block. The previous stage has run that too: it
+knows the value, or has an unknown one of the same name, and asks onward. Stage 0 has none but late ones.
+
+One stage is active at a time: it asks the stage before and waits for the answer, as a call does. A rank that waits
+serves requests to all of its stages, so several stages on a rank can't deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_shard import tree
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
+from lightning_shard.pipeline.dataflow.crossing import LARGEST_PARAMETER, LateValue, Passage
+from lightning_shard.pipeline.dataflow.messages import Key
+from lightning_shard.pipeline.dataflow.taint import (
+    Hollow,
+    Unknown,
+    followed_by,
+    is_computing_unknown,
+    memory_of,
+    put_tensor,
+    put_values,
+)
+
+#: Asks the previous stage for values of these names, with the sentence of the error if they can't be had.
+Ask = Callable[[Sequence[Key], str], Mapping[Key, Tensor]]
+
+
+class _Named(NamedTuple):
+    """A value, and its version when it got its name."""
+
+    tensor: Tensor
+    version: int
+
+
+class Ledger:
+    """One stage's values of a microbatch, by name.
+
+    Args:
+        passage: That of the microbatch.
+        ask: Asks the previous stage.
+        own: The names of this stage's parameters around the blocks that no earlier stage has.
+        root: The LightningModule.
+        memory: Notes which values share memory.
+    """
+
+    def __init__(
+        self, passage: Passage, ask: Ask, own: Collection[str], root: nn.Module, memory: SharedMemory
+    ) -> None:
+        self._passage = passage
+        self._ask = ask
+        self._root = root
+        self._memory = memory
+        self._named: dict[Key, _Named] = {}
+        self._keys: dict[int, Key] = {}
+        self._names_of_own = own
+        self._own: set[int] = set()
+        self._parameters = {key[1]: tensor for key, tensor in passage.received.items() if key[0] == "parameter"}
+        self._unknown_memory: dict[int, Unknown] = {}
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Context of the user's step, while parameters around the blocks are unsharded."""
+        own = (_parameter(self._root, name) for name in self._names_of_own)
+        self._own = {id(parameter) for parameter in own if parameter is not None}
+        with followed_by(self), Guard(self):
+            yield
+
+    # Names
+
+    def enter(self, key: Key, tensor: Tensor) -> None:
+        """A value has got its name."""
+        if isinstance(tensor, Hollow):
+            return
+        if isinstance(tensor, Unknown):
+            tensor.key = key
+            if memory := memory_of(tensor):
+                self._unknown_memory[memory] = tensor
+        self._named[key] = _Named(tensor, -1 if tensor.is_inference() else tensor._version)
+        self._keys[id(tensor)] = key
+
+    def is_own(self, operands: Iterable[Any]) -> bool:
+        """Whether an operation on these has a result that no earlier stage knows."""
+        return not self._passage.entered and any(id(leaf) in self._own for leaf in operands)
+
+    def comes_of_own(self, results: Iterable[Tensor]) -> None:
+        """These are computed from parameters that no earlier stage has."""
+        self._own.update(id(leaf) for leaf in results if not isinstance(leaf, Unknown))
+
+    def is_written(self, tensors: Iterable[Tensor]) -> None:
+        """Operations are about to change these in place: the names that they have stand for their present values."""
+        for tensor in tensors:
+            key = self._keys.get(id(tensor))
+            if key is not None and not isinstance(tensor, Unknown) and self._named[key].tensor is tensor:
+                with torch._C.DisableTorchFunction(), torch.set_grad_enabled(self._passage.differentiates):
+                    copy = tensor.clone()
+                self._named[key] = _Named(copy, copy._version)
+
+    def forget_from(self, number: int) -> None:
+        """Forget the results of operations from this number on: the stage's part has ended before."""
+        self._named = {k: each for k, each in self._named.items() if k[0] != "operation" or k[1] < number}
+
+    def clear(self) -> None:
+        self._named.clear()
+        self._keys.clear()
+        self._unknown_memory.clear()
+
+    # What the user's code computes
+
+    def substituted(self, arguments: Any) -> Any:
+        if not self._parameters:
+            return arguments
+        return tree.map_leaves(self._substitute, arguments)
+
+    def _substitute(self, leaf: Any) -> Any:
+        return self._parameters.get(leaf.fqn, leaf) if isinstance(leaf, Hollow) else leaf
+
+    def late(self, unknown: Sequence[Unknown]) -> tuple[str, ...]:
+        names = {name: None for leaf in unknown for name in self._late_names(leaf)}
+        return tuple(names)
+
+    def _late_names(self, leaf: Unknown) -> Sequence[str]:
+        if isinstance(leaf, Hollow):
+            return (leaf.fqn,) if leaf.holder > self._passage.stage else ()
+        return leaf.late
+
+    def knows_operands(
+        self, name: str, operands: Sequence[Any], *, into_known: bool = False, combines: bool = False
+    ) -> bool:
+        unknown = [leaf for leaf in operands if isinstance(leaf, Unknown)]
+        if not unknown or not self._passage.active or self.late(unknown) or not all(map(self._can_be_fetched, unknown)):
+            return False
+        must = combines or self._passage.entered or into_known or self.is_own(operands)
+        if not must and not (_is_recomputed() and not any(isinstance(leaf, Hollow) for leaf in unknown)):
+            return False
+        self._passage.on_missing(unknown, f"{name} computes with {unknown[0].origin.at_end}.")
+        return True
+
+    def _can_be_fetched(self, leaf: Unknown) -> bool:
+        if isinstance(leaf, Hollow):
+            return leaf.numel() <= LARGEST_PARAMETER
+        return leaf.key is not None and leaf.key in self._named and self._named[leaf.key].tensor is leaf
+
+    # Fetching
+
+    def fetch(self, values: Sequence[Unknown], sentence: str) -> None:
+        """Get values from the previous stage, and put them into the user's tensors.
+
+        Raises:
+            LateValue: They are computed from parameters of a later stage.
+            StepError: They can't be had for another reason.
+        """
+        unknown = [*{id(leaf): leaf for leaf in values}.values()]
+        if late := self.late(unknown):
+            raise LateValue(sentence, late)
+        with torch._C.DisableTorchFunction(), torch.set_grad_enabled(self._passage.differentiates):
+            missing: dict[Key, list[Unknown]] = {}
+            for leaf in unknown:
+                if isinstance(leaf, Hollow):
+                    self._check_small(leaf, sentence)
+                    missing.setdefault(("parameter", leaf.fqn), []).append(leaf)
+                elif not self._can_be_fetched(leaf) or self._passage.stage == 0:
+                    raise StepError(sentence)
+                elif not self._is_view_of_known(leaf):
+                    missing.setdefault(leaf.key, []).append(leaf)
+            wanted = [key for key in missing if key not in self._passage.received]
+            if wanted:
+                self._passage.received.update(self._ask(wanted, sentence))
+            for key, leaves in missing.items():
+                for leaf in leaves:
+                    self._put(key, leaf)
+
+    def _check_small(self, hollow: Hollow, sentence: str) -> None:
+        if hollow.numel() > LARGEST_PARAMETER:
+            raise StepError(
+                f"{sentence} {hollow.fqn} is used on both sides of a cut, and too large to be sent with each"
+                f" microbatch ({hollow.numel()} elements, at most {LARGEST_PARAMETER}): use two modules that"
+                " share their weights."
+            )
+
+    def _put(self, key: Key, leaf: Unknown) -> None:
+        value = self._passage.received[key]
+        if isinstance(leaf, Hollow):
+            self._parameters[leaf.fqn] = value
+            return
+        self._unknown_memory.pop(memory_of(leaf), None)
+        put_values(leaf, value.clone())
+        if leaf.requires_grad:
+            self._passage.in_place_of.append(leaf)
+        self._memory.receives(key, leaf)
+        self._named[key] = _Named(leaf, -1 if leaf.is_inference() else leaf._version)
+
+    def _is_view_of_known(self, leaf: Unknown) -> bool:
+        """Where the tensor that it is a view of is known by now, it becomes a view of that."""
+        base, key = leaf.base, leaf.key
+        if base is None or isinstance(base, Unknown) or base.dtype != leaf.dtype or leaf.is_conj() or leaf.is_neg():
+            return False
+        view = base.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
+        put_tensor(leaf, view if leaf.needs else view.detach())
+        self._named[key] = _Named(leaf, leaf._version)
+        return True
+
+    # Serving
+
+    def answer(self, keys: Sequence[Key], sentence: str) -> dict[Key, Tensor]:
+        """The values of these names, after asking onward for those that aren't known here; they will be sent.
+
+        Raises:
+            StepError: This stage didn't compute one, or can't.
+        """
+        passage = self._passage
+        if onward := [key for key in keys if key not in passage.received and self._is_unknown(key, sentence)]:
+            passage.received.update(self._ask(onward, sentence))
+        with torch._C.DisableTorchFunction(), torch.set_grad_enabled(passage.differentiates):
+            for key in keys:
+                value = self._value(key, sentence)
+                passage.sent[key] = value.clone()
+                self._memory.sends(key, value)
+        return {key: passage.sent[key] for key in keys}
+
+    def _is_unknown(self, key: Key, sentence: str) -> bool:
+        if key[0] == "parameter":
+            return key[1] in self._passage.hollow
+        if key not in self._named:
+            raise StepError(
+                f"{sentence} Stage {self._passage.stage} didn't compute it: a step must run the same code on every"
+                " stage (its code around the blocks may not depend on random numbers, or on what a stage holds)."
+            )
+        tensor = self._named[key].tensor
+        if not isinstance(tensor, Unknown):
+            return False
+        if late := self.late([tensor]):
+            raise StepError(str(LateValue(sentence, late)))
+        if self._passage.stage == 0:
+            raise StepError(sentence)
+        return True
+
+    def _value(self, key: Key, sentence: str) -> Tensor:
+        if key in self._passage.received:
+            return self._passage.received[key]
+        if key[0] == "parameter":
+            parameter = _parameter(self._root, key[1])
+            if parameter is None or type(parameter) is not nn.Parameter:
+                raise StepError(
+                    f"{key[1]}, of stage {self._passage.stage}, is used on a later pipeline stage, and several ranks"
+                    " hold it in parts when a step begins: have its module return (or keep as an attribute) what is"
+                    " needed of it there; or use data_parallel_size=1 and tensor_parallel_size=1, or"
+                    " pipeline_parallel_size=1."
+                )
+            return parameter
+        tensor, version = self._named[key]
+        if version not in (-1, tensor._version):
+            raise StepError(
+                f"{sentence} It was changed in place since, by a block or through a tensor that shares its memory (a"
+                " view): change it by a new tensor (h = h + x in place of h += x, inplace=False), keep a copy, or use"
+                " pipeline_parallel_size=1."
+            )
+        return tensor
+
+    def is_memory_of_unknown(self, tensor: Tensor) -> bool:
+        """Whether a tensor that isn't marked as unknown lies in the memory of one that is."""
+        return isinstance(self._unknown_memory.get(memory_of(tensor)), Unknown) if self._unknown_memory else False
+
+
+class Guard(TorchDispatchMode):
+    """Refuses a kernel that reads an unknown value behind our back, as in a scripted function, which drops the class.
+
+    Raises:
+        StepError: There is one.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in () if is_computing_unknown() else tree.tensors((args, kwargs)):
+            if type(leaf) is Tensor and self._ledger.is_memory_of_unknown(leaf):
+                raise StepError(
+                    f"{function} reads what only an earlier stage has, in a way that can't be followed, such as in a"
+                    " scripted function. Use torch's own functions there, make it a part of the blocks, or use"
+                    " pipeline_parallel_size=1."
+                )
+        return function(*args, **(kwargs or {}))
+
+
+def _parameter(root: nn.Module, name: str) -> Tensor | None:
+    """A parameter that a rank holds, whichever of its stages is shown."""
+    parent, _, key = name.rpartition(".")
+    return root.get_submodule(parent)._parameters.get(key)
+
+
+def _is_recomputed() -> bool:
+    """Whether an activation checkpoint encloses the caller."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
