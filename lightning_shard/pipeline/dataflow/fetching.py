@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow import opaque_functions
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
 from lightning_shard.pipeline.dataflow.crossing import LARGEST_PARAMETER, LateValue, Passage
 from lightning_shard.pipeline.dataflow.messages import Key
@@ -76,6 +77,7 @@ class Ledger:
         self._memory = memory
         self._named: dict[Key, _Named] = {}
         self._keys: dict[int, Key] = {}
+        self._others: dict[Key, Key] = {}
         self._names_of_own = own
         self._own: set[int] = set()
         self._parameters = {key[1]: tensor for key, tensor in passage.received.items() if key[0] == "parameter"}
@@ -101,6 +103,11 @@ class Ledger:
                 self._unknown_memory[memory] = tensor
         self._named[key] = _Named(tensor, -1 if tensor.is_inference() else tensor._version)
         self._keys[id(tensor)] = key
+
+    def enter_other(self, key: Key, unknown: Unknown) -> None:
+        """An unknown value has one more name, by which no earlier stage knows it."""
+        if unknown.key is not None:
+            self._others[key] = unknown.key
 
     def is_own(self, operands: Iterable[Any]) -> bool:
         """Whether an operation on these has a result that no earlier stage knows."""
@@ -176,6 +183,8 @@ class Ledger:
         unknown = [*{id(leaf): leaf for leaf in values}.values()]
         if late := self.late(unknown):
             raise LateValue(sentence, late)
+        if not torch.is_grad_enabled() and self._passage.differentiates and opaque_functions.is_inside():
+            raise StepError(f"{sentence} An autograd function's forward uses it, which isn't given it.")
         with torch._C.DisableTorchFunction(), torch.set_grad_enabled(self._passage.differentiates):
             missing: dict[Key, list[Unknown]] = {}
             for leaf in unknown:
@@ -186,12 +195,15 @@ class Ledger:
                     raise StepError(sentence)
                 elif not self._is_view_of_known(leaf):
                     missing.setdefault(leaf.key, []).append(leaf)
-            wanted = [key for key in missing if key not in self._passage.received]
-            if wanted:
-                self._passage.received.update(self._ask(wanted, sentence))
+            self.receive([*missing], sentence)
             for key, leaves in missing.items():
                 for leaf in leaves:
                     self._put(key, leaf)
+
+    def receive(self, keys: Sequence[Key], sentence: str) -> None:
+        """Ask for those of these names that weren't received yet."""
+        if wanted := [key for key in keys if key not in self._passage.received]:
+            self._passage.received.update(self._ask(wanted, sentence))
 
     def _check_small(self, hollow: Hollow, sentence: str) -> None:
         if hollow.numel() > LARGEST_PARAMETER:
@@ -232,11 +244,12 @@ class Ledger:
             StepError: This stage didn't compute one, or can't.
         """
         passage = self._passage
-        if onward := [key for key in keys if key not in passage.received and self._is_unknown(key, sentence)]:
-            passage.received.update(self._ask(onward, sentence))
+        names = [self._others.get(key, key) for key in keys]
+        received = passage.received
+        self.receive([key for key in names if key not in received and self._is_unknown(key, sentence)], sentence)
         with torch._C.DisableTorchFunction(), torch.set_grad_enabled(passage.differentiates):
-            for key in keys:
-                value = self._value(key, sentence)
+            for key, name in zip(keys, names):
+                value = self._value(name, sentence)
                 passage.sent[key] = value.clone()
                 self._memory.sends(key, value)
         return {key: passage.sent[key] for key in keys}

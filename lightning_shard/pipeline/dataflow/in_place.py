@@ -9,6 +9,7 @@ stages hold. The end of its part is then where the last block returned, and the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,9 @@ from lightning_shard.pipeline.dataflow.messages import Delivery, Key, Request, S
 from lightning_shard.pipeline.dataflow.search import CallsAgain, Ran, RunStep, check_order, check_ran
 from lightning_shard.pipeline.runtime.channel import Channel
 from lightning_shard.pipeline.stages.stage import Stage
+
+FETCHES = os.environ.get("LIGHTNING_SHARD_FETCHES", "") != ""
+"""Whether a first microbatch fetches in place what a stage misses, rather than run again."""
 
 
 class Post:
@@ -101,7 +105,6 @@ class InPlace:
             self.fail(passage.missing)
             return
         check_ran(stage, passage, crossing)
-        check_order(passage, crossing)
         if stage.is_last:
             return
         crossing.outgoing = stage.delivery(passage, crossing)
@@ -124,6 +127,7 @@ class InPlace:
         crossing = self.crossing
         if self.failed is None and passage is not None and done.done:
             assert passage.memory is not None
+            check_order(passage, crossing)
             passage.memory.check(passage.sent, self.stage.blocks)
             if not self.stage.is_last:
                 crossing.outgoing = self.stage.delivery(passage, crossing)
@@ -173,7 +177,12 @@ class InPlace:
         self.channel.send(values, slots)
 
 
-def find_in_place(searches: Sequence[InPlace], run: RunStep, i: int, returns: Callable[[Stage, Any], Any]) -> None:
+def find_in_place(
+    searches: Sequence[InPlace],
+    run: RunStep,
+    i: int,
+    returns: Callable[[Stage, list[Tensor]], None] = lambda stage, sent: None,
+) -> None:
     """Run one microbatch through all stages; each search then knows what crosses.
 
     Args:

@@ -195,13 +195,15 @@ class Unknown(torch.Tensor):
         for leaf in written:
             _mark_written(leaf, origin, late, value)
         kept = {id(leaf): leaf for leaf in given}  # arguments that are returned keep their state
-        shared = {memory_of(leaf): leaf for leaf in unknown if not isinstance(leaf, Hollow)}
+        shared = {memory_of(leaf): leaf for leaf in unknown if not isinstance(leaf, Hollow) and not _is_wrapped(leaf)}
 
         def made(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or id(leaf) in kept:
                 return leaf
             if name in _TO_INTEGERS and not leaf.dtype.is_floating_point and not has_no_memory(leaf):
                 leaf.zero_()  # NaN cast to an index is out of range, which on CUDA kills the process
+            if _is_wrapped(leaf):
+                return mark(leaf, origin)
             one = new_unknown(leaf, origin, needs=needs, late=late)
             source = shared.get(memory_of(one))
             one.base, one.value = None if source is None else source if source.base is None else source.base, value
@@ -323,6 +325,11 @@ def put_tensor(unknown: Unknown, real: Tensor) -> None:
             _overwrite(unknown, real)
 
 
+def _is_wrapped(tensor: Tensor) -> bool:
+    """Whether it is a tensor within ``torch.func``'s transforms, which has no memory of its own."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def _needs(leaf: Any) -> bool:
     if isinstance(leaf, Hollow):
         return leaf.trains
@@ -416,6 +423,9 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
         _miss([unknown], f"{sentence[: -len(REMEDY)]}It gives: {error}. {REMEDY}")
         return func(*args, **kwargs)
     given = {id(leaf) for leaf in leaves((args, kwargs))}
+    follower = _recorded.follower
+    if first_unknown((args, kwargs) if follower is None else follower.substituted((args, kwargs))) is None:
+        return result  # it has been fetched
     if any(
         isinstance(leaf, Tensor) and not isinstance(leaf, Unknown) and id(leaf) not in given for leaf in leaves(result)
     ):

@@ -99,6 +99,8 @@ class Trace(TorchFunctionMode):
                 ledger.knows_operands(name, operands, combines=self._of_own)
                 self._late = ledger.late([leaf for leaf in operands if isinstance(leaf, Unknown)])
             self._parents = self._unknown_in(args)
+        elif self._passage.ledger is not None:
+            self._passage.ledger.knows_operands(name, tree.leaves(args))
         self.suspend()
 
     def ends(

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
+from lightning_shard.pipeline.dataflow.in_place import FETCHES, InPlace, Post, find_in_place
 from lightning_shard.pipeline.dataflow.search import Memory, OfAny, Search, find_crossing
 from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.pipeline.runtime.channel import Channel
@@ -96,13 +97,19 @@ class CallByCall:
         calls = self._ends[-1][0].calls
         assert calls is not None
         kept = calls.kept
-        searches = [Search(stage, channel) for stage, channel in self._ends]
         of_any(True)  # a rank whose step has ended raises
+        searches: Sequence[Any]
         with in_call():
             kept.stages_begin()
-            memory = self._remember()
-            find_crossing(searches, run, 0, memory, of_any)
-            memory.forget()
+            if FETCHES:
+                post = Post(self._ends[0][1])
+                searches = [InPlace(stage, channel, post) for stage, channel in self._ends]
+                find_in_place(searches, run, 0)
+            else:
+                searches = [Search(stage, channel) for stage, channel in self._ends]
+                memory = self._remember()
+                find_crossing(searches, run, 0, memory, of_any)
+                memory.forget()
             kept.stages_end()
         for _, channel in self._ends:
             channel.flush()

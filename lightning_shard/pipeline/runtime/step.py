@@ -6,7 +6,6 @@ each action receives, computes and sends, and the receives of the next action ar
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from lightning_shard import tree
 from lightning_shard.errors import RankFailure, StepError
 from lightning_shard.pipeline.dataflow.backward_hooks import refusing_earlier_graphs
 from lightning_shard.pipeline.dataflow.crossing import Crossing
-from lightning_shard.pipeline.dataflow.in_place import InPlace, Post, find_in_place
+from lightning_shard.pipeline.dataflow.in_place import FETCHES, InPlace, Post, find_in_place
 from lightning_shard.pipeline.dataflow.messages import Key, Request, Slot
 from lightning_shard.pipeline.dataflow.search import (
     CallsAgain,
@@ -40,8 +39,6 @@ from lightning_shard.pipeline.schedules.recorded import UNWATCHED, Watch
 from lightning_shard.pipeline.schedules.schedule import Action
 from lightning_shard.pipeline.stages.stage import Stage
 
-FETCHES = os.environ.get("LIGHTNING_SHARD_FETCHES", "") != ""
-"""Whether a first microbatch fetches in place what a stage misses, rather than run again."""
 _KNOWN = 1024
 """Of so many signatures it is remembered what crosses."""
 
@@ -205,7 +202,9 @@ class PipelinedStep:
                 stage.passage.missing = Request(done=False)
 
         passed = True
-        for end in self._ends.values():
+        if FETCHES:
+            passed = self._rehearse_in_place(attempt, kind, errors)
+        for end in () if FETCHES else self._ends.values():
             search = Search(end.stage, end.channel)
             search.resume(end.latest[kind])
             try:
@@ -218,6 +217,18 @@ class PipelinedStep:
         all_passed = all(self.gather(passed and not errors))
         self.flush()
         return None if all_passed else next(iter(errors), StepError("Another stage's run failed."))
+
+    def _rehearse_in_place(self, attempt: RunStep, kind: str, errors: list[Exception]) -> bool:
+        post = Post(next(iter(self._ends.values())).channel)
+        searches = [InPlace(end.stage, end.channel, post) for end in self._ends.values()]
+        for search, end in zip(searches, self._ends.values()):
+            search.begin_as(end.latest[kind])
+            try:
+                search.run(attempt, 0, serves=False)
+            except StepError as error:
+                errors.append(error)
+                search.fail(Request(done=False))
+        return all(search.end().done for search in reversed(searches))
 
     def gather(self, value: Any) -> list[Any]:
         """All ranks' values, the last stage's last; a collective call over the pipeline."""

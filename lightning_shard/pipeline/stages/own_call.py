@@ -92,7 +92,8 @@ class OwnCall:
         """
         self.remove_hooks()
         if self._passage.searching:
-            self._ask_for_objects(output)
+            if self._passage.ledger is None:
+                self._ask_for_objects(output)
             refuse(output, f"What {self._name} returns")  # it may use a part that an earlier stage holds
         if not self._is_last:
             self._note(output)
@@ -115,6 +116,8 @@ class OwnCall:
             key: Key = ("inside", self._index, len(self._seen_inside), place)
             if passage.searching:
                 passage.known[key] = None
+            if passage.ledger is not None and type(leaf) is Tensor:
+                passage.ledger.enter(key, leaf.clone())  # the submodules' own code may change it in place
             if key in passage.wanted:
                 if type(leaf) is not Tensor:
                     raise StepError(
@@ -144,6 +147,8 @@ class OwnCall:
                 key: Key = ("block", index, place)
                 if passage.searching:
                     passage.known[key] = None
+                if passage.ledger is not None and isinstance(leaf, Tensor):
+                    passage.ledger.enter(key, leaf)
                 if isinstance(leaf, Tensor) and (self._hands_on or key in passage.wanted):
                     passage.send(key, leaf)
         if before is not None:
@@ -220,7 +225,9 @@ class OwnCall:
     def _send_kept(self, each: Kept) -> None:
         for place, leaf in enumerate(kept.leaves(each.value)):
             key: Key = ("kept", self._index, each.module, each.name, place)
-            if isinstance(leaf, Unknown):  # in a container that blocks of earlier stages hold, too
+            if isinstance(leaf, Unknown) and self._passage.ledger is not None:
+                self._passage.ledger.enter_other(key, leaf)
+            elif isinstance(leaf, Unknown):  # in a container that blocks of earlier stages hold, too
                 self._passage.known[key] = value_of(leaf)
             elif (tensor := kept.as_tensor(leaf, self._device)) is not None:
                 self._passage.produced(key, tensor)

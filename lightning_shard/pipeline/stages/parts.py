@@ -69,7 +69,7 @@ class ForeignPart:
         output = self.forward(*args, **kwargs)
         given = {id(leaf) for _, leaf in tree.walk((args, kwargs))}
         is_new = all(
-            isinstance(leaf, Unknown) and not leaf.requires_grad and id(leaf) not in given
+            isinstance(leaf, Unknown) and id(leaf) not in given
             for _, leaf in tree.walk(output)
         )
         returns_only = is_new and drawn == _generators() and not _changes(before, self.name, output)

@@ -189,6 +189,9 @@ class StandIn:
         """Fill the slots of a nested value: with received values, arguments that the block returned, or unknowns."""
         passage = self.stage.passage
         places = count()
+        if passage.ledger is not None:  # code with numbers runs no operations, where code with tensors does
+            numbered = enumerate(tree.leaves(values))
+            passage.ledger.receive([(*name, n) for n, leaf in numbered if isinstance(leaf, KeptNumber)], text)
 
         def fill(leaf: Any) -> Any:
             key = (*name, next(places))

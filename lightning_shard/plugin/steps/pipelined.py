@@ -159,6 +159,7 @@ class PipelinedSteps:
         first = Channel(groups.forward, groups.backward, groups.control, 0, ranks, self._device)
         channels = [replace(first, stage=stage.index) for stage in self._stages]
         self._step = PipelinedStep(self._stages, channels, self._remember, self._alike.of_any)
+        self._step.returns = self._returns
 
     def watch(self, watch: Watch) -> str:
         """Call ``watch`` for each action of training steps from now on; returns the schedule's name."""
@@ -374,6 +375,7 @@ class PipelinedSteps:
 
         def step() -> Any:
             result = self._run_inside(stage, method, draw, i, part, args, kwargs)
+            stage.passage.ends()
             return result if stage.is_last else list(stage.passage.sent.values())
 
         bypassed = self._bypassed
@@ -382,6 +384,13 @@ class PipelinedSteps:
         if bypassed is not None:
             bypassed.gather(result, stage.index)
         return result if stage.is_last else None
+
+    def _returns(self, stage: Stage, sent: list[Tensor]) -> None:
+        """Have the root's hooks see what a stage has sent after its run."""
+        if torch.is_grad_enabled():
+            call_through(self._module, lambda: sent)
+            if self._bypassed is not None:
+                self._bypassed.gather(sent, stage.index)
 
     def _run_inside(
         self, stage: Stage, method: str, draw: int, i: int, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
