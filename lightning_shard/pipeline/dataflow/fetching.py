@@ -42,7 +42,6 @@ from lightning_shard.pipeline.dataflow.taint import (
     followed_by,
     is_computing_unknown,
     memory_of,
-    put_tensor,
     put_values,
 )
 
@@ -193,7 +192,7 @@ class Ledger:
                     missing.setdefault(("parameter", leaf.fqn), []).append(leaf)
                 elif not self._can_be_fetched(leaf) or self._passage.stage == 0:
                     raise StepError(sentence)
-                elif not self._is_view_of_known(leaf):
+                else:
                     missing.setdefault(leaf.key, []).append(leaf)
             self.receive([*missing], sentence)
             for key, leaves in missing.items():
@@ -224,16 +223,6 @@ class Ledger:
             self._passage.in_place_of.append(leaf)
         self._memory.receives(key, leaf)
         self._named[key] = _Named(leaf, -1 if leaf.is_inference() else leaf._version)
-
-    def _is_view_of_known(self, leaf: Unknown) -> bool:
-        """Where the tensor that it is a view of is known by now, it becomes a view of that."""
-        base, key = leaf.base, leaf.key
-        if base is None or isinstance(base, Unknown) or base.dtype != leaf.dtype or leaf.is_conj() or leaf.is_neg():
-            return False
-        view = base.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
-        put_tensor(leaf, view if leaf.needs else view.detach())
-        self._named[key] = _Named(leaf, leaf._version)
-        return True
 
     # Serving
 
@@ -287,9 +276,9 @@ class Ledger:
         tensor, version = self._named[key]
         if version not in (-1, tensor._version):
             raise StepError(
-                f"{sentence} It was changed in place since, by a block or through a tensor that shares its memory (a"
-                " view): change it by a new tensor (h = h + x in place of h += x, inplace=False), keep a copy, or use"
-                " pipeline_parallel_size=1."
+                f"{sentence} It shares its memory with a tensor that the step changes in place (a view, or what a hook"
+                " or an attribute keeps), and has another value by now: change that by a new tensor (h = h + x in place"
+                " of h += x, inplace=False), keep a copy (h[:, 0].clone()), or use pipeline_parallel_size=1."
             )
         return tensor
 

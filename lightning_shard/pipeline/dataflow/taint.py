@@ -135,6 +135,7 @@ class Unknown(torch.Tensor):
         late: The parameters of later stages that it is computed from, as far as that is followed.
         needs: Whether the value requires gradients where it is known.
         base: The unknown tensor whose memory it shares.
+        offset: Where it begins there, in elements.
     """
 
     origin: Origin
@@ -142,7 +143,8 @@ class Unknown(torch.Tensor):
     key: Any = None
     late: tuple[str, ...] = ()
     needs: bool = False
-    base: Unknown | None = None
+    base: Tensor | None = None
+    offset: int = 0
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,7 +163,7 @@ class Unknown(torch.Tensor):
             return RemovableHandle({}) if name == "register_hook" else None  # the stage that has the value does it
         given = _leaves_of_call(args, kwargs)
         taken = given if name not in _TAKES_SOME else leaves(_arguments_read(name, args, kwargs))
-        unknown = [leaf for leaf in taken if isinstance(leaf, Unknown)]
+        unknown = [leaf for leaf in taken if isinstance(leaf, Unknown) and not is_view_of_known(leaf)]
         if not unknown:
             with torch._C.DisableTorchFunctionSubclass(), computing_unknown():
                 return func(*args, **kwargs)
@@ -205,8 +207,10 @@ class Unknown(torch.Tensor):
             if _is_wrapped(leaf):
                 return mark(leaf, origin)
             one = new_unknown(leaf, origin, needs=needs, late=late)
-            source = shared.get(memory_of(one))
-            one.base, one.value = None if source is None else source if source.base is None else source.base, value
+            one.value = value
+            if (source := shared.get(memory_of(one))) is not None and not has_no_memory(source):
+                one.base = source if source.base is None else source.base
+                one.offset = one.storage_offset() - one.base.storage_offset()
             return one
 
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), computing_unknown():
@@ -313,10 +317,24 @@ def put_values(unknown: Unknown, values: Tensor) -> None:
         put_tensor(unknown, real)
 
 
+def is_view_of_known(leaf: Unknown) -> bool:
+    """Makes an unknown tensor a view of the one whose memory it shares, if that is known by now."""
+    base = leaf.base
+    if base is None or isinstance(base, Unknown):
+        return False
+    with torch._C.DisableTorchFunction(), computing_unknown():
+        if base.dtype != leaf.dtype or leaf.is_conj() or leaf.is_neg() or leaf.offset < 0:
+            return False
+        with torch.set_grad_enabled(leaf.needs):
+            view = base.as_strided(leaf.size(), leaf.stride(), base.storage_offset() + leaf.offset)
+        put_tensor(leaf, view if leaf.needs else view.detach())
+    return True
+
+
 def put_tensor(unknown: Unknown, real: Tensor) -> None:
     """Put this tensor in the place of an unknown one."""
     with torch._C.DisableTorchFunction(), computing_unknown():
-        for name in ("origin", "value", "key", "late", "needs", "base"):
+        for name in ("origin", "value", "key", "late", "needs", "base", "offset"):
             unknown.__dict__.pop(name, None)  # other attributes are the user's
         unknown.__class__ = Tensor  # type: ignore[assignment]
         if unknown._use_count() == 1:  # type: ignore[attr-defined]
@@ -482,7 +500,10 @@ def refuse(value: Any, where: str) -> None:
     if type(value) is Tensor or value is None:
         return
     if tree.leaves(value, Unknown):
-        unknown = [(path, leaf) for path, leaf in tree.walk(value) if isinstance(leaf, Unknown)]
+        found = [(path, leaf) for path, leaf in tree.walk(value) if isinstance(leaf, Unknown)]
+        unknown = [(path, leaf) for path, leaf in found if not is_view_of_known(leaf)]
+        if not unknown:
+            return
         path, first = unknown[0]
         place = f" ({'.'.join(path)})" if path else ""
         _miss(

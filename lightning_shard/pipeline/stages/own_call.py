@@ -117,7 +117,7 @@ class OwnCall:
             if passage.searching:
                 passage.known[key] = None
             if passage.ledger is not None and type(leaf) is Tensor:
-                passage.ledger.enter(key, leaf.clone())  # the submodules' own code may change it in place
+                passage.ledger.enter(key, leaf)
             if key in passage.wanted:
                 if type(leaf) is not Tensor:
                     raise StepError(
