@@ -144,6 +144,7 @@ class Passage:
         last_block: The place of the last block that has returned, here or by a stand-in.
         counted_at_last_block: The operations before it returned.
         in_block: Whether a block of this stage is being called.
+        in_hooks: Whether hooks of an earlier stage's block are called, whose operations aren't counted.
         calls: Calls of the network.
         active: Whether the microbatch's forward runs.
         in_step: Whether any step of the user's runs.
@@ -177,6 +178,7 @@ class Passage:
     last_block: int | None = None
     counted_at_last_block: Counted = _NOTHING_YET
     in_block: bool = False
+    in_hooks: bool = False
     calls: int = 0
     active: bool = False
     in_step: Callable[[], bool] = lambda: True

@@ -11,7 +11,8 @@ A value is fetched itself, never what it is computed from. So an operation's unk
 1. it needs them as numbers, or for the size of its result;
 2. it comes after this stage's first own block: no earlier stage runs it;
 3. it combines them with what no earlier stage has: a parameter of this stage alone, or what is computed from one;
-4. it writes into a known tensor, or an activation checkpoint encloses it, which will run it again.
+4. it writes into a known tensor, or an activation checkpoint encloses it, which will run it again;
+5. it is one of a hook on a block, which aren't counted and so have no names.
 
 What stays unknown was therefore computed before this stage's first own block. The previous stage has run that too: it
 knows the value, or has an unknown one of the same name, and asks onward. Stage 0 has none but late ones.
@@ -159,7 +160,8 @@ class Ledger:
         unknown = [leaf for leaf in operands if isinstance(leaf, Unknown)]
         if not unknown or not self._passage.active or self.late(unknown) or not all(map(self._can_be_fetched, unknown)):
             return False
-        must = combines or self._passage.entered or into_known or self.is_own(operands)
+        passage = self._passage
+        must = combines or passage.entered or passage.in_hooks or into_known or self.is_own(operands)
         if not must and not (_is_recomputed() and not any(isinstance(leaf, Hollow) for leaf in unknown)):
             return False
         self._passage.on_missing(unknown, f"{name} computes with {unknown[0].origin.at_end}.")
@@ -248,7 +250,7 @@ class Ledger:
             return key[1] in self._passage.hollow
         if key not in self._named:
             raise StepError(
-                f"{sentence} Stage {self._passage.stage} didn't compute it: a step must run the same code on every"
+                f"{sentence} Stage {self._passage.stage} didn't compute it ({' '.join(map(str, key))}): a step must run the same code on every"
                 " stage (its code around the blocks may not depend on random numbers, or on what a stage holds)."
             )
         tensor = self._named[key].tensor

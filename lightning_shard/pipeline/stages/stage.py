@@ -491,6 +491,7 @@ class Stage:
             self._trace.resume()
         if index is None:
             return None
+        passage.in_hooks = False
         passage.last_block, passage.counted_at_last_block = index, passage.counted
         if passage.entered_after is not None and index == passage.entered_after.place:
             passage.enter()

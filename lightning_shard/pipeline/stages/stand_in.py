@@ -89,8 +89,10 @@ class StandIn:
                 f"Stage {self.stage.index} calls {self.name}, and the stage that holds it didn't: which blocks run may"
                 " depend on a batch, not on random numbers. Or use pipeline_parallel_size=1."
             )
+        passage.in_hooks = True
         for call, (path, seen) in enumerate(done.inside):
             self._run_hooks(path, self._fill_slots(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
+        passage.in_hooks = False
         if done.kept:
             self._keep(done, index)
         if passage.follows(index):
@@ -101,7 +103,7 @@ class StandIn:
         given = self._fill_slots(done.output, ("block", index), f"the output of {self.name}", arguments)
         if done.returned_containers:
             given = _into_arguments(given, done.returned_containers, [*tree.containers((args, kwargs))])
-        self.stage.given[index] = given
+        self.stage.given[index], passage.in_hooks = given, True
         return given
 
     def _keep(self, done: BlockCall, index: int) -> None:
