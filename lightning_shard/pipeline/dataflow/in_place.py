@@ -107,6 +107,7 @@ class InPlace:
         check_ran(stage, passage, crossing)
         if stage.is_last:
             return
+        crossing.leaves_after = passage.until if passage.until is not None and passage.until.after else None
         crossing.outgoing = stage.delivery(passage, crossing)
         self.channel.post(crossing.outgoing, stage.index + 1)
         self.channel.send(passage.sent, crossing.outgoing.slots)

@@ -70,7 +70,7 @@ class Slot(tree.Leaf):
     def of(leaf: Any) -> Any:
         """What stands in a message for a leaf: a slot, a :class:`Held`, or the leaf itself if it holds no tensors."""
         if isinstance(leaf, Tensor):
-            return Slot(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+            return Slot(tuple(leaf.shape), leaf.dtype, getattr(leaf, "needs", leaf.requires_grad))
         if isinstance(leaf, nn.Module) or is_function(leaf) or holds_tensors(leaf):
             return Held(type(leaf).__name__)
         return leaf

@@ -154,8 +154,6 @@ class Unknown(torch.Tensor):
         if follower is not None:
             args, kwargs = follower.substituted((args, kwargs))
         attribute = func.__self__.__name__ if name == "__get__" else ""
-        if attribute == "requires_grad" and type(args[0]) is Unknown:
-            return args[0].needs
         if name in _ABOUT or (attribute and attribute not in _OF_VALUES):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
