@@ -1661,7 +1661,7 @@ class DropsAtFirst(Net):
         (PreHooksOfParts, r"net\.embed has a backward pre-hook"),
         (Freezes, r"gradients switched off.*requires_grad_\(False\)"),
         (Differentiates, r"takes gradients itself \(grad\)"),
-        (Functionalized, r"turned finite values into NaN.*scripted function"),
+        (Functionalized, r"net\.blocks\.\d.*Its value isn't known there"),
         (CheckpointedTogether, "recomputes net.blocks.[12] together with blocks or other code"),
         (Twice, r"net\.blocks\.0 ran 2 times within one step, and a pipeline expects it 1×"),
         (ValuesDecide, "may depend on a batch's shapes, not on its values"),

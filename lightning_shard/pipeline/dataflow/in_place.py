@@ -166,6 +166,7 @@ class InPlace:
         passage = self.passage
         assert passage is not None and passage.ledger is not None and passage.memory is not None
         try:
+            self.stage.check_asked(request.keys)
             values = passage.ledger.answer(request.keys, request.sentence)
         except RankFailure:
             raise

@@ -305,13 +305,15 @@ def new_unknown(data: Tensor, origin: Origin, *, needs: bool = False, late: tupl
 def put_values(unknown: Unknown, values: Tensor) -> None:
     """Make an unknown tensor known: all variables that refer to it see these values, with their graph.
 
-    Private (torch 2.11 to 2.14): ``torch._C._swap_tensor_impl``, as ``torch.utils.swap_tensors`` uses it, which refuses
+    Private (torch 2.11 to 2.14): ``_unsafe_set_version_counter``, and ``torch._C._swap_tensor_impl``, as ``torch.utils.swap_tensors`` uses it, which refuses
     tensors with weak references. Where C++ holds the tensor too, such as for an activation checkpoint, it is overwritten.
     """
     with torch._C.DisableTorchFunction(), computing_unknown():
         size, stride = unknown.size(), unknown.stride()
         overlaps = any(length > 1 and step == 0 for length, step in zip(size, stride))
         real = (values.new_empty(size) if overlaps else values.new_empty_strided(size, stride)).copy_(values)
+        if not real.is_inference():  # nobody has written to it
+            torch._C._autograd._unsafe_set_version_counter((real,), (unknown._version,))
         put_tensor(unknown, real)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -451,6 +451,19 @@ class Stage:
             refuse_hooks(name, module)
         if self.passage.is_asked_for("block", index):  # by a stage beside the one that gets the hidden state
             refuse_pre_hooks(name, module)
+
+    def check_asked(self, keys: Iterable[Key]) -> None:
+        """Refuse hooks that would see a part of the gradient, once a later stage has asked for these values."""
+        assert self._root is not None
+        for key in keys if self.passage.differentiates else ():
+            if key[0] == "block":
+                name = self.blocks[key[1]]
+                for each in (name, *(around for around in around_any(self.blocks) if name.startswith(f"{around}."))):
+                    refuse_pre_hooks(each, self._root.get_submodule(each))
+            elif key[0] == "operation" and key[3] in self.parts:
+                part = _attribute(self._root, key[3])
+                refuse_hooks(key[3], part)
+                refuse_pre_hooks(key[3], part)
 
     def _enter_around(self, name: str, module: nn.Module, args: Any) -> None:
         if self.is_shown and self.passage.active and self.passage.differentiates and not self.is_last:
