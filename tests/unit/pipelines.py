@@ -86,18 +86,6 @@ class QueueChannel:
                 if self.failed.is_set():
                     raise RuntimeError("another stage failed") from None
 
-    def announce(self, delivery: Any) -> None:
-        self._put(self.stage + 1, "message", copy.copy(delivery))
-
-    def hear(self) -> Any:
-        return self._get(self.stage - 1, "message")
-
-    def request(self, request: Any) -> None:
-        self._put(self.stage - 1, "message", request)
-
-    def requested(self) -> Any:
-        return self._get(self.stage + 1, "message")
-
     def post(self, message: Any, to: int) -> None:
         self.queues[0, self.rank_of[to], "letter"].put((self.stage, to, copy.deepcopy(message)))
 
@@ -250,7 +238,7 @@ def _on_threads(
     run_rank: Callable[[int, list[QueueChannel]], Result], schedule: Schedule
 ) -> tuple[list[Result], list[QueueChannel]]:
     """What each rank returns, and each stage's channel."""
-    kinds = ("message", "letter", "value", "gradient", "meeting", "changes")
+    kinds = ("letter", "value", "gradient", "meeting", "changes")
     stages, ranks = schedule.stages, len(schedule.rows)
     queues = {(a, b, kind): queue.Queue[Any]() for a in range(stages) for b in range(stages) for kind in kinds}
     failed = threading.Event()

@@ -50,7 +50,6 @@ LARGEST_PARAMETER = 2**24
 
 
 _NOTHING_YET = Counted()
-_UNTRACED = "untraced"
 _FROM_THE_FIRST = "Use from an epoch's first step on what only later ones need; in a loss, with a weight of 0."
 
 
@@ -65,20 +64,9 @@ class LateValue(Exception):
         parameters: Their names, as far as known.
     """
 
-    def __init__(self, sentence: str, value: Value | Sequence[str]) -> None:
-        roots = _roots(value) if isinstance(value, Value) else ()
-        hollow = {root.hollow.fqn for root in roots if root.hollow is not None}
-        self.parameters = sorted(hollow) if isinstance(value, Value) else [*value]
+    def __init__(self, sentence: str, parameters: Sequence[str]) -> None:
+        self.parameters = [*parameters]
         super().__init__(sentence + _why_late(self.parameters))
-
-
-@dataclass(frozen=True, eq=False)
-class Value:
-    """The provenance of an unknown tensor: its name, and the unknown values that it was computed from."""
-
-    key: Key
-    parents: tuple[Value, ...] = ()
-    hollow: Hollow | None = None
 
 
 @dataclass
@@ -88,7 +76,6 @@ class Crossing:
     Attributes:
         incoming: What the previous stage sends.
         asked: Values that the next stage requested.
-        unavailable: Those of them that are computed from parameters of a later stage.
         outgoing: What is sent to the next stage; ``None`` on the last one.
         leaves_after: The end of this stage's part, if it is after a block.
         needed_later: Of the sent values that require gradients, which received one; known from the first backward on.
@@ -99,7 +86,6 @@ class Crossing:
 
     incoming: Delivery
     asked: list[Key] = field(default_factory=list)
-    unavailable: set[Key] = field(default_factory=set)
     outgoing: Delivery | None = None
     leaves_after: End | None = None
     needed_later: list[bool] | None = None
@@ -113,7 +99,7 @@ class Crossing:
 
     def _structure(self) -> Any:
         needs_gradient = {key: slot.requires_grad for key, slot in self.incoming.slots.items()}
-        return {*self.asked}, self.unavailable, self.leaves_after, [*self.incoming.blocks], needs_gradient
+        return {*self.asked}, self.leaves_after, [*self.incoming.blocks], needs_gradient
 
     def is_traced(self) -> bool:
         """Whether operations must be counted. Blocks' outputs cross without that."""
@@ -129,18 +115,15 @@ class Passage:
         searching: Whether this run searches for the values that cross.
         received: Values from the previous stage.
         blocks: The blocks' calls by place; those of earlier stages as these announced them.
-        unavailable: Values that an earlier stage can't compute, since they need parameters of a later one.
         wanted: Names of the values to send, beside the hidden state.
         sent: Values to send.
-        known: While searching: by name, ``None`` for each value that is known here, else its provenance.
-        missing: What this stage needs and doesn't know.
+        missing: Why a search ends: a second call of the network, or a failure.
         counted: Operations outside of the blocks so far.
         entered_at: The same, where the previous stage has left the step: when the first block of this stage was called,
             or after the block at ``entered_after``.
         entered_after: Where the previous stage left the step, if it is after a block.
         leaves_after: The end of this stage's part, where it is known to be after a block.
         until: Where this stage has left the step; ``None`` as long as it runs, and if it ran to its end.
-        found_end: Found while searching: the end of this stage's part, after a block.
         last_block: The place of the last block that has returned, here or by a stand-in.
         counted_at_last_block: The operations before it returned.
         in_block: Whether a block of this stage is being called.
@@ -149,12 +132,8 @@ class Passage:
         active: Whether the microbatch's forward runs.
         in_step: Whether any step of the user's runs.
         differentiates: Whether gradients were enabled when it began.
-        filler: The value of unknown tensors' elements.
-        asks_for_origins: Whether to request the outputs of blocks, and of operations on parameters, from which a
-            missing value derives, and to compute it here. Used for state, such as a metric's: an earlier stage
-            accumulates its own, which differs.
-        ledger: While searching in place, the values by name (``fetching.py``).
-        at_end: While searching in place, sends to the next stage, and serves it.
+        ledger: While searching, the values by name (``fetching.py``).
+        at_end: While searching, sends to the next stage, and serves it.
         in_place_of: The tensors that the user's code holds in place of received values that require gradients.
         memory: While searching, tracks which values share memory.
     """
@@ -164,17 +143,14 @@ class Passage:
     searching: bool = False
     received: dict[Key, Tensor] = field(default_factory=dict)
     blocks: dict[int, BlockCall] = field(default_factory=dict)
-    unavailable: frozenset[Key] = frozenset()
     wanted: frozenset[Key] = frozenset()
     sent: dict[Key, Tensor] = field(default_factory=dict)
-    known: dict[Key, Value | None] = field(default_factory=dict)
     missing: Request | None = None
     counted: Counted = _NOTHING_YET
     entered_at: Counted | None = None
     entered_after: End | None = None
     leaves_after: End | None = None
     until: End | None = None
-    found_end: End | None = None
     last_block: int | None = None
     counted_at_last_block: Counted = _NOTHING_YET
     in_block: bool = False
@@ -183,8 +159,6 @@ class Passage:
     active: bool = False
     in_step: Callable[[], bool] = lambda: True
     differentiates: bool = False
-    filler: float = torch.nan
-    asks_for_origins: bool = False
     ledger: Ledger | None = None
     at_end: Callable[[], None] | None = None
     in_place_of: list[Tensor] = field(default_factory=list)
@@ -270,7 +244,7 @@ class Passage:
                 " pipeline_parallel_size=1."
             )
 
-    def produced(self, key: Key, tensor: Tensor, parents: tuple[Value, ...] = (), *, written: bool = False) -> Tensor:
+    def produced(self, key: Key, tensor: Tensor, *, written: bool = False) -> Tensor:
         """Register a computed value; return what the user's code continues with: the received value, if any.
 
         Args:
@@ -278,7 +252,7 @@ class Passage:
         """
         if torch.is_grad_enabled() != self.differentiates:
             with torch.set_grad_enabled(self.differentiates):  # also in the user's torch.no_grad()
-                return self.produced(key, tensor, parents, written=written)
+                return self.produced(key, tensor, written=written)
         if written and self.memory is not None:
             self.memory.is_written(tensor)
         if key in self.received:
@@ -294,11 +268,6 @@ class Passage:
         unknown = isinstance(tensor, Unknown)
         if self.ledger is not None:
             self.ledger.enter(key, tensor)
-        elif self.searching:
-            value = Value(key, parents) if unknown else None
-            self.known[key] = value
-            if unknown:
-                tensor.value = value  # type: ignore[attr-defined]
         if key in self.wanted and not unknown:
             self.send(key, tensor)
         return tensor
@@ -313,9 +282,9 @@ class Passage:
     def unknown(self, slot: Slot, key: Key, text: str, device: torch.device) -> Tensor:
         """An unknown tensor for this slot. It has its own memory, since models may write into it."""
         has_nan = slot.dtype.is_floating_point or slot.dtype.is_complex
-        data = torch.full(slot.shape, self.filler if has_nan else 0, dtype=slot.dtype, device=device)
+        data = torch.full(slot.shape, torch.nan if has_nan else 0, dtype=slot.dtype, device=device)
         tensor: Any = mark(data, Origin(text, self.on_missing))
-        tensor.value, tensor.needs = Value(key), slot.requires_grad
+        tensor.needs = slot.requires_grad
         return tensor
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> None:
@@ -326,7 +295,7 @@ class Passage:
             raise StepError(str(late)) from None
 
     def request(self, values: Sequence[Unknown], sentence: str) -> None:
-        """Fetch unknown values from the previous stage; or exit the step to request them, or to leave it.
+        """Fetch unknown values from the previous stage, or leave the step after the last block.
 
         Raises:
             LateValue: The values are computed from parameters of a later stage, and no block has been called.
@@ -336,125 +305,32 @@ class Passage:
             raise StepError(said_of_hook(sentence))
         if not self.active:
             raise StepError(f"{sentence} {_FROM_THE_FIRST}")
-        if not self.searching:
+        if self.ledger is None:
             raise StepError(
                 f"{sentence} It was not needed in the first microbatch of these shapes: what crosses between stages may"
                 f" depend on a batch's shapes, not on its values or its number. {_FROM_THE_FIRST}"
             )
         try:
-            if self.ledger is not None:
-                self.ledger.fetch(values, sentence)
-                return
-            keys = list(dict.fromkeys(chain.from_iterable(self._sources(value, sentence) for value in values)))
+            self.ledger.fetch(values, sentence)
         except LateValue as late:
             if self.last_block is None or self.in_block:
                 raise
             # code after the last block, on a stage before those that run it
-            if self.ledger is not None:
-                self.end_after_last_block(str(late))
-                raise StageEnd from None
-            self.found_end, self.missing = End(self.last_block, True, str(late)), Request(done=False)
+            self.end_after_last_block(str(late))
             raise StageEnd from None
-        if not keys:
-            raise StepError(sentence)
-        self.missing = Request(done=False, keys=tuple(keys), sentence=sentence)
-        raise StageEnd
 
     def end_after_last_block(self, why: str = "") -> None:
         """Move this stage's end back to where the last block has returned: the next stage runs what follows."""
-        assert self.last_block is not None and self.ledger is not None
+        assert self.last_block is not None
+        assert self.ledger is not None
         self.until, self.counted = End(self.last_block, True, why), self.counted_at_last_block
         self.ledger.forget_from(self.counted.number)
-
-    def ask(self, key: Key, sentence: str) -> list[Key] | None:
-        """The values that this stage must request from the previous one to be able to send a requested value.
-
-        Returns:
-            Their names. ``None`` if the value is computed from parameters of a later stage, which may compute it.
-
-        Raises:
-            StepError: No stage can compute it.
-        """
-        if key[0] == "parameter":
-            return [key] if key[1] in self.hollow and key not in self.received else []
-        if key not in self.known:
-            raise StepError(
-                f"{sentence} Stage {self.stage} didn't compute it: a step must run the same code on every stage (its"
-                " code around the blocks may not depend on random numbers, or on what a stage holds)."
-            )
-        value = self.known[key]
-        if value is None:
-            return []
-        if any(root.hollow is not None and root.hollow.holder > self.stage for root in _roots(value)):
-            return None
-        try:
-            return self._sources_of(value, sentence)
-        except LateValue as late:
-            raise StepError(str(late)) from None
-
-    def _sources(self, unknown: Unknown, sentence: str) -> list[Key]:
-        value = value_of(unknown)
-        if value is None:
-            raise StepError(sentence)
-        return self._sources_of(value, sentence)
-
-    def _sources_of(self, value: Value, sentence: str) -> list[Key]:
-        """The nearest ancestors that the previous stage computed: it ran all code up to this stage's first block."""
-        if self.stage == 0:
-            raise LateValue(sentence, value)
-        keys: list[Key] = []
-        waiting, seen = [value], {id(value)}
-        while waiting:
-            each = waiting.pop()
-            if self._is_known_before(each, sentence):
-                keys.append(each.key)
-            else:
-                waiting += _not_yet(each.parents, seen)
-        return keys
-
-    def _is_known_before(self, value: Value, sentence: str) -> bool:
-        if value.hollow is not None:
-            if value.hollow.holder > self.stage:
-                raise LateValue(sentence, value)
-            if value.hollow.numel() > LARGEST_PARAMETER:
-                raise StepError(
-                    f"{sentence} {value.hollow.fqn} is used on both sides of a cut, and too large to be sent with each"
-                    f" microbatch ({value.hollow.numel()} elements, at most {LARGEST_PARAMETER}): use two modules that"
-                    " share their weights."
-                )
-            return True
-        kind, number = value.key[:2]
-        if kind != "operation":
-            return kind != _UNTRACED
-        if self.asks_for_origins and value.parents and not any(parent.hollow is not None for parent in value.parents):
-            return False
-        return (self.entered_at is None or number < self.entered_at.number) and value.key not in self.unavailable
 
 
 def _hooks_of_code(tensor: Tensor) -> list[int]:
     """The ids of a tensor's hooks, without those that sharding registers."""
     hooks = tensor._backward_hooks or {}
     return [number for number, hook in hooks.items() if not is_of_fsdp(hook)]
-
-
-def _not_yet(values: Iterable[Value], seen: set[int]) -> list[Value]:
-    """The values that weren't visited yet, without duplicates: the graph of values is no tree."""
-    new = {id(value): value for value in values if id(value) not in seen}
-    seen.update(new)
-    return list(new.values())
-
-
-def value_of(unknown: Unknown) -> Value | None:
-    """An unknown tensor's provenance; ``None`` if it wasn't recorded."""
-    if isinstance(unknown, Hollow):
-        return Value(("parameter", unknown.fqn), hollow=unknown)
-    return unknown.value
-
-
-def provenance(unknown: Sequence[Unknown]) -> Value | None:
-    """That of what is computed from unknown tensors where no operations are counted: in blocks, parts and hooks."""
-    parents = tuple(value for value in map(value_of, unknown) if value is not None)
-    return Value((_UNTRACED, 0), parents) if parents else None
 
 
 def _why_late(names: Sequence[str]) -> str:
@@ -466,15 +342,6 @@ def _why_late(names: Sequence[str]) -> str:
         " in forward, in the order in which they run; give the LightningModule an example_input_array, whose run shows"
         " that order; or cut elsewhere (placement=[…])."
     )
-
-
-def _roots(value: Value) -> Iterator[Value]:
-    waiting, seen = [value], {id(value)}
-    while waiting:
-        each = waiting.pop()
-        if not each.parents:
-            yield each
-        waiting += _not_yet(each.parents, seen)
 
 
 def parameters_crossing(root: nn.Module, passage: Passage) -> AbstractContextManager[None]:

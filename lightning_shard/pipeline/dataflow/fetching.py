@@ -68,9 +68,7 @@ class Ledger:
         memory: Notes which values share memory.
     """
 
-    def __init__(
-        self, passage: Passage, ask: Ask, own: Collection[str], root: nn.Module, memory: SharedMemory
-    ) -> None:
+    def __init__(self, passage: Passage, ask: Ask, own: Collection[str], root: nn.Module, memory: SharedMemory) -> None:
         self._passage = passage
         self._ask = ask
         self._root = root
@@ -250,8 +248,9 @@ class Ledger:
             return key[1] in self._passage.hollow
         if key not in self._named:
             raise StepError(
-                f"{sentence} Stage {self._passage.stage} didn't compute it ({' '.join(map(str, key))}): a step must run the same code on every"
-                " stage (its code around the blocks may not depend on random numbers, or on what a stage holds)."
+                f"{sentence} Stage {self._passage.stage} didn't compute it (internal name: {' '.join(map(str, key))}):"
+                " a step must run the same code on every stage (its code around the blocks may not depend on random"
+                " numbers, or on what a stage holds)."
             )
         tensor = self._named[key].tensor
         if not isinstance(tensor, Unknown):

@@ -15,8 +15,8 @@ from lightning_shard.pipeline.dataflow.objects import Path, holds_tensors, is_fu
 Key = tuple[Any, ...]
 """A value's name: ``("operation", number, leaf, function)``, ``("parameter", name)``, or a value of a block's call
 (:class:`BlockCall`): ``("block", block, leaf)``, ``("inside", block, call, leaf)``, ``("kept", block, submodule,
-attribute, leaf)``, ``("changed", block, argument)``, ``("object", block, slot)``. What is computed where no operations
-are counted has no name of its own, and doesn't cross: ``("untraced", 0)``."""
+attribute, leaf)``, ``("changed", block, argument)``, ``("object", block, slot)``.
+What is computed where no operations are counted has no name, and doesn't cross."""
 
 
 class Counted(NamedTuple):
@@ -170,7 +170,6 @@ class Delivery(tree.Leaf):
     Attributes:
         slots: A slot for each value, by name.
         blocks: The calls of all blocks so far, by the block's place.
-        unavailable: Requested values that are computed from parameters of a later stage.
         counted: The operations before the stage left the step.
         until: Where it left the step.
         traced: Whether results of operations cross this cut or an earlier one.
@@ -179,7 +178,6 @@ class Delivery(tree.Leaf):
 
     slots: dict[Key, Slot] = field(default_factory=dict)
     blocks: dict[int, BlockCall] = field(default_factory=dict)
-    unavailable: frozenset[Key] = frozenset()
     counted: Counted | None = None
     until: End | None = None
     traced: bool = False

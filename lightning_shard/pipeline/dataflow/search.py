@@ -1,30 +1,27 @@
-"""Finds which values cross the cuts, by running a signature's first microbatch until no stage misses a value.
+"""Runs a signature's first microbatch through all stages, each of which fetches what it misses (``fetching.py``).
 
-In each round, the microbatch goes through all stages in order. A stage that misses a value requests it from the
-previous stage, which in turn requests what it doesn't know; the stages after it are told that nothing is sent this
-round. Then all state is restored, and the next round begins. No stage requests a name twice, so this terminates. No
-other microbatch is in flight meanwhile: with two stages on one rank, the first would wait for an answer of the second.
+Stage s begins when stage s − 1 has sent to it, and stage s − 1 then serves it until it is done, which it is when all
+later stages are. So requests nest as calls do. Each wait of a rank serves requests to all of its stages. No other
+microbatch is in flight meanwhile.
 
-The values that crossed for the last microbatch of the same kind of step are sent from the first round on: batches whose
-lengths always differ mostly need the same, and so a single round. If they don't, the search begins anew, from nothing.
+The values that crossed for the last microbatch of the same kind of step are sent at once: batches whose lengths always
+differ mostly need the same.
 
 If a step calls no block of later stages, a stage before the last comes to its end, or to code that needs what later
-stages hold. In the next round it leaves after the last block that was called, and the last stage runs what follows.
+stages hold. The end of its part is then where the last block returned, and the last stage runs what follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Crossing, Passage
-from lightning_shard.pipeline.dataflow.messages import Delivery, End, Key, Request
+from lightning_shard.pipeline.dataflow.messages import Delivery, Key, Request, Slot
 from lightning_shard.pipeline.dataflow.uncalled import called_now, missing_now, none_called
 from lightning_shard.pipeline.runtime.channel import Channel
 from lightning_shard.pipeline.stages.stage import Stage
@@ -87,216 +84,190 @@ class Ran:
     result: Any
 
 
+class Post:
+    """The messages of a search between the stages of this rank and others."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._arrived: dict[tuple[int, int], Any] = {}
+        self.stages: dict[int, Search] = {}
+
+    def wait(self, source: int, to: int) -> Any:
+        """The next message from one stage to another, of this rank; requests to any of its stages are served."""
+        while (source, to) not in self._arrived:
+            sender, receiver, message = self._channel.next_letter()
+            if isinstance(message, Request) and message.keys:
+                self.stages[receiver].serve(message)
+            else:
+                self._arrived[sender, receiver] = message
+        return self._arrived.pop((source, to))
+
+
 @dataclass
 class Search:
-    """One stage's part of the search.
+    """One stage's part.
 
     Attributes:
-        asked: Values that the next stage requested, in all rounds.
-        unavailable: Those of them that are computed from parameters of a later stage.
-        passage: The last round's run; ``None`` if the previous stage sent nothing.
-        again: Whether this or an earlier stage has met a second call of the network in the last round.
-        result: The step's return value in that run.
-        leaves_after: The end of this stage's part, once it is known to be after a block.
-        crossing: What was found so far.
+        asked: Values to send at once, as they crossed for the last microbatch of this kind of step.
+        passage: The run; ``None`` if the previous stage sent nothing.
+        done: What the next stage said at its end, on the last stage this one.
+        failed: Whether an earlier stage has failed, or met a second call of the network.
     """
 
     stage: Stage
     channel: Channel
+    post: Post
     asked: list[Key] = field(default_factory=list)
-    unavailable: set[Key] = field(default_factory=set)
     passage: Passage | None = None
-    again: bool = False
     result: Any = None
-    leaves_after: End | None = None
+    done: Request | None = None
+    failed: Request | None = None
     crossing: Crossing = field(default_factory=lambda: Crossing(Delivery()))
 
+    def __post_init__(self) -> None:
+        self.post.stages[self.stage.index] = self
+
     def begin_as(self, other: Crossing) -> None:
-        """Send what another signature's search has found, where that was simply sent."""
-        others = other.unavailable or other.leaves_after or any(key[0] == "inside" for key in other.asked)
-        self.asked = [] if others else [*other.asked]
-
-    def resume(self, other: Crossing) -> None:
-        """Send what was found before, whatever it is."""
-        self.asked, self.unavailable, self.leaves_after = [*other.asked], {*other.unavailable}, other.leaves_after
-
-    def begin_anew(self) -> None:
-        self.asked, self.unavailable, self.leaves_after = [], set(), None
+        """Send what another signature's search has found at once."""
+        self.asked = [key for key in other.asked if key[0] != "inside"]
 
     @property
     def ran(self) -> Ran:
-        """The run of the last round."""
         assert self.passage is not None
         return Ran(self.stage, self.crossing, self.passage, self.result)
 
-    def run(self, run: RunStep, i: int) -> None:
-        """Receive from the previous stage, run this stage's part, and send to the next stage."""
-        stage, channel = self.stage, self.channel
-        self.passage, sends = None, False
-        incoming = Delivery() if stage.is_first else channel.hear()
-        self.again = isinstance(incoming, Request)
-        if isinstance(incoming, Delivery):
-            received = {} if stage.is_first else channel.receive(incoming.slots)
-            self.crossing = Crossing(incoming, self.asked, self.unavailable, leaves_after=self.leaves_after)
-            with stage.microbatch(received, self.crossing, searching=True) as self.passage:
-                self.result = run(stage, i)
-                if self.passage.missing is None:
-                    check_ran(stage, self.passage, self.crossing)
-            self.leaves_after = self.passage.found_end or self.leaves_after
-            sends = self.passage.missing is None
+    def run(self, run: RunStep, i: int, *, serves: bool) -> None:
+        """Receive from the previous stage, run this stage's part, and send to the next stage.
+
+        Args:
+            serves: Whether to serve the next stage at once, inside of what the step runs in, until it is done.
+        """
+        stage = self.stage
+        incoming = Delivery() if stage.is_first else self.post.wait(stage.index - 1, stage.index)
+        if isinstance(incoming, Request):
+            self.fail(incoming)
+            return
+        received = {} if stage.is_first else self.channel.receive(incoming.slots)
+        self.crossing = Crossing(incoming, self.asked)
+        with stage.microbatch(received, self.crossing, ask=self._ask) as self.passage:
+            self.passage.at_end = lambda: self._end(serves=serves)
+            self.result = run(stage, i)
+            self.passage.ends()
+
+    def _end(self, *, serves: bool) -> None:
+        """The stage has left the step: announce and send what it has for the next stage."""
+        stage, passage, crossing = self.stage, self.passage, self.crossing
+        assert passage is not None
+        if passage.missing is not None:  # it calls the network again, or failed
+            self.fail(passage.missing)
+            return
+        check_ran(stage, passage, crossing)
         if stage.is_last:
             return
-        if not sends:
-            missing = self.passage.missing if self.passage is not None else None
-            self.again |= missing is not None and missing.again
-            channel.announce(Request(done=False, again=True) if self.again else None)
-            return
-        assert self.passage is not None
-        self.crossing.outgoing = stage.delivery(self.passage, self.crossing)
-        channel.announce(self.crossing.outgoing)
-        channel.send(self.passage.sent, self.crossing.outgoing.slots)
+        crossing.leaves_after = passage.until if passage.until is not None and passage.until.after else None
+        crossing.outgoing = stage.delivery(passage, crossing)
+        self.channel.post(crossing.outgoing, stage.index + 1)
+        self.channel.send(passage.sent, crossing.outgoing.slots)
+        if serves:
+            self._wait_until_done()
 
-    def answer(self) -> Request:
-        """Receive the next stage's request, and send one to the previous stage: what is missing, or that nothing is."""
-        if self.passage is None:
-            return Request(done=False, again=self.again)
-        request = self.passage.missing or self._receive_answer(self.passage)
-        if request.done:
-            self.crossing.is_settled = not (self.crossing.incoming.traced or request.traced)
-        if not self.stage.is_first:
-            self.channel.request(request)
-        return request
+    def fail(self, why: Request) -> None:
+        self.failed = why
+        if not self.stage.is_last:
+            self.channel.post(why, self.stage.index + 1)
 
-    def _receive_answer(self, passage: Passage) -> Request:
-        """Receive the next stage's request; return what this stage needs from the previous one to fulfil it."""
+    def end(self) -> Request:
+        """Wait until all later stages are done, and report that to the previous one."""
+        if not self.stage.is_last:
+            self._wait_until_done()
+        passage = self.passage
+        done = self.failed or self.done or Request(done=True)
         crossing = self.crossing
-        if self.stage.is_last:
-            return Request(done=True, traced=crossing.is_traced())
-        answer = self.channel.requested()
-        if answer.again:
-            return answer
-        if answer.done:
-            return replace(answer, traced=answer.traced or crossing.is_traced())
-        if again := set(answer.keys) & set(self.asked):
-            named = ", ".join(sorted(" ".join(map(str, key)) for key in again))
-            raise StepError(
-                f"{answer.sentence} It was sent, and is still unknown (internal name: {named}): please report this."
-            )
-        self.asked.extend(answer.keys)
-        needed: dict[Key, None] = {}
-        for key in answer.keys:
-            own = passage.ask(key, answer.sentence)
-            if own is None:
-                self.unavailable.add(key)
-            else:
-                needed.update(dict.fromkeys(own))
-        return Request(False, tuple(needed), answer.sentence)
+        if self.failed is None and passage is not None and done.done:
+            assert passage.memory is not None
+            check_order(passage, crossing)
+            passage.memory.check(passage.sent, self.stage.blocks)
+            if not self.stage.is_last:
+                crossing.outgoing = self.stage.delivery(passage, crossing)
+            done = Request(done=True, traced=done.traced or crossing.is_traced())
+            crossing.is_settled = not (crossing.incoming.traced or done.traced)
+        if passage is not None and passage.ledger is not None:
+            passage.ledger.clear()
+        if not self.stage.is_first:
+            self.channel.post(done, self.stage.index - 1)
+        return done
+
+    def _wait_until_done(self) -> None:
+        if self.done is None:
+            self.done = self.post.wait(self.stage.index + 1, self.stage.index)
+
+    def _ask(self, keys: Sequence[Key], sentence: str) -> Mapping[Key, Tensor]:
+        """Ask the previous stage; returns leaves.
+
+        Raises:
+            StepError: It can't answer.
+        """
+        before = self.stage.index - 1
+        self.channel.post(Request(False, tuple(keys), sentence), before)
+        answer = self.post.wait(before, self.stage.index)
+        if isinstance(answer, StepError):
+            raise answer
+        received = self.channel.receive(answer.slots)
+        self.crossing.incoming.slots.update(answer.slots)
+        assert self.passage is not None
+        assert self.passage.memory is not None
+        self.passage.memory.also(answer.aliased)
+        return received
+
+    def serve(self, request: Request) -> None:
+        """Send the next stage what it asks for."""
+        passage = self.passage
+        assert passage is not None
+        assert passage.ledger is not None
+        assert passage.memory is not None
+        try:
+            self.stage.check_asked(request.keys)
+            values = passage.ledger.answer(request.keys, request.sentence)
+        except StepError as error:
+            self.channel.post(error, self.stage.index + 1)
+            return
+        self.asked.extend(key for key in request.keys if key not in self.asked)
+        slots = {key: Slot.of(value) for key, value in values.items()}
+        self.channel.post(Delivery(slots, aliased=passage.memory.aliased()), self.stage.index + 1)
+        self.channel.send(values, slots)
 
 
 def find_crossing(
     searches: Sequence[Search],
     run: RunStep,
     i: int,
-    memory: Memory,
-    of_any: OfAny = bool,
-    *,
-    as_before: bool = False,
+    returns: Callable[[Stage, list[Tensor]], None] = lambda stage, sent: None,
 ) -> None:
-    """Run one microbatch through all stages, round by round, until no stage misses a value.
+    """Run one microbatch through all stages; each search then knows what crosses.
 
     Args:
-        searches: The searches of this rank's stages, in order.
-        memory: The snapshot that is restored before each further round.
-        of_any: As for :class:`PipelinedStep`.
-        as_before: Whether the first round sends what another search has found; the same on all ranks.
+        searches: Those of this rank's stages, in order.
+        returns: Called for a stage with the values that it has sent, where some of them were after its run.
 
     Raises:
-        CallsAgain: The step calls the network several times. The snapshot has been restored and released.
+        CallsAgain: The step calls the network several times; on all ranks.
     """
-    while True:
-        for search in searches:
-            search.run(run, i)
-        answers = [search.answer() for search in reversed(searches)]
-        memory.check()
-        if not of_any(not all(answer.done for answer in answers)):
-            break
-        memory.put_back()
-        if any(answer.again for answer in answers):
-            memory.forget()
-            raise CallsAgain
-        if as_before:  # that wasn't enough, or not the same
-            for search in searches:
-                search.begin_anew()
-            as_before = False
     for search in searches:
-        assert search.passage is not None
-        check_order(search.passage, search.crossing)
-        search.passage.known.clear()
-    _check_complete(searches, run, i, memory, of_any)
-
-
-def rerun(ran: Ran, run: RunStep, i: int) -> Ran:
-    """Rerun a stage's part of a microbatch, on the values received for it."""
-    stage, crossing = ran.stage, ran.crossing
-    received = {
-        key: tensor.detach().requires_grad_(tensor.requires_grad) for key, tensor in ran.passage.received.items()
-    }
-    with stage.microbatch(received, crossing) as again:
-        result = run(stage, i)
-        check_ran(stage, again, crossing)
-    if crossing.outgoing is not None:
-        again.sent = {key: again.sent[key] for key in crossing.outgoing.slots}
-    return Ran(stage, crossing, again, result)
-
-
-def _check_complete(searches: Sequence[Search], run: RunStep, i: int, memory: Memory, of_any: OfAny) -> None:
-    """Check whether NaN that a stage sends is the network's own, or leaked from a hollow parameter.
-
-    Unknown values are tracked through torch's functions. One that bypasses them, such as through a scripted function,
-    loses its class but is still NaN. So the stage's part is rerun with 0 in place of unknown values: NaN that then
-    disappears has leaked. Runs once per signature.
-
-    Raises:
-        StepError: NaN leaked from a hollow parameter.
-    """
-    found = [_added_nan(search) for search in searches]
-    if not of_any(any(found)):
-        return
-    memory.put_back()
-    for search, nan in zip(searches, found):
-        with search.stage.unknown_values_being(0.0):
-            again = rerun(search.ran, run, i)
-        search.passage, search.result = again.passage, again.result
-        own = _nan_masks((again.passage.sent, again.result)) if nan else []
-        if len(own) != len(nan) or not all(map(torch.equal, own, nan)):
-            raise StepError(
-                f"Stage {search.stage.index} turned finite values into NaN that a plain run wouldn't have: code around"
-                " its blocks computes something that only an earlier stage has in a way that can't be followed, such as"
-                " a scripted function. Use torch's own functions there, make it a part of the blocks, or use"
-                " pipeline_parallel_size=1."
-            )
-
-
-def _added_nan(search: Search) -> list[Tensor]:
-    """Masks of NaN in what a stage sends and returns, if any; empty if the stage received NaN, or is the first."""
-    assert search.passage is not None
-    if search.stage.is_first or _nan_masks(search.passage.received):
-        return []
-    return _nan_masks((search.passage.sent, search.result))
-
-
-def _nan_masks(values: Any) -> list[Tensor]:
-    """Masks of NaN in tensors; empty if there is none. Synchronises with the device."""
-    masks = [t.detach().isnan() for t in tree.tensors(values) if t.is_floating_point() or t.is_complex()]
-    return masks if any(bool(mask.any()) for mask in masks) else []
+        search.run(run, i, serves=search is searches[-1])
+    answers = [search.end() for search in reversed(searches)]
+    if not all(answer.done for answer in answers):
+        raise CallsAgain
+    for search in searches[:-1]:
+        if search.asked:
+            returns(search.stage, [*search.ran.passage.sent.values()])
 
 
 def check_ran(stage: Stage, passage: Passage, crossing: Crossing) -> None:
-    """Check where the stage has left the step, and that it changed no memory that sent values share.
+    """Check where the stage has left the step.
 
-    Where a run that searches comes to the step's end before the last stage, no later block is called. This is noted,
-    and in the next round the stage leaves after the last block that was called: the last stage runs what follows. An
-    evaluation step that calls no block runs whole on every stage, and nothing is sent.
+    Where a run that searches comes to the step's end before the last stage, no later block is called: the last stage
+    runs what follows the last one that was. An evaluation step that calls no block runs whole on every stage, and
+    nothing is sent.
 
     Raises:
         StepError: A training step calls no block, or a step other blocks than the previous stage or an earlier
@@ -312,13 +283,9 @@ def check_ran(stage: Stage, passage: Passage, crossing: Crossing) -> None:
         return
     if agreed is None and crossing.outgoing is not None and not passage.searching:
         raise StepError(called_now(stage.blocks[passage.last_block or 0]))
-    if until is None and not stage.is_last and passage.ledger is not None:
+    if until is None and not stage.is_last and passage.searching:
         passage.end_after_last_block()
         until = passage.until
-    if until is None and not stage.is_last and passage.searching:
-        assert passage.last_block is not None
-        passage.found_end, passage.missing = End(passage.last_block, after=True), Request(done=False)
-        return
     passes = not passage.entered and until is not None and not until.after  # all of its blocks are left out
     if incoming is not None and not passage.entered and not (passes and not incoming.after):
         raise StepError(missing_now(stage.method, [stage.blocks[incoming.place]]))
@@ -328,8 +295,6 @@ def check_ran(stage: Stage, passage: Passage, crossing: Crossing) -> None:
     slots = crossing.outgoing.slots if crossing.outgoing is not None and not passage.searching else {}
     if unsent := [stage.blocks[key[1]] for key in slots if key[0] == "block" and key not in passage.sent]:
         raise StepError(missing_now(stage.method, unsent))
-    if passage.memory is not None and passage.ledger is None:
-        passage.memory.check(passage.sent, stage.blocks)
 
 
 def check_order(passage: Passage, crossing: Crossing) -> None:

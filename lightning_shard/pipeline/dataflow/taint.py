@@ -119,7 +119,6 @@ class Follower(Protocol):
 
 
 class _Recorded(threading.local):
-    provenance: Callable[[Sequence[Unknown]], Any] | None = None
     follower: Follower | None = None
 
 
@@ -139,7 +138,6 @@ class Unknown(torch.Tensor):
     """
 
     origin: Origin
-    value: Any = None  # its provenance (``crossing.Value``), where a search runs a microbatch again
     key: Any = None
     late: tuple[str, ...] = ()
     needs: bool = False
@@ -184,7 +182,6 @@ class Unknown(torch.Tensor):
         if follower is not None and follower.knows_operands(name, given, into_known=into_known):
             return func(*args, **kwargs)
         late = follower.late(unknown) if follower is not None else ()
-        value = _recorded.provenance(unknown) if _recorded.provenance else None
         needs = torch.is_grad_enabled() and name != "detach" and attribute != "data" and any(map(_needs, given))
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), computing_unknown():
@@ -193,7 +190,7 @@ class Unknown(torch.Tensor):
             _miss(unknown, f"{name} can't be computed of {origin.at_end} ({error}). {REMEDY}")
             return func(*args, **kwargs)
         for leaf in written:
-            _mark_written(leaf, origin, late, value)
+            _mark_written(leaf, origin, late)
         kept = {id(leaf): leaf for leaf in given}  # arguments that are returned keep their state
         shared = {memory_of(leaf): leaf for leaf in unknown if not isinstance(leaf, Hollow) and not _is_wrapped(leaf)}
 
@@ -205,10 +202,9 @@ class Unknown(torch.Tensor):
             if _is_wrapped(leaf):
                 return mark(leaf, origin)
             one = new_unknown(leaf, origin, needs=needs, late=late)
-            one.value = value
             if (source := shared.get(memory_of(one))) is not None and not has_no_memory(source):
                 one.base = source if source.base is None else source.base
-                one.offset = one.storage_offset() - one.base.storage_offset()
+                one.offset = int(one.storage_offset() - one.base.storage_offset())
             return one
 
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), computing_unknown():
@@ -279,13 +275,6 @@ class Hollow(Unknown):
             one.requires_grad_(self.trains)
         return one  # type: ignore[no-any-return]
 
-    @torch.no_grad()
-    def fill(self, value: float) -> None:
-        """Set its single element."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if self.is_floating_point() or self.is_complex():
-                self.as_strided((1,), (1,), 0).fill_(value)
-
 
 def _nan_like(tensor: Tensor, device: torch.device) -> Hollow:
     nan = torch.full((), torch.nan, dtype=tensor.dtype, device=device).expand(tensor.shape)
@@ -305,8 +294,10 @@ def new_unknown(data: Tensor, origin: Origin, *, needs: bool = False, late: tupl
 def put_values(unknown: Unknown, values: Tensor) -> None:
     """Make an unknown tensor known: all variables that refer to it see these values, with their graph.
 
-    Private (torch 2.11 to 2.14): ``_unsafe_set_version_counter``, and ``torch._C._swap_tensor_impl``, as ``torch.utils.swap_tensors`` uses it, which refuses
-    tensors with weak references. Where C++ holds the tensor too, such as for an activation checkpoint, it is overwritten.
+    Where C++ holds the tensor too, such as for an activation checkpoint, it is overwritten.
+
+    Private (torch 2.11 to 2.14): ``_unsafe_set_version_counter``, and ``torch._C._swap_tensor_impl``, as
+    ``torch.utils.swap_tensors`` uses it, which refuses tensors with weak references.
     """
     with torch._C.DisableTorchFunction(), computing_unknown():
         size, stride = unknown.size(), unknown.stride()
@@ -334,7 +325,7 @@ def is_view_of_known(leaf: Unknown) -> bool:
 def put_tensor(unknown: Unknown, real: Tensor) -> None:
     """Put this tensor in the place of an unknown one."""
     with torch._C.DisableTorchFunction(), computing_unknown():
-        for name in ("origin", "value", "key", "late", "needs", "base", "offset"):
+        for name in ("origin", "key", "late", "needs", "base", "offset"):
             unknown.__dict__.pop(name, None)  # other attributes are the user's
         unknown.__class__ = Tensor  # type: ignore[assignment]
         if unknown._use_count() == 1:  # type: ignore[attr-defined]
@@ -396,13 +387,13 @@ class _Overwritten(torch.autograd.Function):
 _overwrite: Any = _Overwritten.apply  # not the one that is patched to report the user's functions
 
 
-def _mark_written(tensor: Tensor, origin: Origin, late: tuple[str, ...], value: Any) -> None:
+def _mark_written(tensor: Tensor, origin: Origin, late: tuple[str, ...]) -> None:
     """Mark a tensor that was changed in place, and the base that it is a view of."""
     base = base_of(tensor)
     for written in (tensor,) if base is None else (tensor, base):
         unknown: Any = mark(written, origin)
         if not isinstance(written, Hollow):
-            unknown.late, unknown.key, unknown.value = late, None, value
+            unknown.late, unknown.key = late, None
 
 
 def _arguments_read(name: str, args: Any, kwargs: Any) -> Any:
@@ -542,16 +533,6 @@ def collecting_unknown(given: Any) -> Iterator[list[Unknown]]:
         if outer is not None:
             outer += _collected.found
         _collected.found = outer
-
-
-@contextmanager
-def recording_provenance(provenance: Callable[[Sequence[Unknown]], Any]) -> Iterator[None]:
-    """Context in which the ``value`` of a result is set to this function of the unknown tensors it is computed from."""
-    before, _recorded.provenance = _recorded.provenance, provenance
-    try:
-        yield
-    finally:
-        _recorded.provenance = before
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow import opaque_functions
-from lightning_shard.pipeline.dataflow.crossing import Passage, Value, value_of
+from lightning_shard.pipeline.dataflow.crossing import Passage
 from lightning_shard.pipeline.dataflow.kept import keep, with_leaves
 from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.taint import (
@@ -45,7 +45,6 @@ class Trace(TorchFunctionMode):
         self._passage = passage
         self._suspended = 0
         self._off = False
-        self._parents: tuple[Value, ...] = ()
         self._written: dict[int, Unknown] = {}
         self._of_own = False
         self._late: tuple[str, ...] = ()
@@ -62,7 +61,6 @@ class Trace(TorchFunctionMode):
                 " one stage only: use pipeline_parallel_size=1."
             )
         self.mark_written_aliases((args, kwargs))
-        parents = self._unknown_in((args, kwargs))
         name = getattr(func, "__name__", "")
         written = [*args[: writes(name)], *leaves(kwargs.get("out", ()))]
         changed = [leaf for leaf in written if isinstance(leaf, Tensor)]
@@ -71,8 +69,8 @@ class Trace(TorchFunctionMode):
             ledger.is_written(changed)
             own = ledger.is_own(leaves((args, kwargs)))
         result = computed(func, args, kwargs)
-        result = self._count_operation(name, result, changed, parents, own=own)
-        if self._passage.searching:
+        result = self._count_operation(name, result, changed, own=own)
+        if ledger is not None:
             unknown = [leaf for leaf in changed if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow)]
             self._written.update((memory_of(leaf), leaf) for leaf in unknown)
         return result
@@ -82,7 +80,7 @@ class Trace(TorchFunctionMode):
         for leaf in leaves(value) if self._written else ():
             if type(leaf) is Tensor and (source := self._written.get(memory_of(leaf))) is not None:
                 unknown: Any = mark(leaf, source.origin)
-                unknown.value, unknown.late = source.value, source.late
+                unknown.late = source.late
 
     def begins(self, args: Any, name: str = "The step", *, is_own: bool = False) -> None:
         """A part around the blocks, or an opaque function, begins: it counts as one operation on ``args``.
@@ -98,7 +96,6 @@ class Trace(TorchFunctionMode):
                 self._of_own = is_own or ledger.is_own(operands)
                 ledger.knows_operands(name, operands, combines=self._of_own)
                 self._late = ledger.late([leaf for leaf in operands if isinstance(leaf, Unknown)])
-            self._parents = self._unknown_in(args)
         elif self._passage.ledger is not None:
             self._passage.ledger.knows_operands(name, tree.leaves(args))
         self.suspend()
@@ -129,8 +126,7 @@ class Trace(TorchFunctionMode):
             for leaf in tree.tensors(result) if self._late else ():
                 if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow):
                     leaf.late = leaf.late or self._late
-            parents = (*self._parents, *self._unknown_in(unknown))
-            result = self._count_operation(name, result, [], parents, own=self._of_own)
+            result = self._count_operation(name, result, [], own=self._of_own)
             if part is not None:
                 for path, key in kept if kept is not None else self._passage.kept_by(number):
                     self._register_attributes(part.get_submodule(path), (number, path, key, name))
@@ -147,20 +143,12 @@ class Trace(TorchFunctionMode):
             place = (path, key, next(places))
             if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
                 return leaf
-            return self._passage.produced(("operation", number, place, name), leaf, self._parents)
+            return self._passage.produced(("operation", number, place, name), leaf)
 
         if any(not isinstance(leaf, nn.Parameter) for leaf in tree.tensors(held)):
             keep(module, key, with_leaves(produced, held))
 
-    def _unknown_in(self, value: Any) -> tuple[Value, ...]:
-        if not self._passage.searching or self._passage.ledger is not None:
-            return ()
-        unknown = (leaf for _, leaf in tree.walk(value) if isinstance(leaf, Unknown))
-        return tuple(value for value in map(value_of, unknown) if value is not None)
-
-    def _count_operation(
-        self, name: str, result: Any, changed: list[Tensor], parents: tuple[Value, ...], *, own: bool
-    ) -> Any:
+    def _count_operation(self, name: str, result: Any, changed: list[Tensor], *, own: bool) -> Any:
         passage = self._passage
         given = tree.tensors(result)
         if own and passage.ledger is not None:
@@ -175,7 +163,7 @@ class Trace(TorchFunctionMode):
             if id(leaf) not in new:
                 in_place = any(leaf is other for other in written)
                 key: Key = ("operation", number, place, name)
-                new[id(leaf)] = passage.produced(key, leaf, parents, written=in_place)
+                new[id(leaf)] = passage.produced(key, leaf, written=in_place)
         if all(new[id(leaf)] is leaf for leaf in given):
             return result
         return tree.map_leaves(lambda leaf: new.get(id(leaf), leaf), result)

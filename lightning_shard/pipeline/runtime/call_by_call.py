@@ -12,8 +12,7 @@ from typing import Any
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
-from lightning_shard.pipeline.dataflow.in_place import FETCHES, InPlace, Post, find_in_place
-from lightning_shard.pipeline.dataflow.search import Memory, OfAny, Search, find_crossing
+from lightning_shard.pipeline.dataflow.search import OfAny, Post, Search, find_crossing
 from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.pipeline.runtime.channel import Channel
 from lightning_shard.pipeline.runtime.network_calls import Calls
@@ -25,12 +24,10 @@ class CallByCall:
 
     Args:
         ends: This rank's stages, in order, each with its channel.
-        remember: As for :class:`~lightning_shard.pipeline.runtime.step.PipelinedStep`.
     """
 
-    def __init__(self, ends: Sequence[tuple[Stage, Channel]], remember: Callable[[], Memory]) -> None:
+    def __init__(self, ends: Sequence[tuple[Stage, Channel]]) -> None:
         self._ends = ends
-        self._remember = remember
 
     def __call__(
         self,
@@ -98,18 +95,11 @@ class CallByCall:
         assert calls is not None
         kept = calls.kept
         of_any(True)  # a rank whose step has ended raises
-        searches: Sequence[Any]
         with in_call():
             kept.stages_begin()
-            if FETCHES:
-                post = Post(self._ends[0][1])
-                searches = [InPlace(stage, channel, post) for stage, channel in self._ends]
-                find_in_place(searches, run, 0)
-            else:
-                searches = [Search(stage, channel) for stage, channel in self._ends]
-                memory = self._remember()
-                find_crossing(searches, run, 0, memory, of_any)
-                memory.forget()
+            post = Post(self._ends[0][1])
+            searches = [Search(stage, channel, post) for stage, channel in self._ends]
+            find_crossing(searches, run, 0)
             kept.stages_end()
         for _, channel in self._ends:
             channel.flush()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.messages import Delivery, Key, Request, Slot, described
+from lightning_shard.pipeline.dataflow.messages import Key, Slot, described
 
 Signature = tuple[str, tuple[Any, ...]]
 
@@ -66,25 +66,6 @@ class Channel:
     _left: int = 0
 
     # In the search for the values that cross
-
-    def announce(self, delivery: Delivery | Request | None) -> None:
-        """Tell the next stage what it will be sent. Nothing (``None``) if an earlier stage misses a value.
-
-        A request says that an earlier stage has met a second call of the network.
-        """
-        self._say(delivery, self.stage + 1)
-
-    def hear(self) -> Delivery | Request | None:
-        """Receive the previous stage's announcement."""
-        return self._listen(self.stage - 1)
-
-    def request(self, request: Request) -> None:
-        """Answer the previous stage's delivery."""
-        self._say(request, self.stage - 1)
-
-    def requested(self) -> Request:
-        """Receive the next stage's answer."""
-        return self._listen(self.stage + 1)
 
     def post(self, message: Any, to: int) -> None:
         """Send a message to another stage."""
@@ -231,16 +212,3 @@ class Channel:
     def _peer(self, stage: int) -> int:
         """The rank of a stage in the process groups, which list the pipeline's last rank first."""
         return max(self.rank_of) - self.rank_of[stage]
-
-    def _say(self, message: Any, to: int) -> None:
-        if self.rank_of[to] == self.rank_of[self.stage]:
-            self.handed["message", self.stage].append(message)
-            return
-        dist.send_object_list([message], group=self.control, group_dst=self._peer(to))
-
-    def _listen(self, source: int) -> Any:
-        if self.rank_of[source] == self.rank_of[self.stage]:
-            return self.handed["message", source].popleft()
-        message: list[Any] = [None]
-        dist.recv_object_list(message, group=self.control, group_src=self._peer(source))
-        return message[0]

@@ -19,12 +19,12 @@ from lightning_shard import tree
 from lightning_shard.errors import RankFailure, StepError
 from lightning_shard.pipeline.dataflow.backward_hooks import refusing_earlier_graphs
 from lightning_shard.pipeline.dataflow.crossing import Crossing
-from lightning_shard.pipeline.dataflow.in_place import FETCHES, InPlace, Post, find_in_place
 from lightning_shard.pipeline.dataflow.messages import Key, Request, Slot
 from lightning_shard.pipeline.dataflow.search import (
     CallsAgain,
     Memory,
     OfAny,
+    Post,
     Ran,
     RunStep,
     Search,
@@ -110,7 +110,7 @@ class PipelinedStep:
         self._call_by_call: set[Signature] = set()
         self._of_any = of_any
         self.returns: Callable[[Stage, list[Tensor]], None] = lambda stage, sent: None
-        self.call_by_call = CallByCall([(end.stage, end.channel) for end in self._ends.values()], remember)
+        self.call_by_call = CallByCall([(end.stage, end.channel) for end in self._ends.values()])
 
     def train(
         self,
@@ -201,26 +201,8 @@ class PipelinedStep:
                 errors.append(error)
                 stage.passage.missing = Request(done=False)
 
-        passed = True
-        if FETCHES:
-            passed = self._rehearse_in_place(attempt, kind, errors)
-        for end in () if FETCHES else self._ends.values():
-            search = Search(end.stage, end.channel)
-            search.resume(end.latest[kind])
-            try:
-                search.run(attempt, 0)
-            except StepError as error:
-                errors.append(error)
-                if not end.stage.is_last:
-                    end.channel.announce(None)
-            passed &= search.passage is not None and search.passage.missing is None
-        all_passed = all(self.gather(passed and not errors))
-        self.flush()
-        return None if all_passed else next(iter(errors), StepError("Another stage's run failed."))
-
-    def _rehearse_in_place(self, attempt: RunStep, kind: str, errors: list[Exception]) -> bool:
         post = Post(next(iter(self._ends.values())).channel)
-        searches = [InPlace(end.stage, end.channel, post) for end in self._ends.values()]
+        searches = [Search(end.stage, end.channel, post) for end in self._ends.values()]
         for search, end in zip(searches, self._ends.values()):
             search.begin_as(end.latest[kind])
             try:
@@ -228,7 +210,10 @@ class PipelinedStep:
             except StepError as error:
                 errors.append(error)
                 search.fail(Request(done=False))
-        return all(search.end().done for search in reversed(searches))
+        answers = [search.end() for search in reversed(searches)]
+        all_passed = all(self.gather(all(answer.done for answer in answers) and not errors))
+        self.flush()
+        return None if all_passed else next(iter(errors), StepError("Another stage's run failed."))
 
     def gather(self, value: Any) -> list[Any]:
         """All ranks' values, the last stage's last; a collective call over the pipeline."""
@@ -375,28 +360,14 @@ class PipelinedStep:
         return all(key in end.crossings and end.crossings[key].is_settled for end in self._ends.values())
 
     def _find_crossing(self, run: RunStep, i: int, keys: Sequence[Signature], kind: str) -> dict[int, Ran]:
-        searches = [Search(end.stage, end.channel) for end in self._ends.values()]
-        as_before = all(kind in end.latest for end in self._ends.values())
-        for search, end in zip(searches, self._ends.values()):
-            if as_before:
-                search.begin_as(end.latest[kind])
-        if FETCHES:
-            return self._find_in_place(run, i, keys, kind)
-        memory = self._remember()
-        find_crossing(searches, run, i, memory, self._of_any, as_before=as_before)
-        ran = self._found(searches, keys, i, kind)
-        memory.forget()
-        return ran
-
-    def _find_in_place(self, run: RunStep, i: int, keys: Sequence[Signature], kind: str) -> dict[int, Ran]:
         post = Post(next(iter(self._ends.values())).channel)
-        searches = [InPlace(end.stage, end.channel, post) for end in self._ends.values()]
+        searches = [Search(end.stage, end.channel, post) for end in self._ends.values()]
         if all(kind in end.latest for end in self._ends.values()):
             for search, end in zip(searches, self._ends.values()):
                 search.begin_as(end.latest[kind])
         memory = self._remember() if not torch.is_grad_enabled() or len(self._ends) > 1 else None
         try:
-            find_in_place(searches, run, i, self.returns)
+            find_crossing(searches, run, i, self.returns)
         except CallsAgain:
             if memory is not None:
                 memory.put_back()
@@ -405,9 +376,6 @@ class PipelinedStep:
             if memory is not None:
                 memory.check()
                 memory.forget()
-        return self._found(searches, keys, i, kind)
-
-    def _found(self, searches: Sequence[Any], keys: Sequence[Signature], i: int, kind: str) -> dict[int, Ran]:
         ran = {}
         for search, end in zip(searches, self._ends.values()):
             crossing = search.crossing

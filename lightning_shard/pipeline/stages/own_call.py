@@ -19,12 +19,12 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow import kept
-from lightning_shard.pipeline.dataflow.crossing import Passage, value_of
+from lightning_shard.pipeline.dataflow.crossing import Passage
 from lightning_shard.pipeline.dataflow.kept import Found
 from lightning_shard.pipeline.dataflow.messages import BlockCall, Change, Held, Kept, Key, Slot, described
-from lightning_shard.pipeline.dataflow.objects import alike, entries, may_be_changed, objects
-from lightning_shard.pipeline.dataflow.side_effects import DEEPEST, Before, check_sendable
-from lightning_shard.pipeline.dataflow.taint import REMEDY, Unknown, refuse
+from lightning_shard.pipeline.dataflow.objects import alike, may_be_changed
+from lightning_shard.pipeline.dataflow.side_effects import Before, check_sendable
+from lightning_shard.pipeline.dataflow.taint import Unknown, refuse
 from lightning_shard.pipeline.dataflow.uncalled import called_now
 from lightning_shard.user_hooks import forward_hooks
 
@@ -72,7 +72,6 @@ class OwnCall:
         self._changes_in_place = changes_in_place
         self._follows = follows
         self._unset = [] if passage.searching or is_last else found.still_unset()
-        self._given_objects = (arguments, _unknown_in(arguments, follows)) if passage.searching else ((), {})
         self._before: Before | None = None
         self._seen_inside: list[tuple[str, Any]] = []
         self._inside: list[RemovableHandle] = []
@@ -92,8 +91,6 @@ class OwnCall:
         """
         self.remove_hooks()
         if self._passage.searching:
-            if self._passage.ledger is None:
-                self._ask_for_objects(output)
             refuse(output, f"What {self._name} returns")  # it may use a part that an earlier stage holds
         if not self._is_last:
             self._note(output)
@@ -114,8 +111,6 @@ class OwnCall:
         passage = self._passage
         for place, (_, leaf) in enumerate(tree.walk((args, kwargs, output))):
             key: Key = ("inside", self._index, len(self._seen_inside), place)
-            if passage.searching:
-                passage.known[key] = None
             if passage.ledger is not None and type(leaf) is Tensor:
                 passage.ledger.enter(key, leaf)
             if key in passage.wanted:
@@ -127,17 +122,6 @@ class OwnCall:
                 passage.send(key, leaf)
         self._seen_inside.append((path, tree.map_leaves(Slot.of, (args, kwargs, output))))
 
-    def _ask_for_objects(self, output: Any) -> None:
-        """If the block has computed with what earlier stages' blocks set in objects, ask for all that these held."""
-        arguments, given = self._given_objects
-        if not given:
-            return
-        returned = [leaf for leaf in tree.leaves(output) if isinstance(leaf, Unknown)]
-        now = _unknown_in(arguments, self._follows)
-        if returned or any(given.get(each) != version for each, version in now.items()):  # new, or written to
-            unknown = [each for each in given if value_of(each) is not None]
-            self._passage.on_missing(unknown, f"{self._name} computes with {unknown[0].origin.at_end}. {REMEDY}")
-
     def _note(self, output: Any) -> None:
         passage, index, before = self._passage, self._index, self._before
         if passage.searching or self._hands_on:
@@ -145,8 +129,6 @@ class OwnCall:
         if passage.searching or passage.wanted or self._hands_on:
             for place, leaf in enumerate(tree.leaves(output)):
                 key: Key = ("block", index, place)
-                if passage.searching:
-                    passage.known[key] = None
                 if passage.ledger is not None and isinstance(leaf, Tensor):
                     passage.ledger.enter(key, leaf)
                 if isinstance(leaf, Tensor) and (self._hands_on or key in passage.wanted):
@@ -225,10 +207,9 @@ class OwnCall:
     def _send_kept(self, each: Kept) -> None:
         for place, leaf in enumerate(kept.leaves(each.value)):
             key: Key = ("kept", self._index, each.module, each.name, place)
-            if isinstance(leaf, Unknown) and self._passage.ledger is not None:
-                self._passage.ledger.enter_other(key, leaf)
-            elif isinstance(leaf, Unknown):  # in a container that blocks of earlier stages hold, too
-                self._passage.known[key] = value_of(leaf)
+            if isinstance(leaf, Unknown):  # in a container that blocks of earlier stages hold, too
+                if self._passage.ledger is not None:
+                    self._passage.ledger.enter_other(key, leaf)
             elif (tensor := kept.as_tensor(leaf, self._device)) is not None:
                 self._passage.produced(key, tensor)
 
@@ -275,13 +256,6 @@ class OwnCall:
                     " microbatch of the same shapes, which later pipeline stages take for it: return a copy"
                     " (x.clone()) where it is left as it is, or use pipeline_parallel_size=1."
                 )
-
-
-def _unknown_in(arguments: Any, follows: Callable[[Any], bool] | None) -> dict[Unknown, int]:
-    """The unknown tensors in objects among arguments that are followed, with their versions."""
-    followed = (each for _, each in objects(arguments, deepest=DEEPEST) if follows is None or follows(each))
-    held = (entry for each in followed for entry in entries(each).values())
-    return {entry: entry._version for entry in held if isinstance(entry, Unknown)}
 
 
 def _slots_like(agreed: Any, output: Any) -> Any:

@@ -68,10 +68,7 @@ class ForeignPart:
         before, drawn = Before.of(self.part, (args, kwargs), compares_globals=True), _generators()
         output = self.forward(*args, **kwargs)
         given = {id(leaf) for _, leaf in tree.walk((args, kwargs))}
-        is_new = all(
-            isinstance(leaf, Unknown) and id(leaf) not in given
-            for _, leaf in tree.walk(output)
-        )
+        is_new = all(isinstance(leaf, Unknown) and id(leaf) not in given for _, leaf in tree.walk(output))
         returns_only = is_new and drawn == _generators() and not _changes(before, self.name, output)
         self.returned[kind] = tree.map_leaves(_once_each(Slot.of), output) if returns_only else None
         return output

@@ -35,14 +35,13 @@ from lightning_shard.pipeline.dataflow.crossing import (
     StageEnd,
     parameters_crossing,
     parameters_in_place,
-    provenance,
     unknown_states,
 )
 from lightning_shard.pipeline.dataflow.fetching import Ask, Ledger
 from lightning_shard.pipeline.dataflow.kept import Attributes, Found, keep, leaves
 from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Kept, Key, Request, Slot
 from lightning_shard.pipeline.dataflow.padding_masks import masks_made_as_given
-from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, recording_provenance, refuse
+from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.dataflow.uncalled import none_called
 from lightning_shard.pipeline.runtime.network_calls import Calls
@@ -126,7 +125,6 @@ class Stage:
         self._running: list[int | None] = []
         self._trace: Trace | None = None
         self._compiled = CompiledFunctions()
-        self._filler = torch.nan
         self._root: nn.Module | None = None
         self._drawn: dict[int, Callable[[], None]] = {}
         self._own_call: OwnCall | None = None
@@ -152,7 +150,6 @@ class Stage:
         received: Mapping[Key, Tensor],
         crossing: Crossing,
         *,
-        searching: bool = False,
         ask: Ask | None = None,
     ) -> Iterator[Passage]:
         """Context of one microbatch's forward, whose user code runs in :meth:`running`; yields its :class:`Passage`.
@@ -160,18 +157,16 @@ class Stage:
         Args:
             received: Values from the previous stage.
             crossing: The values that cross, as far as known.
-            searching: Whether this run searches for the values that cross.
-            ask: Asks the previous stage for values, where it searches in place.
+            ask: Asks the previous stage for values, where the run searches for those that cross.
         """
         counted = Counted(_OPERATIONS_OF_A_CALL * self.calls.count) if self.calls is not None else Counted()
         until = crossing.incoming.until
         passage = self.passage = Passage(
             self.index,
             self.hollow,
-            searching,
+            ask is not None,
             dict(received),
             dict(crossing.outgoing.blocks if crossing.outgoing else crossing.incoming.blocks),
-            crossing.incoming.unavailable,
             frozenset(crossing.asked),
             counted=counted,
             entered_after=until if until is not None and until.after else None,
@@ -179,18 +174,17 @@ class Stage:
             active=True,
             in_step=lambda: self.in_step,
             differentiates=torch.is_grad_enabled(),
-            filler=self._filler,
-            memory=SharedMemory(crossing.incoming.aliased) if searching else None,
+            memory=SharedMemory(crossing.incoming.aliased) if ask is not None else None,
         )
         if ask is not None:
-            assert self._root is not None and passage.memory is not None
+            assert self._root is not None
+            assert passage.memory is not None
             passage.ledger = Ledger(passage, ask, self.alone, self._root, passage.memory)
         self._times_run.clear()
         self._running.clear()
-        self._trace = Trace(passage) if searching or crossing.is_traced() else None
-        recording = recording_provenance(provenance) if searching and ask is None else nullcontext()
+        self._trace = Trace(passage) if ask is not None or crossing.is_traced() else None
         try:
-            with self.apart(), recording:
+            with self.apart():
                 yield passage
         finally:
             passage.active, self._trace = False, None
@@ -211,19 +205,6 @@ class Stage:
             self.in_backward = False
 
     @contextmanager
-    def unknown_values_being(self, value: float) -> Iterator[None]:
-        """Context in which hollow parameters and unknown values hold this value instead of NaN."""
-        self._filler = value
-        for hollow in self.hollow.values():
-            hollow.fill(value)
-        try:
-            yield
-        finally:
-            self._filler = torch.nan
-            for hollow in self.hollow.values():
-                hollow.fill(torch.nan)
-
-    @contextmanager
     def running(self, root: nn.Module) -> Iterator[None]:
         """Context of the user's step, while ``root``'s own parameters are unsharded."""
         traced = self._trace.running() if self._trace is not None else nullcontext()
@@ -241,7 +222,6 @@ class Stage:
             else:
                 self.passage.check_hooks()
                 if self.passage.searching and self.is_last:
-                    self.passage.asks_for_origins = True
                     refuse(unknown_states(m for m in root.modules() if m not in self.elsewhere), "A step's own state")
             finally:
                 self._compiled.run_compiled()
@@ -285,10 +265,9 @@ class Stage:
     def delivery(self, passage: Passage, crossing: Crossing) -> Delivery:
         """The delivery that announces a microbatch's sent values to the next stage."""
         slots = {key: Slot.of(tensor) for key, tensor in passage.sent.items()}
-        unavailable = frozenset(crossing.unavailable)
         traced = crossing.incoming.traced or crossing.is_traced()
         aliased = passage.memory.aliased() if passage.memory is not None else crossing.incoming.aliased
-        return Delivery(slots, dict(passage.blocks), unavailable, passage.counted, passage.until, traced, aliased)
+        return Delivery(slots, dict(passage.blocks), passage.counted, passage.until, traced, aliased)
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> None:
         if self.calls is not None and not self.passage.active:
