@@ -315,14 +315,16 @@ def _rehearse(step: PipelinedStep, run: Any, parts: Sequence[Any], remember: Cal
     rehearse(step, "train", run, (parts[0], parts[1]), joined, remember()).refuse_carried(len(parts))
 
 
-def _remember(root: nn.Module, stages: Stages, apart: StatesApart, kept: KeptStates | None = None) -> MemoryBeside:
+def _remember(
+    root: nn.Module, stages: Stages, apart: StatesApart, kept: KeptStates | None = None, *, puts_back: bool = True
+) -> MemoryBeside:
     put_back = [each.remember() for each in (apart, kept) if each is not None]
 
     def put_all_back() -> None:
         for each in put_back:
             each()
 
-    return MemoryBeside(Memory(root, len(stages)), put_all_back)
+    return MemoryBeside(Memory(root, len(stages), puts_back=puts_back), put_all_back)
 
 
 def _agree(kept: KeptStates, channels: Sequence[QueueChannel], rank: int, ranks: int, microbatches: int) -> None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
@@ -80,14 +80,32 @@ class Ledger:
         self._own: set[int] = set()
         self._parameters = {key[1]: tensor for key, tensor in passage.received.items() if key[0] == "parameter"}
         self._unknown_memory: dict[int, Unknown] = {}
+        self._guard = Guard(self)
+        self._is_paused = False
 
     @contextmanager
     def following(self) -> Iterator[None]:
         """Context of the user's step, while parameters around the blocks are unsharded."""
         own = (_parameter(self._root, name) for name in self._names_of_own)
         self._own = {id(parameter) for parameter in own if parameter is not None}
-        with followed_by(self), Guard(self):
-            yield
+        with followed_by(self):
+            self._guard.__enter__()
+            try:
+                yield
+            finally:
+                if not self._is_paused:  # the step may end inside of a block
+                    self._guard.__exit__(None, None, None)
+
+    def block_begins(self) -> None:
+        """An own block begins, which has no unknown values, and may be compiled."""
+        if _get_current_dispatch_mode() is self._guard:
+            self._guard.__exit__(None, None, None)
+            self._is_paused = True
+
+    def block_ends(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._guard.__enter__()
 
     # Names
 
@@ -294,6 +312,8 @@ class Guard(TorchDispatchMode):
     Raises:
         StepError: There is one.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()

@@ -184,7 +184,7 @@ class Unknown(torch.Tensor):
         late = follower.late(unknown) if follower is not None else ()
         needs = torch.is_grad_enabled() and name != "detach" and attribute != "data" and any(map(_needs, given))
         try:
-            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), computing_unknown():
+            with _without_graph():
                 result = func(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as error:
             _miss(unknown, f"{name} can't be computed of {origin.at_end} ({error}). {REMEDY}")
@@ -207,7 +207,7 @@ class Unknown(torch.Tensor):
                 one.offset = int(one.storage_offset() - one.base.storage_offset())
             return one
 
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), computing_unknown():
+        with _without_graph():
             return tree.map_leaves(made, result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unknown:
@@ -516,6 +516,18 @@ def computing_unknown() -> Iterator[None]:
         yield
     finally:
         _collected.computing -= 1
+
+
+@contextmanager
+def _without_graph() -> Iterator[None]:
+    """Context in which unknown values are computed; no graph refers to them, so values can be put in their place."""
+    caches = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # else weights that are cast here would get no gradient later
+    try:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), computing_unknown():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(caches)
 
 
 def is_computing_unknown() -> bool:

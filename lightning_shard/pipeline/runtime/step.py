@@ -87,7 +87,8 @@ class PipelinedStep:
     Args:
         stages: This rank's stages of the cut model, in order.
         channels: Each stage's channel to its neighbours.
-        remember: Takes a snapshot of what a step may change beside gradients.
+        remember: Takes a snapshot of what a step may change beside gradients; with ``puts_back=False`` for its check
+            alone.
         of_any: Whether a condition holds on any data rank, where forwards make collective calls over data ranks: then
             all ranks run a microbatch as often as the one that runs it most often.
     """
@@ -96,7 +97,7 @@ class PipelinedStep:
         self,
         stages: Iterable[Stage],
         channels: Iterable[Channel],
-        remember: Callable[[], Memory],
+        remember: Callable[..., Memory],
         of_any: OfAny = bool,
     ) -> None:
         self._ends = {stage.index: _Ends(stage, channel) for stage, channel in zip(stages, channels, strict=True)}
@@ -365,17 +366,15 @@ class PipelinedStep:
         if all(kind in end.latest for end in self._ends.values()):
             for search, end in zip(searches, self._ends.values()):
                 search.begin_as(end.latest[kind])
-        memory = self._remember() if not torch.is_grad_enabled() or len(self._ends) > 1 else None
+        memory = self._remember(puts_back=not torch.is_grad_enabled() or len(self._ends) > 1)
         try:
             find_crossing(searches, run, i, self.returns)
+            memory.check()
         except CallsAgain:
-            if memory is not None:
-                memory.put_back()
+            memory.put_back()
             raise
         finally:
-            if memory is not None:
-                memory.check()
-                memory.forget()
+            memory.forget()
         ran = {}
         for search, end in zip(searches, self._ends.values()):
             crossing = search.crossing

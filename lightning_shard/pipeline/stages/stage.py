@@ -394,6 +394,8 @@ class Stage:
             self._trace.mark_written_aliases((args, kwargs))
         passage.in_block = True
         refuse((args, kwargs), name)
+        if passage.ledger is not None:
+            passage.ledger.block_begins()
         self._compiled.run_compiled()
         self._own_call = OwnCall(
             name,
@@ -472,6 +474,8 @@ class Stage:
         if index is not None and index in self.owned:
             passage.check_differentiates(name)
             assert self._own_call is not None
+            if passage.ledger is not None:
+                passage.ledger.block_ends()
             own_call, self._own_call = self._own_call, None
             own_call.end(output)
             passage.in_block = False

@@ -447,16 +447,18 @@ class PipelinedSteps:
         stage = self._stages.current
         return stage is not None and stage.in_step and not stage.is_last
 
-    def _remember(self) -> MemoryBeside:
+    def _remember(self, *, puts_back: bool = True) -> MemoryBeside:
         self._seeds.look_for_generators()  # a first step may make some
-        put_rest_back = [each.remember() for each in (self._apart, self._logs, self._kept, self._output)]
+        beside = (self._apart, self._logs, self._kept, self._output) if puts_back else ()
+        put_rest_back = [each.remember() for each in beside]
 
         def put_all_back() -> None:
             for put_back in put_rest_back:
                 put_back()
 
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        return MemoryBeside(Memory(self._module, len(self._stages), callbacks), put_all_back)
+        memory = Memory(self._module, len(self._stages), callbacks, puts_back=puts_back)
+        return MemoryBeside(memory, put_all_back)
 
     def _block(self) -> tuple[str, bool] | None:
         """The block that is being called, and whether the last stage calls it."""

@@ -24,7 +24,7 @@ from lightning_shard.errors import StepError
 from lightning_shard.namespaces import Namespace
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, has_no_memory
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.checks.lost_changes import Sums, changed, sums
+from lightning_shard.plugin.steps.checks.lost_changes import changed, sums
 from lightning_shard.plugin.steps.randomness import OwnGenerator
 from lightning_shard.plugin.steps.state.iterators import ReplayedIterators
 from lightning_shard.plugin.steps.state.python_state import attributes, below, hold_same, reachable, slots
@@ -64,16 +64,19 @@ class Memory:
     Args:
         stages: How many stages of this rank run the step. With several, the step may not draw from an iterator.
         callbacks: The Trainer's, whose state a step may change too; of each the first objects below it.
+        puts_back: Whether the state may have to be restored; else parameters are noted only, for :meth:`check`.
     """
 
-    def __init__(self, root: nn.Module, stages: int = 1, callbacks: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, root: nn.Module, stages: int = 1, callbacks: Sequence[Any] = (), *, puts_back: bool = True
+    ) -> None:
         self._root = root
         self._stages = stages
+        self._parameters = sums(root)
         of_callbacks = (below(f"callbacks.{i}", each, _OF_CALLBACK) for i, each in enumerate(callbacks))
-        found = [*reachable(root), *chain.from_iterable(of_callbacks)]
+        found = [*reachable(root), *chain.from_iterable(of_callbacks)] if puts_back else []
         self._iterators = ReplayedIterators(value for _, value in found)
         self._notes = [note for path, value in found if (note := note_of(path, value)) is not None]
-        self._parameters: Sums = {}
 
     def put_back(self) -> None:
         """Restore the state.
@@ -103,11 +106,10 @@ class Memory:
         self._notes.clear()
 
     def check(self) -> None:
-        """Check, after each run, that parameters are equal to those after the run before.
+        """Check, after a run, that parameters are as they were.
 
         Raises:
-            StepError: A parameter was changed in place, so repeated runs changed it repeatedly. Or several stages have
-                drawn from one iterator.
+            StepError: A parameter was changed in place. Or several stages have drawn from one iterator.
         """
         if self._stages > 1 and self._iterators.drawn_from():
             raise StepError(
@@ -115,14 +117,12 @@ class Memory:
                 " run it in turn, would be given different entries: draw in on_train_batch_start, or use a schedule"
                 ' with one stage on each rank, such as schedule="1F1B".'
             )
-        before, self._parameters = self._parameters, sums(self._root)
-        name = changed(before, self._parameters)
+        name = changed(self._parameters, sums(self._root))
         if name is not None:
             raise StepError(
-                f"The step changes the parameter {name} in place. A pipeline stage has to run its part of this"
-                " network more than once to find out what crosses between stages, and parameters aren't put back in"
-                " between: keep it as a buffer, change it in on_train_batch_start or on_train_batch_end, or use"
-                " pipeline_parallel_size=1."
+                f"The step changes the parameter {name} in place. In a step parameters are read, not written (sentence"
+                " 8 of the contract), and each microbatch would change it: keep it as a buffer, change it in"
+                " on_train_batch_start or on_train_batch_end, or use pipeline_parallel_size=1."
             )
 
 
@@ -329,7 +329,7 @@ _NOTING: list[tuple[Any, Callable[[str, Any], Note | None]]] = [
 
 def _too_large(path: str, size: int) -> StepError:
     return StepError(
-        f"The step changes {path} in place, which holds {size} bytes. A pipeline stage has to run its part of this"
-        f" network more than once, and restores tensors of up to {LARGEST_COPY_BYTES} bytes only: assign a new one"
-        " instead, or use pipeline_parallel_size=1."
+        f"The step changes {path} in place, which holds {size} bytes. Its first batch runs again in a rehearsal, after"
+        f" which tensors of up to {LARGEST_COPY_BYTES} bytes are restored: assign a new one instead, or use"
+        " pipeline_parallel_size=1."
     )
