@@ -520,7 +520,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (
         *(Net, Conditioned, Masked, Residual, UNet, Collecting, InPlace, Between, InTurn, OnBothSides, NestedCalls),
-        *(LooksIntoBlocks, Decides, WithAnOwnFunction, CapturedFunction, Recurrent, Encoder, EncoderAndDecoder, ResNet),
+        *(LooksIntoBlocks, Decides, WithAnOwnFunction, Recurrent, Encoder, EncoderAndDecoder, ResNet),
         *(
             ReturnsTwice,
             Inherits,
@@ -1661,6 +1661,7 @@ class DropsAtFirst(Net):
         (PreHooksOfParts, r"net\.embed has a backward pre-hook"),
         (Freezes, r"gradients switched off.*requires_grad_\(False\)"),
         (Differentiates, r"takes gradients itself \(grad\)"),
+        (CapturedFunction, r"net\.blocks\.\d.*Its value isn't known there"),
         (Functionalized, r"net\.blocks\.\d.*Its value isn't known there"),
         (CheckpointedTogether, "recomputes net.blocks.[12] together with blocks or other code"),
         (Twice, r"net\.blocks\.0 ran 2 times within one step, and a pipeline expects it 1×"),

@@ -343,7 +343,7 @@ def test_numbers_that_blocks_keep_are_none_that_code_around_them_sets(on: tuple[
 
 def test_what_a_block_first_leaves_unset_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"net\.blocks\.\d\.aux was None after the first microbatch"):
-        on_stages(seeded(partial(Of, SetLater)), with_aux, batches(), 2)
+        on_stages(seeded(partial(Of, SetLater)), with_aux, batches(), 2, microbatches=1)
 
 
 class HandsOnAtFirst(Block):
