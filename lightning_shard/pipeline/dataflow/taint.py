@@ -13,13 +13,14 @@ not synchronised.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard import tree
@@ -100,6 +101,10 @@ class Origin:
         return self.text.rstrip(",")
 
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether it is a tensor within ``torch.func``'s transforms, which has no memory of its own."""
+
+
 class _Collected(threading.local):
     found: list[Unknown] | None = None
     computing: int = 0
@@ -159,7 +164,10 @@ class Unknown(torch.Tensor):
             return RemovableHandle({}) if name == "register_hook" else None  # the stage that has the value does it
         given = _leaves_of_call(args, kwargs)
         taken = given if name not in _TAKES_SOME else leaves(_arguments_read(name, args, kwargs))
-        unknown = [leaf for leaf in taken if isinstance(leaf, Unknown) and not is_view_of_known(leaf)]
+        unknown = []
+        for leaf in taken:
+            if isinstance(leaf, Unknown) and (leaf.base is None or not is_view_of_known(leaf)):
+                unknown.append(leaf)
         if not unknown:
             with torch._C.DisableTorchFunctionSubclass(), computing_unknown():
                 return func(*args, **kwargs)
@@ -178,37 +186,34 @@ class Unknown(torch.Tensor):
             _miss(unknown, f"The size of what {name} gives depends on {origin.at_end}. {REMEDY}")
             return func(*args, **kwargs)
         written = [leaf for leaf in (*args[:is_written], *leaves(kwargs.get("out", ()))) if isinstance(leaf, Tensor)]
-        into_known = any(not isinstance(leaf, Unknown) for leaf in written)
-        if follower is not None and follower.knows_operands(name, given, into_known=into_known):
-            return func(*args, **kwargs)
-        late = follower.late(unknown) if follower is not None else ()
-        needs = torch.is_grad_enabled() and name != "detach" and attribute != "data" and any(map(_needs, given))
+        late: tuple[str, ...] = ()
+        if follower is not None:
+            into_known = any(not isinstance(leaf, Unknown) for leaf in written)
+            if follower.knows_operands(name, given, into_known=into_known):
+                return func(*args, **kwargs)
+            late = follower.late(unknown)
+        needs = False
+        if torch.is_grad_enabled() and name != "detach" and attribute != "data":
+            for leaf in given:
+                if isinstance(leaf, Tensor) and (leaf.needs if isinstance(leaf, Unknown) else leaf.requires_grad):
+                    needs = True
         try:
-            with _without_graph():
+            with _without_graph() if follower is not None else torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as error:
             _miss(unknown, f"{name} can't be computed of {origin.at_end} ({error}). {REMEDY}")
             return func(*args, **kwargs)
         for leaf in written:
             _mark_written(leaf, origin, late)
-        kept = {id(leaf): leaf for leaf in given}  # arguments that are returned keep their state
-        shared = {memory_of(leaf): leaf for leaf in unknown if not isinstance(leaf, Hollow) and not _is_wrapped(leaf)}
-
-        def made(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or id(leaf) in kept:
-                return leaf
-            if name in _TO_INTEGERS and not leaf.dtype.is_floating_point and not has_no_memory(leaf):
-                leaf.zero_()  # NaN cast to an index is out of range, which on CUDA kills the process
-            if _is_wrapped(leaf):
-                return mark(leaf, origin)
-            one = new_unknown(leaf, origin, needs=needs, late=late)
-            if (source := shared.get(memory_of(one))) is not None and not has_no_memory(source):
-                one.base = source if source.base is None else source.base
-                one.offset = int(one.storage_offset() - one.base.storage_offset())
-            return one
-
-        with _without_graph():
-            return tree.map_leaves(made, result)
+        with torch._C.DisableTorchFunctionSubclass():
+            known = [*map(id, given)]  # arguments that are returned keep their state
+            for leaf in leaves(result):
+                if isinstance(leaf, Tensor) and id(leaf) not in known:
+                    if name in _TO_INTEGERS and not leaf.dtype.is_floating_point and not has_no_memory(leaf):
+                        leaf.zero_()  # NaN cast to an index is out of range, which on CUDA kills the process
+                    one: Any = mark(leaf, origin)
+                    one.late, one.needs, one.base = late, needs, None if _is_wrapped(leaf) else leaf._base
+            return result if follower is None else tree.map_leaves(partial(_apart, known, unknown), result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unknown:
         return self
@@ -223,6 +228,11 @@ class Hollow(Unknown):
     fqn: str
     holder: int
     trains: bool
+
+    @property
+    def needs(self) -> bool:  # type: ignore[override]
+        return self.trains
+
     _gives: Callable[[], bool] | None = None
 
     @property
@@ -281,14 +291,26 @@ def _nan_like(tensor: Tensor, device: torch.device) -> Hollow:
     return torch.Tensor._make_subclass(Hollow, nan)
 
 
-def new_unknown(data: Tensor, origin: Origin, *, needs: bool = False, late: tuple[str, ...] = ()) -> Unknown:
-    """An unknown tensor over the memory of a new tensor: no view of it, and no node of autograd refers to it."""
-    if type(data) not in (Tensor, Unknown, Hollow, nn.Parameter):
-        return mark(data, origin)  # type: ignore[return-value]
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        one: Any = Tensor._make_subclass(Unknown, data.detach())
-        one.origin, one.late, one.needs = origin, late, needs and (data.is_floating_point() or data.is_complex())
-        return one  # type: ignore[no-any-return]
+def _apart(known: Collection[int], operands: Sequence[Unknown], leaf: Any) -> Any:
+    """A result in the same memory, which is no view, and which no node of autograd refers to: it may be fetched.
+
+    Args:
+        known: The ids of the arguments, which stay.
+        operands: Unknown ones; the result may share the memory of one.
+    """
+    if not isinstance(leaf, Unknown) or id(leaf) in known or _is_wrapped(leaf):
+        return leaf
+    with _without_graph():
+        one: Any = Tensor._make_subclass(Unknown, leaf.detach())
+        one.origin, one.late = leaf.origin, leaf.late
+        one.needs = leaf.needs and (leaf.is_floating_point() or leaf.is_complex())
+        for source in operands:
+            if isinstance(source, Hollow) or _is_wrapped(source) or has_no_memory(source):
+                continue
+            if memory_of(source) == memory_of(one):
+                one.base = source if source.base is None else source.base
+                one.offset = int(one.storage_offset() - one.base.storage_offset())
+    return one
 
 
 def put_values(unknown: Unknown, values: Tensor) -> None:
@@ -314,10 +336,15 @@ def is_view_of_known(leaf: Unknown) -> bool:
     if base is None or isinstance(base, Unknown):
         return False
     with torch._C.DisableTorchFunction(), computing_unknown():
+        is_shared = memory_of(base) == memory_of(leaf)
+        if is_shared and leaf._base is base:
+            leaf.__class__ = Tensor  # type: ignore[assignment]
+            return True
         if base.dtype != leaf.dtype or leaf.is_conj() or leaf.is_neg() or leaf.offset < 0:
             return False
+        offset = leaf.storage_offset() if is_shared else base.storage_offset() + leaf.offset
         with torch.set_grad_enabled(leaf.needs):
-            view = base.as_strided(leaf.size(), leaf.stride(), base.storage_offset() + leaf.offset)
+            view = base.as_strided(leaf.size(), leaf.stride(), offset)
         put_tensor(leaf, view if leaf.needs else view.detach())
     return True
 
@@ -332,17 +359,6 @@ def put_tensor(unknown: Unknown, real: Tensor) -> None:
             torch._C._swap_tensor_impl(unknown, real)  # type: ignore[attr-defined]
         else:
             _overwrite(unknown, real)
-
-
-def _is_wrapped(tensor: Tensor) -> bool:
-    """Whether it is a tensor within ``torch.func``'s transforms, which has no memory of its own."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def _needs(leaf: Any) -> bool:
-    if isinstance(leaf, Hollow):
-        return leaf.trains
-    return leaf.needs if isinstance(leaf, Unknown) else isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def mark(tensor: Tensor, origin: Origin) -> Tensor:
