@@ -24,8 +24,8 @@ class Routed:
 
     Attributes:
         chosen: Each sample's experts, ``[LENGTH, k]``, by the sample's own tokens.
-        computed: How many rows came to each expert, ``[experts]``. Not in the first step: while a pipeline finds out
-            what crosses, blocks may run again.
+        computed: How many rows came to each expert, ``[experts]``. Not in the first step, whose batch runs again in a
+            rehearsal.
         loads: What lists of experts count themselves, in evaluations too, by their buffers' names.
     """
 

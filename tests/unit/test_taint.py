@@ -81,7 +81,7 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
 def test_numbers_that_are_taken_from_it_are_missing(what: str) -> None:
     number = unknown().argmax()
     with (
-        Trace(Passage(1, {}, searching=True)).running(),
+        Trace(Passage(1, {})).running(),
         pytest.raises((StepError, ValueError), match=r"embed\.weight"),
     ):
         NUMBERS[what](number)
@@ -89,7 +89,7 @@ def test_numbers_that_are_taken_from_it_are_missing(what: str) -> None:
 
 @pytest.mark.parametrize("ask", [torch.nonzero, torch.zeros, Tensor.item])
 def test_what_refuses_it_says_so_once(ask: Callable[[Tensor], Any]) -> None:
-    with Trace(Passage(1, {}, searching=True)).running(), pytest.raises(StepError) as refusal:
+    with Trace(Passage(1, {})).running(), pytest.raises(StepError) as refusal:
         ask(unknown().argmax())
     assert str(refusal.value).count(REMEDY) == 1
     assert ",." not in str(refusal.value)
@@ -102,7 +102,7 @@ def test_shown_where_it_cannot_be_had_it_is_named() -> None:
 
 def test_a_forward_derivative_along_it_is_unknown() -> None:
     """Not on threads, as ``vmap`` is tried: torch counts levels of forward derivatives in the process."""
-    with Trace(Passage(1, {}, searching=True)).running():
+    with Trace(Passage(1, {})).running():
         both = torch.func.jvp(torch.sin, (torch.ones(2, 3),), (unknown(),))
         neither = torch.func.jvp(torch.sin, (torch.ones(2),), (torch.ones(2),))
     assert all(isinstance(each, Unknown) for each in both)

@@ -112,7 +112,6 @@ class Passage:
 
     Attributes:
         hollow: The parameters that other stages hold, by name.
-        searching: Whether this run searches for the values that cross.
         received: Values from the previous stage.
         blocks: The blocks' calls by place; those of earlier stages as these announced them.
         wanted: Names of the values to send, beside the hidden state.
@@ -140,7 +139,6 @@ class Passage:
 
     stage: int
     hollow: Mapping[str, Hollow]
-    searching: bool = False
     received: dict[Key, Tensor] = field(default_factory=dict)
     blocks: dict[int, BlockCall] = field(default_factory=dict)
     wanted: frozenset[Key] = frozenset()
@@ -174,6 +172,11 @@ class Passage:
                 if key[0] == "operation" and isinstance(key[2], tuple):
                     self._kept[key[1]][key[2][:2]] = None
         return [*self._kept.get(number, ())]
+
+    @property
+    def searching(self) -> bool:
+        """Whether this run searches for the values that cross."""
+        return self.ledger is not None
 
     @property
     def entered(self) -> bool:
@@ -352,19 +355,32 @@ def parameters_crossing(root: nn.Module, passage: Passage) -> AbstractContextMan
     """
     for key in passage.wanted:
         if key[0] == "parameter" and key not in passage.received:
-            parameter = root.get_parameter(key[1])
-            if type(parameter) is nn.Parameter:
-                passage.sent[key] = parameter.clone()
-            elif isinstance(parameter, DTensor):
-                raise StepError(
-                    f"{key[1]}, of stage {passage.stage}, is used on a later pipeline stage, and several ranks hold it"
-                    " in parts when a step begins: have its module return (or keep as an attribute) what is needed of"
-                    " it there; or use data_parallel_size=1 and tensor_parallel_size=1, or pipeline_parallel_size=1."
-                )
+            passage.sent[key] = sendable_parameter(root, key[1], passage.stage).clone()
     for key, tensor in passage.received.items():
         if key[0] == "parameter" and key in passage.wanted:
             passage.sent[key] = tensor.clone()
     return parameters_in_place(root, passage.received)
+
+
+def held_parameter(root: nn.Module, name: str) -> Tensor | None:
+    """A parameter that a rank holds, whichever of its stages is shown."""
+    parent, _, key = name.rpartition(".")
+    return root.get_submodule(parent)._parameters.get(key)
+
+
+def sendable_parameter(root: nn.Module, name: str, stage: int) -> Tensor:
+    """
+    Raises:
+        StepError: It is sharded over ranks of this stage.
+    """
+    parameter = held_parameter(root, name)
+    if parameter is None or isinstance(parameter, DTensor):
+        raise StepError(
+            f"{name}, of stage {stage}, is used on a later pipeline stage, and several ranks hold it in parts when a"
+            " step begins: have its module return (or keep as an attribute) what is needed of it there; or use"
+            " data_parallel_size=1 and tensor_parallel_size=1, or pipeline_parallel_size=1."
+        )
+    return parameter
 
 
 def parameters_in_place(root: nn.Module, received: Mapping[Key, Tensor]) -> AbstractContextManager[None]:

@@ -35,7 +35,13 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow import opaque_functions
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
-from lightning_shard.pipeline.dataflow.crossing import LARGEST_PARAMETER, LateValue, Passage
+from lightning_shard.pipeline.dataflow.crossing import (
+    LARGEST_PARAMETER,
+    LateValue,
+    Passage,
+    held_parameter,
+    sendable_parameter,
+)
 from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.taint import (
     Hollow,
@@ -86,7 +92,7 @@ class Ledger:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Context of the user's step, while parameters around the blocks are unsharded."""
-        own = (_parameter(self._root, name) for name in self._names_of_own)
+        own = (held_parameter(self._root, name) for name in self._names_of_own)
         self._own = {id(parameter) for parameter in own if parameter is not None}
         with followed_by(self):
             self._guard.__enter__()
@@ -162,13 +168,13 @@ class Ledger:
         return self._parameters.get(leaf.fqn, leaf) if isinstance(leaf, Hollow) else leaf
 
     def late(self, unknown: Sequence[Unknown]) -> tuple[str, ...]:
-        names = {name: None for leaf in unknown for name in self._late_names(leaf)}
+        names: dict[str, None] = {}
+        for leaf in unknown:
+            if not isinstance(leaf, Hollow):
+                names |= dict.fromkeys(leaf.late)
+            elif leaf.holder > self._passage.stage:
+                names[leaf.fqn] = None
         return tuple(names)
-
-    def _late_names(self, leaf: Unknown) -> Sequence[str]:
-        if isinstance(leaf, Hollow):
-            return (leaf.fqn,) if leaf.holder > self._passage.stage else ()
-        return leaf.late
 
     def knows_operands(
         self, name: str, operands: Sequence[Any], *, into_known: bool = False, combines: bool = False
@@ -283,15 +289,7 @@ class Ledger:
         if key in self._passage.received:
             return self._passage.received[key]
         if key[0] == "parameter":
-            parameter = _parameter(self._root, key[1])
-            if parameter is None or type(parameter) is not nn.Parameter:
-                raise StepError(
-                    f"{key[1]}, of stage {self._passage.stage}, is used on a later pipeline stage, and several ranks"
-                    " hold it in parts when a step begins: have its module return (or keep as an attribute) what is"
-                    " needed of it there; or use data_parallel_size=1 and tensor_parallel_size=1, or"
-                    " pipeline_parallel_size=1."
-                )
-            return parameter
+            return sendable_parameter(self._root, key[1], self._passage.stage)
         tensor, version = self._named[key]
         if version not in (-1, tensor._version):
             raise StepError(
@@ -328,12 +326,6 @@ class Guard(TorchDispatchMode):
                     " pipeline_parallel_size=1."
                 )
         return function(*args, **(kwargs or {}))
-
-
-def _parameter(root: nn.Module, name: str) -> Tensor | None:
-    """A parameter that a rank holds, whichever of its stages is shown."""
-    parent, _, key = name.rpartition(".")
-    return root.get_submodule(parent)._parameters.get(key)
 
 
 def _is_recomputed() -> bool:

@@ -379,7 +379,7 @@ def mark(tensor: Tensor, origin: Origin) -> Tensor:
 
 def fill(tensor: Tensor, values: Tensor) -> None:
     """Make a possibly unknown tensor known, in place, with these values."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), computing_unknown():
         tensor.__class__ = Tensor  # type: ignore[assignment]
         _overwrite(tensor, values)
 

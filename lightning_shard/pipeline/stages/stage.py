@@ -164,7 +164,6 @@ class Stage:
         passage = self.passage = Passage(
             self.index,
             self.hollow,
-            ask is not None,
             dict(received),
             dict(crossing.outgoing.blocks if crossing.outgoing else crossing.incoming.blocks),
             frozenset(crossing.asked),
