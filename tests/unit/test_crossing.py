@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -1639,6 +1639,22 @@ class DropsAtFirst(Net):
         for block in self.blocks[0 if x[0, 0] > WORDS // 2 else 1 :]:
             hidden = block(hidden)
         return self.head(self.norm(hidden))
+
+
+class NotesRuns(Collecting):
+    """Each stage misses several values, in its middle."""
+
+    runs: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs.append(0)
+        return super().forward(x)
+
+
+def test_a_step_runs_once_for_each_microbatch_on_each_stage() -> None:
+    NotesRuns.runs.clear()
+    on_stages(seeded(NotesRuns), loss, batches(), 3, microbatches=1)
+    assert len(NotesRuns.runs) == 3 * len(batches())
 
 
 @pytest.mark.parametrize(
