@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
+from lightning_shard.pipeline.dataflow.functions import leaves
 from lightning_shard.pipeline.dataflow.messages import (
     BlockCall,
     Counted,
@@ -38,7 +39,7 @@ from lightning_shard.pipeline.dataflow.messages import (
     Request,
     Slot,
 )
-from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, leaves, mark, refuse, said_of_hook
+from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, mark, refuse, said_of_hook
 from lightning_shard.pipeline.dataflow.uncalled import few
 from lightning_shard.user_hooks import is_of_fsdp
 

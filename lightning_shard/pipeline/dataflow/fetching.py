@@ -35,6 +35,7 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow import opaque_functions
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
+from lightning_shard.pipeline.dataflow.computing import is_computing_unknown
 from lightning_shard.pipeline.dataflow.crossing import (
     LARGEST_PARAMETER,
     LateValue,
@@ -47,7 +48,6 @@ from lightning_shard.pipeline.dataflow.taint import (
     Hollow,
     Unknown,
     followed_by,
-    is_computing_unknown,
     memory_of,
     put_values,
 )

@@ -25,45 +25,22 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.computing import computing_unknown, without_graph
+from lightning_shard.pipeline.dataflow.functions import (
+    ABOUT,
+    AS_NUMBERS,
+    AS_TEXT,
+    OF_VALUES,
+    SHAPED_BY_VALUES,
+    SIZED_BY_NUMBERS,
+    TAKES_SOME,
+    TO_INTEGERS,
+    arguments_read,
+    leaves,
+    leaves_of_call,
+    writes,
+)
 from lightning_shard.sharding import put_attributes
-
-_AS_NUMBERS = {
-    *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__contains__"),
-    *("__bool__", "__int__", "__float__", "__index__", "__complex__"),
-    *("storage", "__dlpack__", "__reduce_ex__"),
-}
-"""Functions that give Python a tensor's values."""
-_AS_TEXT = {"__repr__", "__format__"}
-_SHAPED_BY_VALUES = {
-    *("nonzero", "masked_select", "unique", "unique_consecutive", "bincount", "argwhere"),
-    *("histc", "nonzero_static", "_pack_padded_sequence", "_pad_packed_sequence"),
-    *("zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm"),
-}
-"""Functions whose output size depends on values."""
-_SIZED_BY_NUMBERS = {
-    *("narrow", "view", "reshape", "unflatten", "expand", "repeat", "tile", "split", "tensor_split", "chunk"),
-    *("topk", "pad", "unfold", "diagonal", "diag_embed", "one_hot", "interpolate"),
-    *("new_zeros", "new_ones", "new_empty", "new_full"),
-}
-"""Functions whose output size depends on arguments after the first, which may be tensors of one integer."""
-_TO_INTEGERS = {"long", "int", "short", "char", "byte", "to", "type", "type_as", "floor_divide", "round", "bucketize"}
-"""Functions that may convert floating-point numbers to integers."""
-_WITHOUT_VALUES = {
-    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
-    *("new_zeros", "new_ones", "new_empty", "new_empty_strided", "new_full", "new_tensor"),
-}
-_LIKE_OTHERS = {"expand_as", "view_as", "reshape_as", "type_as", "to", "resize_as_"}
-"""Functions that use only shape, dtype and device: ``_WITHOUT_VALUES`` of the first argument, ``_LIKE_OTHERS`` of all
-but the first."""
-_TAKES_SOME = _WITHOUT_VALUES | _LIKE_OTHERS
-_ABOUT = {
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device"),
-    *("is_contiguous", "is_floating_point", "is_complex", "is_same_size", "is_shared", "is_inference", "data_ptr"),
-    *("__len__", "__hash__", "untyped_storage", "requires_grad_", "result_type", "can_cast", "is_tensor", "__set__"),
-}
-"""Functions that tell about a tensor, not its values."""
-_OF_VALUES = {"T", "mT", "H", "mH", "real", "imag", "data"}
-"""Attributes of a tensor that are tensors."""
 
 REMEDY = (
     "A pipeline stage knows what its own blocks and earlier stages compute, and nothing that needs a later stage's"
@@ -107,7 +84,6 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 class _Collected(threading.local):
     found: list[Unknown] | None = None
-    computing: int = 0
 
 
 class Follower(Protocol):
@@ -157,13 +133,13 @@ class Unknown(torch.Tensor):
         if follower is not None:
             args, kwargs = follower.substituted((args, kwargs))
         attribute = func.__self__.__name__ if name == "__get__" else ""
-        if name in _ABOUT or (attribute and attribute not in _OF_VALUES):
+        if name in ABOUT or (attribute and attribute not in OF_VALUES):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in ("register_hook", "retain_grad") and isinstance(args[0], Unknown) and args[0].needs:
             return RemovableHandle({}) if name == "register_hook" else None  # the stage that has the value does it
-        given = _leaves_of_call(args, kwargs)
-        taken = given if name not in _TAKES_SOME else leaves(_arguments_read(name, args, kwargs))
+        given = leaves_of_call(args, kwargs)
+        taken = given if name not in TAKES_SOME else leaves(arguments_read(name, args, kwargs))
         unknown = []
         for leaf in taken:
             if isinstance(leaf, Unknown) and (leaf.base is None or not is_view_of_known(leaf)):
@@ -174,16 +150,16 @@ class Unknown(torch.Tensor):
         if _collected.found is not None:
             _collected.found += unknown
         origin = unknown[0].origin
-        if name in _AS_TEXT:
+        if name in AS_TEXT:
             return _as_text(func, unknown[0])
         is_written = bool(args) and writes(name)
         if is_written and isinstance(args[0], Unknown) and has_no_memory(args[0]) and isinstance(args[0], Hollow):
             return args[0]  # the user's code initialises or changes another stage's parameter: ignored
-        if name in _AS_NUMBERS:
-            _miss([unknown[0]], f"The step asks for {origin.text} as a number ({name}). {REMEDY}")
+        if name in AS_NUMBERS:
+            miss([unknown[0]], f"The step asks for {origin.text} as a number ({name}). {REMEDY}")
             return func(*args, **kwargs)
         if _is_shaped_by_values(name, args, kwargs) or _selects(name, args):
-            _miss(unknown, f"The size of what {name} gives depends on {origin.at_end}. {REMEDY}")
+            miss(unknown, f"The size of what {name} gives depends on {origin.at_end}. {REMEDY}")
             return func(*args, **kwargs)
         written = [leaf for leaf in (*args[:is_written], *leaves(kwargs.get("out", ()))) if isinstance(leaf, Tensor)]
         late: tuple[str, ...] = ()
@@ -198,10 +174,10 @@ class Unknown(torch.Tensor):
                 if isinstance(leaf, Tensor) and (leaf.needs if isinstance(leaf, Unknown) else leaf.requires_grad):
                     needs = True
         try:
-            with _without_graph() if follower is not None else torch._C.DisableTorchFunctionSubclass():
+            with without_graph() if follower is not None else torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as error:
-            _miss(unknown, f"{name} can't be computed of {origin.at_end} ({error}). {REMEDY}")
+            miss(unknown, f"{name} can't be computed of {origin.at_end} ({error}). {REMEDY}")
             return func(*args, **kwargs)
         for leaf in written:
             _mark_written(leaf, origin, late)
@@ -209,7 +185,7 @@ class Unknown(torch.Tensor):
             known = [*map(id, given)]  # arguments that are returned keep their state
             for leaf in leaves(result):
                 if isinstance(leaf, Tensor) and id(leaf) not in known:
-                    if name in _TO_INTEGERS and not leaf.dtype.is_floating_point and not has_no_memory(leaf):
+                    if name in TO_INTEGERS and not leaf.dtype.is_floating_point and not has_no_memory(leaf):
                         leaf.zero_()  # NaN cast to an index is out of range, which on CUDA kills the process
                     one: Any = mark(leaf, origin)
                     one.late, one.needs, one.base = late, needs, None if _is_wrapped(leaf) else leaf._base
@@ -300,7 +276,7 @@ def _apart(known: Collection[int], operands: Sequence[Unknown], leaf: Any) -> An
     """
     if not isinstance(leaf, Unknown) or id(leaf) in known or _is_wrapped(leaf):
         return leaf
-    with _without_graph():
+    with without_graph():
         one: Any = Tensor._make_subclass(Unknown, leaf.detach())
         one.origin, one.late = leaf.origin, leaf.late
         one.needs = leaf.needs and (leaf.is_floating_point() or leaf.is_complex())
@@ -412,61 +388,24 @@ def _mark_written(tensor: Tensor, origin: Origin, late: tuple[str, ...]) -> None
             unknown.late, unknown.key = late, None
 
 
-def _arguments_read(name: str, args: Any, kwargs: Any) -> Any:
-    """The arguments of a torch function whose values (not only shapes) matter."""
-    if name in _WITHOUT_VALUES:
-        return args[1:], kwargs
-    return args[:1] if name in _LIKE_OTHERS else (args, kwargs)
-
-
 def _as_text(func: Any, unknown: Unknown) -> Any:
     """The text of an unknown value; a placeholder if the value can't be had."""
     origin = unknown.origin
     try:
-        _miss([unknown], f"The step shows {origin.text} as a text. {REMEDY}")
+        miss([unknown], f"The step shows {origin.text} as a text. {REMEDY}")
     except StepError:
         return f"<{origin.at_end}: not known on this pipeline stage>"
     return func(unknown)
 
 
-def computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call one of torch's functions; detects unknown tensors that it reads as numbers.
-
-    Most functions accept tensors where numbers are expected (``torch.zeros(n)``, ``full(…, x)``, ``clamp(…, 0, x)``),
-    and read them without calling ``__torch_function__``: then the values are missing.
-    """
-    name = getattr(func, "__name__", "")
-    unknown = first_unknown(_arguments_read(name, args, kwargs))
-    if unknown is None:
-        return func(*args, **kwargs)
-    sentence = f"{name} takes {unknown.origin.text} as a number. {REMEDY}"
-    try:
-        result = func(*args, **kwargs)
-    except StepError:
-        raise  # already a message of ours
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        _miss([unknown], f"{sentence[: -len(REMEDY)]}It gives: {error}. {REMEDY}")
-        return func(*args, **kwargs)
-    given = {id(leaf) for leaf in leaves((args, kwargs))}
-    follower = _recorded.follower
-    if first_unknown((args, kwargs) if follower is None else follower.substituted((args, kwargs))) is None:
-        return result  # it has been fetched
-    if any(
-        isinstance(leaf, Tensor) and not isinstance(leaf, Unknown) and id(leaf) not in given for leaf in leaves(result)
-    ):
-        _miss([unknown], sentence)
-        return func(*args, **kwargs)
-    return result
-
-
 def _is_shaped_by_values(name: str, args: Any, kwargs: Any) -> bool:
-    if name in _SIZED_BY_NUMBERS:
+    if name in SIZED_BY_NUMBERS:
         return first_unknown((args[1:], kwargs)) is not None
     if "dim" in kwargs and first_unknown(kwargs["dim"]) is not None:
         return True
     if name == "repeat_interleave":  # the repeats, a number or a tensor, may be the only argument
         return isinstance(kwargs["repeats"] if "repeats" in kwargs else args[:2][-1], Unknown)
-    return name in _SHAPED_BY_VALUES
+    return name in SHAPED_BY_VALUES
 
 
 def _selects(name: str, args: Sequence[Any]) -> bool:
@@ -513,41 +452,15 @@ def refuse(value: Any, where: str) -> None:
             return
         path, first = unknown[0]
         place = f" ({'.'.join(path)})" if path else ""
-        _miss(
+        miss(
             [leaf for _, leaf in unknown],
             f"{where}{place} takes {first.origin.at_end}. Its value isn't known there. {REMEDY}",
         )
 
 
-def _miss(values: Sequence[Unknown], sentence: str) -> None:
+def miss(values: Sequence[Unknown], sentence: str) -> None:
     """Fetch values that are needed here, in place; raises if that can't be done."""
     values[0].origin.on_missing(values, sentence)
-
-
-@contextmanager
-def computing_unknown() -> Iterator[None]:
-    """Context in which kernels may read unknown values: what they give is marked."""
-    _collected.computing += 1
-    try:
-        yield
-    finally:
-        _collected.computing -= 1
-
-
-@contextmanager
-def _without_graph() -> Iterator[None]:
-    """Context in which unknown values are computed; no graph refers to them, so values can be put in their place."""
-    caches = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # else weights that are cast here would get no gradient later
-    try:
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), computing_unknown():
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(caches)
-
-
-def is_computing_unknown() -> bool:
-    return _collected.computing > 0
 
 
 @contextmanager
@@ -585,27 +498,3 @@ def all_unknown(value: Any) -> list[Unknown]:
 
 def first_unknown(value: Any) -> Unknown | None:
     return next((leaf for leaf in leaves(value) if isinstance(leaf, Unknown)), None)
-
-
-def leaves(value: Any) -> list[Any]:
-    """The leaves of a torch function's arguments, where tensors are nested in lists, tuples and dicts at most."""
-    if not isinstance(value, (dict, list, tuple)) or isinstance(value, torch.Size):
-        return [value]
-    found: list[Any] = []
-    for child in value.values() if isinstance(value, dict) else value:
-        if isinstance(child, (dict, list, tuple)):
-            found += leaves(child)
-        else:
-            found.append(child)
-    return found
-
-
-def _leaves_of_call(args: Any, kwargs: Any) -> list[Any]:
-    return leaves(args) + leaves(kwargs) if kwargs else leaves(args)
-
-
-def writes(name: str) -> bool:
-    """Whether a function of this name changes its first argument in place."""
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
-    return name.endswith("_") and not name.endswith("__")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +15,23 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow import opaque_functions
 from lightning_shard.pipeline.dataflow.crossing import Passage
+from lightning_shard.pipeline.dataflow.functions import arguments_read, leaves, writes
 from lightning_shard.pipeline.dataflow.kept import keep, with_leaves
 from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.taint import (
+    REMEDY,
     Hollow,
     Unknown,
     base_of,
-    computed,
-    leaves,
+    first_unknown,
     mark,
     mark_all,
     memory_of,
-    writes,
+    miss,
 )
+
+if TYPE_CHECKING:
+    from lightning_shard.pipeline.dataflow.fetching import Ledger
 
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
@@ -68,7 +72,7 @@ class Trace(TorchFunctionMode):
         if ledger is not None:
             ledger.is_written(changed)
             own = ledger.is_own(leaves((args, kwargs)))
-        result = computed(func, args, kwargs)
+        result = _computed(func, args, kwargs, ledger)
         result = self._count_operation(name, result, changed, own=own)
         if ledger is not None:
             unknown = [leaf for leaf in changed if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow)]
@@ -190,3 +194,32 @@ class Trace(TorchFunctionMode):
         finally:
             if not self._off:
                 self.__exit__(None, None, None)
+
+
+def _computed(func: Any, args: Any, kwargs: Any, ledger: Ledger | None) -> Any:
+    """Call one of torch's functions; detects unknown tensors that it reads as numbers.
+
+    Most functions accept tensors where numbers are expected (``torch.zeros(n)``, ``full(…, x)``, ``clamp(…, 0, x)``),
+    and read them without calling ``__torch_function__``: then the values are missing.
+    """
+    name = getattr(func, "__name__", "")
+    unknown = first_unknown(arguments_read(name, args, kwargs))
+    if unknown is None:
+        return func(*args, **kwargs)
+    sentence = f"{name} takes {unknown.origin.text} as a number. {REMEDY}"
+    try:
+        result = func(*args, **kwargs)
+    except StepError:
+        raise  # already a message of ours
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        miss([unknown], f"{sentence[: -len(REMEDY)]}It gives: {error}. {REMEDY}")
+        return func(*args, **kwargs)
+    given = {id(leaf) for leaf in leaves((args, kwargs))}
+    if first_unknown((args, kwargs) if ledger is None else ledger.substituted((args, kwargs))) is None:
+        return result  # it has been fetched
+    if any(
+        isinstance(leaf, Tensor) and not isinstance(leaf, Unknown) and id(leaf) not in given for leaf in leaves(result)
+    ):
+        miss([unknown], sentence)
+        return func(*args, **kwargs)
+    return result

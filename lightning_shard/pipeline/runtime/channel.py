@@ -11,7 +11,6 @@ other's receive. Control messages go from host to host, on another group.
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,19 +72,17 @@ class Channel:
         if self.rank_of[to] == self.rank_of[self.stage]:
             self.handed["letter", 0].append(letter)
         else:
-            data = torch.frombuffer(bytearray(pickle.dumps(letter)), dtype=torch.uint8)
-            for tensor in (torch.tensor([len(data)]), data):
-                dist.send(tensor, group=self.control, group_dst=self._peer(to))
+            dist.send(torch.zeros(1), group=self.control, group_dst=self._peer(to))  # tells whom the next is from
+            dist.send_object_list([letter], group=self.control, group_dst=self._peer(to))
 
     def next_letter(self) -> tuple[int, int, Any]:
         """The next message to any stage of this rank: its sender's stage, the receiver's, and the message."""
         if self.handed["letter", 0]:
             return self.handed["letter", 0].popleft()  # type: ignore[no-any-return]
-        size = torch.empty(1, dtype=torch.int64)
-        source = dist.recv(size, group=self.control)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(data, source, group=self.control)
-        return pickle.loads(data.numpy().tobytes())  # type: ignore[no-any-return]
+        source = dist.recv(torch.zeros(1), group=self.control)
+        letter: list[Any] = [None]
+        dist.recv_object_list(letter, source, group=self.control)
+        return letter[0]  # type: ignore[no-any-return]
 
     # In a step that runs call by call
 
