@@ -165,5 +165,5 @@ class Counting(Module):
 
 @pytest.mark.parametrize("how", ["in place", "data", "anew"])
 def test_one_that_changes_its_buffers_is_refused(how: str) -> None:
-    with pytest.raises(StepError, match=r"training_step changes network\.shared\.calls, and several pipeline stages"):
+    with pytest.raises(StepError, match=r"training_step changes (the buffer )?network\.shared\.calls.*, and .* stage"):
         assert_trains_alike(partial(Counting, how), batches, "pp2")
