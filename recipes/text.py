@@ -1,4 +1,4 @@
-"""Data modules: text files as bytes or tokens, in fixed windows, the last tenth of every file held out; and random tokens."""
+"""Data modules: text files as windows of bytes or tokens, each one's last tenth held out; and random tokens."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class TextFolder(L.LightningDataModule):
         return self.global_batch_size // ranks
 
     def byte_entropy(self) -> float:
-        """The entropy of single bytes or tokens of the held-out text, in nats: the loss of the best model without context."""
+        """The entropy of single held-out bytes or tokens, in nats: the loss of the best model without context."""
         counts = torch.bincount(self.held_out_text, minlength=256)
         shares = counts[counts > 0] / counts.sum()
         return -sum(share * math.log(share) for share in shares.tolist())

@@ -32,7 +32,7 @@ def train(config: DictConfig) -> None:
     checkpoint = instantiate(
         {name: value for name, value in config.checkpoint.items() if name not in OF_TRAINING["checkpoint"]}
     )
-    bar = [TQDMProgressBar()] if config.trainer.enable_progress_bar else []  # fits one line, of steps without an end too
+    bar = [TQDMProgressBar()] if config.trainer.enable_progress_bar else []  # one line; steps may have no end
     trainer = instantiate(config.trainer, _partial_=True)(strategy=strategy, callbacks=[checkpoint, *bar])
     trainer.fit(model, data, ckpt_path=config.checkpoint.resume)
 
