@@ -267,9 +267,11 @@ def test_the_first_commands_of_the_readme_train_resume_elsewhere_and_gather(tmp_
     first = [each for each in commands(PAGES[0]) if not each.makes_an_environment][:3]
     assert [each.line.split()[0] for each in first] == ["python", "python", "lightning-shard"]
     folder = copy_of_the_repository(tmp_path / "clone")
-    for command in first:
-        run(command, folder, plain_shell())
+    shown = "".join(run(command, folder, plain_shell()) for command in first)
     assert (folder / "model.safetensors").stat().st_size > 1_000_000
+    assert "Epoch 0:" in shown
+    for noise in ("/-2", "FLOPs: 0", "Traceback", "deprecated"):
+        assert noise not in shown
 
 
 @pytest.mark.long
