@@ -134,7 +134,7 @@ class TextFolder(L.LightningDataModule):
 class StandardLibrary(TextFolder):
     """The source files of the running Python's standard library, without its tests."""
 
-    def __init__(self, **options: int) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(sysconfig.get_path("stdlib"), pattern="*.py", **options)
 
     def files(self) -> list[Path]:

@@ -66,9 +66,9 @@ RUN = [command for command in ALL if not command.why]
 
 
 def files_of_page(page: Path, folder: Path) -> None:
-    """Write the page's own Python files: fences whose first line is a comment with a path."""
+    """Write the page's own files: fences whose first line is a comment with a path."""
     for fence in FENCE.finditer(page.read_text()):
-        if fence["kind"] == "python" and (named := re.match(r"# (\S+\.py)\n", fence["body"])):
+        if named := re.match(r"# (\S+\.(?:py|yaml))\n", fence["body"]):
             file = folder / named[1]
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(fence["body"])
