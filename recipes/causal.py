@@ -25,6 +25,7 @@ class CausalLM(L.LightningModule):
         self.save_hyperparameters(ignore=["config"])
         self.config = config
         self.model: Any = None
+        self.example_input_array = torch.zeros(1, 8, dtype=torch.long)
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -33,9 +34,12 @@ class CausalLM(L.LightningModule):
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(self.config)
 
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return self.model(input_ids=tokens_BT, use_cache=False).logits
+
     def loss(self, tokens_BT: Tensor) -> Tensor:
         """Cross entropy in nats per token; each token of the window but the first is predicted from those before it."""
-        logits_BTV = self.model(input_ids=tokens_BT[:, :-1], use_cache=False).logits
+        logits_BTV = self(tokens_BT[:, :-1])
         return F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
