@@ -58,7 +58,7 @@ class UNet(nn.Module):
 
 
 class Diffusion(L.LightningModule):
-    """Trains a UNet to tell the noise that was added to images (DDPM, arXiv:2006.11239; the cosine schedule).
+    """Trains a UNet to predict the noise that was added to images (DDPM, arXiv:2006.11239; the cosine schedule).
 
     Args:
         channels: Of the first blocks, a multiple of 8.

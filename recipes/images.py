@@ -40,7 +40,7 @@ class Classifier(L.LightningModule):
     Args:
         size, patch: Pixels on a side of an image, and of a patch.
         width, layers, heads: Sizes of the transformer.
-        kinds: How many there are to tell apart.
+        kinds: The number of classes.
         learning_rate: AdamW's.
     """
 
