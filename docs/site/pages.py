@@ -1,4 +1,4 @@
-"""What mkdocs gets in addition to ``docs/``: pages from the repository's top level, and the files that pages link to."""
+"""What mkdocs gets in addition to ``docs/``: pages of the repository's top level, and the files that pages link to."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ from lightning_shard import HybridShardStrategy
 from my_project import MyModule
 from safetensors.torch import save_file
 
-model, batches, rank, step = MyModule(), [torch.zeros(2, 8, dtype=torch.long)] * 2, 0, 0
+model, batches, rank, step = MyModule(), [torch.zeros(32, 8, dtype=torch.long)] * 2, 0, 0
 optimizer, batch, state = torch.optim.AdamW(model.parameters()), batches[0], model.state_dict()
 Path("llama-folder").mkdir(exist_ok=True)
 save_file(state, "llama-folder/model.safetensors")
