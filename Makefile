@@ -1,10 +1,10 @@
-# Five verbs. Each makes its own environment in .venv, from nothing, the first time.
+# A few verbs. Each makes its own environment in .venv, from nothing, the first time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check bench reliability
+.PHONY: demo test check bench reliability docs docs-serve
 
 # Train on 4 processes, stop, resume on another layout, gather to one file, compare with a plain model.
 demo: $(INSTALLED)
@@ -22,6 +22,20 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+# The site, into build/site; any warning fails. Its environment has neither torch nor the package: it reads their source.
+DOCS := $(VENV)-docs
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	  | $(DOCS)/bin/python -m pip install --quiet -c constraints.txt -r /dev/stdin
+	@touch $@
+
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+docs-serve: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
 
 # All tests of faults, the long ones too, and the page of what they counted; in about an hour.
 LEDGER := $(CURDIR)/.cache/reliability

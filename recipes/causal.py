@@ -25,6 +25,7 @@ class CausalLM(L.LightningModule):
         self.save_hyperparameters(ignore=["config"])
         self.config = config
         self.model: Any = None
+        self.example_input_array = torch.zeros(1, 8, dtype=torch.long)
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -33,14 +34,23 @@ class CausalLM(L.LightningModule):
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(self.config)
 
-    def training_step(self, tokens_BT: Tensor, batch_index: int) -> Tensor:
-        logits_BTV = self.model(input_ids=tokens_BT[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return self.model(input_ids=tokens_BT, use_cache=False).logits
+
+    def loss(self, tokens_BT: Tensor) -> Tensor:
+        """Cross entropy in nats per token; each token of the window but the first is predicted from those before it."""
+        logits_BTV = self(tokens_BT[:, :-1])
+        return F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True, sync_dist=True)
         return loss
 
+    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        settings = self.hparams
-        return torch.optim.AdamW(
-            self.parameters(), lr=settings["learning_rate"], betas=(0.9, 0.95), weight_decay=settings["weight_decay"]
-        )
+        learned = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        rate, decay = self.hparams["learning_rate"], self.hparams["weight_decay"]
+        return torch.optim.AdamW(learned, lr=rate, betas=(0.9, 0.95), weight_decay=decay)

@@ -96,6 +96,7 @@ class LanguageModel(L.LightningModule):
         warmup_steps: Optimizer steps in which the learning rate rises linearly; then it decays to a tenth by a cosine
             until the last step.
         weight_decay: For matrices; norms aren't decayed.
+        sample: Tokens that each validation continues a held-out text by, and prints; 0: none.
     """
 
     def __init__(
@@ -109,10 +110,16 @@ class LanguageModel(L.LightningModule):
         learning_rate: float = 1e-3,
         warmup_steps: int = 20,
         weight_decay: float = 0.1,
+        sample: int = 0,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.model = GPT(vocabulary, width, layers, heads, context)
+        self.sampled_T = torch.zeros(sample, dtype=torch.long)
+        self.example_input_array = torch.zeros(1, context, dtype=torch.long)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return self.model(tokens_BT)
 
     def loss(self, window_BT: Tensor) -> Tensor:
         """Cross entropy in nats per token; each token of the window but the first is predicted from those before it."""
@@ -126,6 +133,20 @@ class LanguageModel(L.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_index: int) -> None:
         self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
+        if batch_index == 0 and self.hparams["sample"]:
+            self.sampled_T = self.continued(batch[:1, :-1], self.hparams["sample"])[0]
+
+    def continued(self, tokens_BT: Tensor, count: int) -> Tensor:
+        """The likeliest next ``count`` tokens, one after another: ``[batch, count]``."""
+        context = tokens_BT.size(1)
+        for _ in range(count):
+            likeliest_B1 = self.model(tokens_BT[:, -context:])[:, -1:].argmax(-1)
+            tokens_BT = torch.cat([tokens_BT, likeliest_B1], 1)
+        return tokens_BT[:, -count:]
+
+    def on_validation_epoch_end(self) -> None:
+        if len(self.sampled_T):
+            self.print(f"sample: {bytes(self.sampled_T.tolist())!r}")
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         matrices = [p for p in self.parameters() if p.ndim > 1]

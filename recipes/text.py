@@ -1,10 +1,11 @@
-"""Data modules: text files as bytes, in fixed windows, the last tenth of every file held out; and random tokens."""
+"""Data modules: text files as windows of bytes or tokens, each one's last tenth held out; and random tokens."""
 
 from __future__ import annotations
 
 import math
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -42,6 +43,7 @@ class TextFolder(L.LightningDataModule):
             ranks that divides it. Default: ``batch_size`` per rank.
         held_out_windows: The maximum number of windows for validation, evenly spread over the held-out text.
         num_workers: DataLoader workers.
+        tokenizer: A folder with a transformers tokenizer: windows are of its tokens then, not of bytes.
     """
 
     def __init__(
@@ -54,8 +56,14 @@ class TextFolder(L.LightningDataModule):
         global_batch_size: int | None = None,
         held_out_windows: int = 256,
         num_workers: int = 0,
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__()
+        self.tokenizer: Any = None
+        if tokenizer is not None:
+            from transformers import AutoTokenizer
+
+            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         self.path, self.pattern, self.context = Path(path), pattern, context
         self.batch_size, self.global_batch_size = batch_size, global_batch_size
         self.held_out_windows, self.num_workers = held_out_windows, num_workers
@@ -81,12 +89,17 @@ class TextFolder(L.LightningDataModule):
                 f" out one window of {self.context + 1} bytes in the last tenth of every file. Give it more text, or"
                 " set data.path, data.pattern or a smaller data.context."
             )
-        self.train_text = torch.frombuffer(train, dtype=torch.uint8)
-        self.held_out_text = torch.frombuffer(held_out, dtype=torch.uint8)
+        self.train_text, self.held_out_text = self._encoded(train), self._encoded(held_out)
+        unit = "tokens" if self.tokenizer else "bytes"
         rank_zero_info(
-            f"{len(train):,} bytes of text to train on; {len(held_out):,} held out, where single bytes have an entropy"
-            f" of {self.byte_entropy():.3f} nats."
+            f"{len(self.train_text):,} {unit} of text to train on; {len(self.held_out_text):,} held out, where single"
+            f" {unit} have an entropy of {self.byte_entropy():.3f} nats."
         )
+
+    def _encoded(self, text: bytearray) -> Tensor:
+        if self.tokenizer is None:
+            return torch.frombuffer(text, dtype=torch.uint8)
+        return torch.tensor(self.tokenizer.encode(text.decode(errors="ignore"), add_special_tokens=False))
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         windows = Windows(self.train_text, self.context)
@@ -112,7 +125,7 @@ class TextFolder(L.LightningDataModule):
         return self.global_batch_size // ranks
 
     def byte_entropy(self) -> float:
-        """The entropy of single bytes of the held-out text, in nats: the loss of the best model without context."""
+        """The entropy of single held-out bytes or tokens, in nats: the loss of the best model without context."""
         counts = torch.bincount(self.held_out_text, minlength=256)
         shares = counts[counts > 0] / counts.sum()
         return -sum(share * math.log(share) for share in shares.tolist())
@@ -121,7 +134,7 @@ class TextFolder(L.LightningDataModule):
 class StandardLibrary(TextFolder):
     """The source files of the running Python's standard library, without its tests."""
 
-    def __init__(self, **options: int) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(sysconfig.get_path("stdlib"), pattern="*.py", **options)
 
     def files(self) -> list[Path]:

@@ -13,6 +13,7 @@ import warnings
 import hydra
 import lightning as L
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import TQDMProgressBar
 from names import OF_TRAINING, refuse_unknown_names, refuse_unknown_overrides
 from omegaconf import DictConfig
 
@@ -31,7 +32,8 @@ def train(config: DictConfig) -> None:
     checkpoint = instantiate(
         {name: value for name, value in config.checkpoint.items() if name not in OF_TRAINING["checkpoint"]}
     )
-    trainer = instantiate(config.trainer, _partial_=True)(strategy=strategy, callbacks=[checkpoint])
+    bar = [TQDMProgressBar()] if config.trainer.enable_progress_bar else []  # one line; steps may have no end
+    trainer = instantiate(config.trainer, _partial_=True)(strategy=strategy, callbacks=[checkpoint, *bar])
     trainer.fit(model, data, ckpt_path=config.checkpoint.resume)
 
 

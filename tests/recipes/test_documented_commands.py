@@ -1,8 +1,10 @@
-"""Every shell command of the README and of docs/, run as it stands, in a plain shell, in a copy of the repository.
+"""Every shell command and all Python of the README and of docs/, run as it stands, in a copy of the repository.
 
-A fence marked ``bash`` or ``console`` holds commands. What can't run here has the reason in a comment before its fence,
-``<!-- not run: needs four machines -->``, or at a line's end, ``# on a GPU``. A page's commands run in their order in
-one folder, so that a command may use what an earlier one has made.
+A fence marked ``bash`` or ``console`` holds commands, for a plain shell; one marked ``python`` is a file, if it begins
+with a comment that names one, or else a part of the page's script, which runs after the commands. A page's commands run
+in their order in one folder, so that a command may use what an earlier one has made. What can't run here has the reason
+in a comment before its fence, ``<!-- not run: needs four machines -->``, at a line's end, ``# on a GPU``, or for all of
+a page's Python, ``<!-- python not run: parts of steps -->``: Python is compiled all the same.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,9 +66,9 @@ RUN = [command for command in ALL if not command.why]
 
 
 def files_of_page(page: Path, folder: Path) -> None:
-    """Write the page's own Python files: fences whose first line is a comment with a path."""
+    """Write the page's own files: fences whose first line is a comment with a path."""
     for fence in FENCE.finditer(page.read_text()):
-        if fence["kind"] == "python" and (named := re.match(r"# (\S+\.py)\n", fence["body"])):
+        if named := re.match(r"# (\S+\.(?:py|yaml))\n", fence["body"]):
             file = folder / named[1]
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(fence["body"])
@@ -136,10 +139,12 @@ import lightning as L, torch
 from torch import nn
 
 class MyModule(L.LightningModule):
-    def __init__(self, width: int = 32):
+    def __init__(self, width: int = 32, layers: int = 8, dropout: float = 0.1):
         super().__init__()
         self.embed = nn.Embedding(1000, width)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, batch_first=True) for _ in range(8))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, dropout=dropout, batch_first=True) for _ in range(layers)
+        )
         self.head = nn.Linear(width, 1000)
     def training_step(self, batch, _):
         x = self.embed(batch)
@@ -151,24 +156,50 @@ class MyModule(L.LightningModule):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 """
-CLI = """
-from lightning.pytorch.cli import LightningCLI
-import lightning_shard
-from my_project.modules import MyModule
+TAKEN = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, os.getcwd())
+import lightning as L, lightning_shard, torch
+import torch.distributed.checkpoint as dcp
+from lightning import Trainer
+from lightning_shard import HybridShardStrategy
+from my_project import MyModule
+from safetensors.torch import save_file
 
-if __name__ == "__main__":
-    LightningCLI(MyModule, trainer_defaults={"accelerator": "cpu", "max_steps": 2, "logger": False})
+model, batches, rank, step = MyModule(), [torch.zeros(32, 8, dtype=torch.long)] * 2, 0, 0
+optimizer, batch, state = torch.optim.AdamW(model.parameters()), batches[0], model.state_dict()
+Path("llama-folder").mkdir(exist_ok=True)
+save_file(state, "llama-folder/model.safetensors")
 """
+"""What a page's script may use without saying where it comes from."""
 
 
-def what_pages_take_for_granted(folder: Path, environment: dict[str, str]) -> None:
-    """A user's texts and modules, and a run's checkpoints on disk and on S3."""
+def write_users_files(folder: Path) -> None:
     (folder / "my_texts").mkdir()
     (folder / "my_texts" / "fox.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 4000)
     (folder / "my_project").mkdir()
     (folder / "my_project" / "modules.py").write_text(MODULES)
-    (folder / "train.py").write_text(CLI)
-    run(Command("-", f"{sys.executable} -c '{CHECKPOINTS.replace(chr(39), chr(34))}'"), folder, environment)
+    (folder / "my_project" / "__init__.py").write_text("from my_project.modules import MyModule\n")
+
+
+def what_a_page_takes_for_granted(page: Path, folder: Path, environment: dict[str, str]) -> None:
+    """A user's texts and modules, and a run's checkpoints on disk and on S3."""
+    write_users_files(folder)
+    if re.search(r"\s(s3://bucket/)?run/last", page.read_text()):
+        run(Command("-", f"{sys.executable} -c '{CHECKPOINTS.replace(chr(39), chr(34))}'"), folder, environment)
+
+
+def python_of(page: Path) -> list[tuple[str, bool]]:
+    """The page's Python that is no file, and whether it is run."""
+    text = page.read_text()
+    runs = "<!-- python not run: " not in text
+    fences = [fence for fence in FENCE.finditer(text) if fence["kind"] == "python"]
+    return [(f["body"], runs and not f["why"]) for f in fences if not re.match(r"# \S+\.py\n", f["body"])]
+
+
+def script_of(page: Path) -> str:
+    return "\n".join(body for body, runs in python_of(page) if runs)
 
 
 def run_page(page: Path, folder: Path, environment: dict[str, str]) -> None:
@@ -176,6 +207,9 @@ def run_page(page: Path, folder: Path, environment: dict[str, str]) -> None:
     for command in commands(page):
         if not command.why and not command.makes_an_environment:
             run(command, folder, environment)
+    if script := script_of(page):
+        (folder / "page.py").write_text(TAKEN + script)
+        run(Command(page.name, f"{sys.executable} page.py"), folder, environment)
 
 
 @pytest.fixture
@@ -191,7 +225,7 @@ def on_s3(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def test_every_fence_with_a_command_is_marked_as_a_shells() -> None:
-    starts = ("$ ", "python ", "lightning-shard ", "pip ", "make ", "torchrun ")
+    starts = ("$ ", "python ", "pytest ", "lightning-shard ", "pip ", "make ", "torchrun ")
     bare = [
         f"{page.name}: {line}"
         for page in PAGES
@@ -201,7 +235,31 @@ def test_every_fence_with_a_command_is_marked_as_a_shells() -> None:
         if line.startswith(starts)
     ]
     assert not bare
-    assert len(RUN) >= 25
+    assert len(RUN) >= 50
+
+
+def test_all_python_of_the_pages_compiles_and_each_file_of_theirs_is_used() -> None:
+    for page in PAGES:
+        for body, _ in python_of(page):
+            compile(f"def part(self):\n{textwrap.indent(body, '    ')}", page.name, "exec")
+        text = page.read_text()
+        for name in re.findall(r"^```python\n# (\S+?)(?:/\S+)?\.py\n", text, re.MULTILINE):
+            uses = rf"(python|pytest) .*\b{name}\.py|{name}\.\w+:\w+"
+            assert re.search(uses, text), f"{page.name}: no command runs {name}.py"
+
+
+QUICK = [page for page in PAGES if page.parent.name in ("guides", "moving", "start") and script_of(page)]
+
+
+def test_python_that_makes_strategies_and_trainers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    write_users_files(tmp_path)
+    assert len(QUICK) >= 6
+    for page in QUICK:
+        exec(compile(TAKEN + script_of(page), page.name, "exec"), {"__name__": page.stem})
+    for name in [name for name in sys.modules if name.startswith("my_project")]:
+        del sys.modules[name]
 
 
 @pytest.mark.timeout(400)
@@ -209,9 +267,11 @@ def test_the_first_commands_of_the_readme_train_resume_elsewhere_and_gather(tmp_
     first = [each for each in commands(PAGES[0]) if not each.makes_an_environment][:3]
     assert [each.line.split()[0] for each in first] == ["python", "python", "lightning-shard"]
     folder = copy_of_the_repository(tmp_path / "clone")
-    for command in first:
-        run(command, folder, plain_shell())
+    shown = "".join(run(command, folder, plain_shell()) for command in first)
     assert (folder / "model.safetensors").stat().st_size > 1_000_000
+    assert "Epoch 0:" in shown
+    for noise in ("/-2", "FLOPs: 0", "Traceback", "deprecated"):
+        assert noise not in shown
 
 
 @pytest.mark.long
@@ -219,7 +279,7 @@ def test_the_first_commands_of_the_readme_train_resume_elsewhere_and_gather(tmp_
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_all_commands_of_a_page_run_in_a_plain_shell(page: Path, tmp_path: Path, on_s3: dict[str, str]) -> None:
     folder = copy_of_the_repository(tmp_path / "clone")
-    what_pages_take_for_granted(folder, on_s3)
+    what_a_page_takes_for_granted(page, folder, on_s3)
     run_page(page, folder, on_s3)
 
 

@@ -24,6 +24,11 @@ MUST_BE_GIVEN = {
     "data=folder": ["data.path=here"],
     "checkpoint=s3": ["checkpoint.dirpath=s3://bucket/run"],
     "recipe=spot": ["checkpoint.dirpath=s3://bucket/run"],
+    "recipe=finetune": ["folder=here", "data.path=here"],
+    "recipe=lora": ["folder=here", "data.path=here"],
+    "data=shapes": ["model=vit"],
+    "model=lora": ["model.path=here"],
+    "model=transformers_folder": ["model.config.pretrained_model_name_or_path=here"],
 }
 POEM = "The quick brown fox jumps over the lazy dog, and the dog says nothing at all.\n" * 400
 

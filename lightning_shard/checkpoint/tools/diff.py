@@ -114,13 +114,14 @@ def diff(
 ) -> DiffReport:
     """Compare two checkpoints: names, shapes, dtypes and values of tensors, and the trainer state by key path.
 
-    Where both manifests have the same digests, files aren't read nor looked for: :func:`verify` tells whether they are
-    whole. Elements are compared as numbers, and NaN equals NaN. Tensors of different dtypes always differ; the
-    difference of their values is reported, too.
+    Where both manifests have the same digests, files aren't read: :func:`verify` tells whether they are whole. Elements
+    are compared as numbers, NaN equals NaN. Tensors of different dtypes always differ.
 
     Args:
-        a, b: Paths of the checkpoints.
-        rtol, atol: Floating numbers differ if ``|a - b| > atol + rtol * |b|``.
+        a: A checkpoint's path.
+        b: The other's.
+        rtol: Floating numbers differ if ``|a - b| > atol + rtol * |b|``.
+        atol: The same.
         sections: Some of ``model``, ``optimizer``, ``trainer`` (its state) and ``ranks`` (tensors of single ranks,
             which differ between different numbers of ranks).
         verify: Check digests of what is read.

@@ -1,0 +1,100 @@
+"""The recipes that people start from: ordinary LightningModules, which train on stages as on one rank."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from diffusion import Diffusion
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from names import CONFIG
+from shapes import KINDS, Drawn
+
+from lightning_shard.testing import run_ranks
+
+MODULES = ("gpt", "moe", "causal", "lora", "images", "diffusion")
+QUIET = ["logger=null", "enable_progress_bar=false", "enable_model_summary=false", "log_every_n_steps=1"]
+FEW = ["max_steps=4", "val_check_interval=4", "limit_val_batches=1"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_recipes_module_knows_nothing_of_this_package_and_is_short(name: str) -> None:
+    source = (CONFIG.parent / "recipes" / f"{name}.py").read_text()
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    assert "lightning_shard" not in source
+    assert classes
+    assert all(node.end_lineno - node.lineno < 120 for node in classes if node.end_lineno)
+
+
+class Logged(L.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def trained(recipe: str, folder: Path, *overrides: str) -> tuple[list[float], dict[str, float], L.LightningModule]:
+    """Losses of the steps, all that was logged in the end, and the module."""
+    settings = [f"trainer.{setting}" for setting in (*QUIET, *FEW)]
+    with initialize_config_dir(str(CONFIG), version_base="1.3"):
+        config = compose("config", [f"recipe={recipe}", f"output={folder}", *settings, *overrides])
+    L.seed_everything(config.seed, verbose=False)
+    model, logged = instantiate(config.model), Logged()
+    trainer = instantiate(config.trainer, _partial_=True, enable_checkpointing=False)(
+        strategy=instantiate(config.strategy, _convert_="all"), callbacks=[logged]
+    )
+    trainer.fit(model, instantiate(config.data))
+    return logged.losses, {name: float(value) for name, value in trainer.callback_metrics.items()}, model
+
+
+SMALL = {
+    "images": ["model.width=16", "model.heads=2", "data.batch_size=8"],
+    "diffusion": ["model.channels=8", "data.size=16", "data.batch_size=8"],
+    "pretrain": ["model=gpt_tiny", "model.sample=4", "data=folder", "data.context=16", "data.batch_size=8"],
+}
+
+
+def on_stages(folder: Path) -> dict[str, Any]:
+    stages = ["trainer.devices=2", "strategy.pipeline_parallel_size=2"]
+    found: dict[str, Any] = {}
+    for recipe, small in SMALL.items():
+        texts = [f"data.path={folder}"] if recipe == "pretrain" else []
+        losses, logs, model = trained(recipe, folder, *small, *texts, *stages)
+        found[recipe] = (losses, logs, getattr(model, "sampled_T", None))
+    return found
+
+
+def test_the_recipes_train_on_stages_as_on_one_rank(tmp_path: Path) -> None:
+    (tmp_path / "fox.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
+    found = run_ranks(on_stages, 2, tmp_path, elastic=True, timeout_s=200)[0]
+    for recipe in ("images", "pretrain"):
+        texts = [f"data.path={tmp_path}"] if recipe == "pretrain" else []
+        losses, logs, model = trained(recipe, tmp_path, *SMALL[recipe], *texts)
+        assert found[recipe][0] == pytest.approx(losses, rel=1e-4)
+        assert found[recipe][1] == pytest.approx(logs, rel=1e-4)
+        if recipe == "pretrain":
+            assert found[recipe][2].tolist() == model.sampled_T.tolist()  # type: ignore[union-attr, operator]
+    losses, logs, _ = found["diffusion"]  # draws its noise anew for each microbatch
+    assert losses[-1] < losses[0]
+    assert logs.keys() == {"train_loss", "val_loss"}
+
+
+def test_a_drawn_image_is_the_same_each_time_and_of_its_kind() -> None:
+    images = Drawn(8, 16, seed=0, noise=0.1)
+    (once, kind), (again, _) = images[5], images[5]
+    assert torch.equal(once, again)
+    assert kind == 5 % len(KINDS)
+    assert images[4][0].mean() != once.mean()
+
+
+def test_samples_of_a_diffusion_model_are_images() -> None:
+    torch.manual_seed(0)
+    sampled = Diffusion(channels=8, size=16).sample(2, steps=4)
+    assert sampled.shape == (2, 1, 16, 16)
+    assert sampled.abs().max() <= 1
