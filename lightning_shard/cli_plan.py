@@ -79,9 +79,6 @@ def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
     parser.add_argument("--device-type", help="cuda if nothing is said; or cpu")
     parser.add_argument("--asynchronous-saving", action=argparse.BooleanOptionalAction, help="checkpoints by a thread")
     parser.add_argument("--device", metavar="NAME", help="time a step: h100, a100-80gb, …, or a profile.yaml")
-    parser.add_argument(
-        "--calibrate", action="store_true", help="time it by blocks that are measured on the device at hand"
-    )
     parser.add_argument("--search", action="store_true", help="the fastest layouts of --devices instead of one")
     parser.add_argument("--devices", type=int, metavar="N", help="for --search: how many there are")
     parser.add_argument(
@@ -129,8 +126,6 @@ def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
             settings[name] = read_yaml(settings[name], name)
     if arguments.search:
         return _search(arguments, settings, is_recipe=function is None)
-    if arguments.calibrate:
-        settings |= _calibrated(settings)
     made = plan(settings.pop("module"), settings.pop("batch"), **settings)
     return _said(made, arguments), 1 if made.fits is False else 0
 
@@ -140,23 +135,6 @@ def _said(made: Plan | Found, arguments: argparse.Namespace) -> str:
 
     save(made, arguments.html, arguments.trace)
     return json.dumps(made.to_json(), indent=2, ensure_ascii=False) if arguments.json else str(made)
-
-
-def _calibrated(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a plan by measurement: the profile of the device at hand, and the times of the module's parts."""
-    from lightning_shard.dryrun.timing.calibrate import calibrate, device_at_hand, kind_at_hand
-
-    given = ("pipeline_blocks", "precision")
-    kind = kind_at_hand()
-    measured = calibrate(
-        settings["module"],
-        settings["batch"],
-        microbatches=settings.get("microbatches") or 1,
-        device_type=kind,
-        **{name: settings[name] for name in given if name in settings},
-    )
-    profile = device_at_hand(kind, settings.get("device"))
-    return {"measured": measured, "device": profile, "device_type": kind}
 
 
 def _search(arguments: argparse.Namespace, settings: dict[str, Any], *, is_recipe: bool) -> tuple[str, int]:

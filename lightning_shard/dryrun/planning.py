@@ -17,7 +17,7 @@ from lightning_shard.dryrun.planner import Planner
 from lightning_shard.dryrun.remedies import remedies
 from lightning_shard.dryrun.timing.devices import Device
 from lightning_shard.dryrun.timing.devices import device as device_of
-from lightning_shard.dryrun.timing.rates import Measured, Rates, dtype_of
+from lightning_shard.dryrun.timing.rates import Rates, dtype_of
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.parallel.experts.stacked import ExpertPlan
@@ -48,7 +48,6 @@ def plan(
     device_memory: int | None = None,
     device_type: str = "cuda",
     device: str | Mapping[str, Any] | Device | None = None,
-    measured: Measured | None = None,
 ) -> Plan:
     """Estimate a layout: memory of each stage's devices, checkpoint size and, for a device profile, time per step.
 
@@ -65,8 +64,6 @@ def plan(
         device_type: ``"cuda"``: with the fused kernels of GPUs; or ``"cpu"``.
         device: A device profile to estimate the time of a step: its name, such as ``"h100"``; the path of a YAML file;
             or a mapping. Its memory is the default of ``device_memory``.
-        measured: Measured times of the module's parts (``dryrun.timing.calibrate``), used instead of the profile's
-            peaks.
 
     The other arguments are those of :class:`~lightning_shard.HybridShardStrategy`.
 
@@ -102,7 +99,7 @@ def plan(
     number = candidates(schedule, stages, microbatches, placement)[0].microbatches if stages > 1 else 1
     run = Run(schedule, number, placement, held, asynchronous_saving)
     profile = None if device is None else device_of(device)
-    rates = None if profile is None else Rates(profile, dtype_of(precision), measured=measured)
+    rates = None if profile is None else Rates(profile, dtype_of(precision))
     if profile is not None and device_memory is None:
         device_memory = profile.memory
     planner = Planner(model, rates)

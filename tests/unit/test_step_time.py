@@ -16,7 +16,7 @@ from lightning_shard.dryrun.memory.peak import Held
 from lightning_shard.dryrun.timing.devices import Achieved, Device, Link, device
 from lightning_shard.dryrun.timing.layout import IDLE, Timing
 from lightning_shard.dryrun.timing.links import Group, Groups, Links
-from lightning_shard.dryrun.timing.rates import PRODUCTS, Measured, Rates
+from lightning_shard.dryrun.timing.rates import PRODUCTS, Rates
 from lightning_shard.dryrun.timing.stage import DATA, REPLICAS
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.schedules.named import build
@@ -210,18 +210,6 @@ def test_weights_of_two_stages_are_added_over_their_link() -> None:
     found = timing(counts, Layout(pipeline_parallel_size=2), microbatches=2)
     assert found.ties == pytest.approx(2 * 0.4)
     assert timing(counts, Layout()).ties == 0
-
-
-def test_measured_parts_take_what_they_took() -> None:
-    measured = Measured({"blocks.0": (0.5, 2.0)}, samples=2, device="this one")
-    counts = network(2, samples=4, traffic=10**9)
-    rates = Rates(PLAIN, "bfloat16", measured=measured)
-    found = Timing.of(counts, Layout(tensor_parallel_size=2), [range(2)], build("1F1B", 1, 1), Held(), rates)
-    assert found.stages[0].forward[PRODUCTS] == pytest.approx(2 * 0.5 + 1)
-    assert found.stages[0].backward[PRODUCTS] == pytest.approx(2 * 2.0 + 2)
-    assert found.stages[0].forward[TENSOR] == pytest.approx(2)
-    again = Timing.of(counts, Layout(), [range(2)], build("1F1B", 1, 1), Held(activation_checkpointing=True), rates)
-    assert again.stages[0].backward[PRODUCTS] == pytest.approx(2 * (2.0 + 0.5) + 3)
 
 
 # -- links

@@ -1,7 +1,7 @@
 """Device profiles: peak operations, memory and links. Those of vendors are in ``devices.yaml``, with sources.
 
 No device reaches its peaks. The achieved fractions (:class:`Achieved`) and the latencies are assumptions, which no data
-sheet gives: set them in your own profile, or measure with ``--calibrate``.
+sheet gives: set them in your own profile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Converts counted work to time on a device, by a profile or by times that were measured on the device at hand.
+"""Converts counted work to time on a device, by its profile.
 
 For each part, forward and backward, a rank's time consists of
 
@@ -11,9 +11,8 @@ For each part, forward and backward, a rank's time consists of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from lightning_shard.dryrun.counting.counts import EXPERT, TENSOR, Cost, PartCount, Work
+from lightning_shard.dryrun.counting.counts import EXPERT, TENSOR, Cost, Work
 from lightning_shard.dryrun.timing.devices import Device
 from lightning_shard.dryrun.timing.links import Groups, Links
 
@@ -23,30 +22,19 @@ Seconds = Mapping[str, float]
 """Seconds by purpose."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Measured times of parts on the device at hand, used instead of a profile's peaks."""
-
-    seconds: Mapping[str, tuple[float, float]]  # (forward, backward) by part name
-    samples: int  # of the measured microbatch
-    device: str  # the device's name
-
-
 class Rates:
     """Times of work on a device.
 
     Args:
         device: The device's profile.
         dtype: The dtype of matrix products.
-        measured: Replaces the profile's peaks for parts that were measured.
         overlaps: Whether all-gathers and reduce-scatters overlap with computation; with gloo they don't.
     """
 
-    def __init__(self, device: Device, dtype: str, *, measured: Measured | None = None, overlaps: bool = True) -> None:
+    def __init__(self, device: Device, dtype: str, *, overlaps: bool = True) -> None:
         self.device = device
         self.links = Links(device)
         self.overlaps = overlaps
-        self.measured = measured
         self.peak = device.peak(dtype)
         self._products = self.peak * device.achieved.compute
         self._memory = device.memory_bandwidth * device.achieved.memory
@@ -63,33 +51,12 @@ class Rates:
         products = max(work.flops / self._products, self.read(work.moved - work.beside))
         return {PRODUCTS: products, MEMORY: self.read(work.beside), **self._sent(work, groups)}
 
-    def of_part(self, part: PartCount, cost: Cost, groups: Groups, samples: int) -> tuple[Seconds, Seconds]:
-        """Times of a part's forward and backward: measured ones if available, plus the counted communication."""
-        forward, backward = cost.forward, cost.backward
-        known = self.measured.seconds.get(part.name) if self.measured is not None else None
-        if known is None:
-            return self.spent(forward, groups), self.spent(backward, groups)
-        assert self.measured is not None
-        scale = samples / self.measured.samples
-        forward_s, backward_s = (scale * seconds for seconds in known)
-        if cost is not part.plain and part.plain.backward.flops:
-            again = max(0, backward.flops - part.plain.backward.flops) / max(1, part.plain.forward.flops)
-            backward_s += again * forward_s
-        return (
-            {PRODUCTS: forward_s, **self._sent(forward, groups)},
-            {PRODUCTS: backward_s, **self._sent(backward, groups)},
-        )
-
-    def of_weights(self, part: PartCount, cost: Cost, groups: Groups, samples: int) -> float:
+    def of_weights(self, cost: Cost, groups: Groups) -> float:
         """Time of a split backward's second part: the gradients of matrix products' weights."""
         if cost.parts is None:
             return 0.0
-        _, backward = self.of_part(part, cost, groups, samples)
-        own = backward.get(PRODUCTS, 0.0) + backward.get(MEMORY, 0.0)
-        if self.measured is not None and part.name in self.measured.seconds:
-            return own * cost.parts.weights.flops / max(1, cost.backward.flops)
-        weights = self.spent(cost.parts.weights, groups)
-        return min(own, weights[PRODUCTS] + weights[MEMORY])
+        whole, weights = self.spent(cost.backward, groups), self.spent(cost.parts.weights, groups)
+        return min(whole[PRODUCTS] + whole[MEMORY], weights[PRODUCTS] + weights[MEMORY])
 
     def _sent(self, work: Work, groups: Groups) -> dict[str, float]:
         found = {}

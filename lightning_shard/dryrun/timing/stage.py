@@ -77,9 +77,8 @@ def _together(pieces: Sequence[_Piece], *, overlaps: bool) -> float:
 
 def stage_time(stage: Stage, groups: Groups, rates: Rates, *, splits: bool = False) -> StageTime:
     """Estimate a stage's time; ``splits``: the schedule splits backwards, so reduces don't overlap with computation."""
-    held, samples, offloads = stage.held, stage.counts.samples, stage.held.cpu_offload
-    pairs = list(zip(stage.parts, stage.costs, strict=True))
-    spent = [rates.of_part(part, cost, groups, samples) for part, cost in pairs]
+    held, offloads = stage.held, stage.held.cpu_offload
+    spent = [(rates.spent(cost.forward, groups), rates.spent(cost.backward, groups)) for cost in stage.costs]
     forwards, backwards = ([sum(of[way].values()) for of in spent] for way in (0, 1))
     units = _units_in_turn(stage)
     *gathers, gathers_root = (_gather(unit, groups, rates, offloads) for unit in (*units, stage.root))
@@ -103,7 +102,7 @@ def stage_time(stage: Stage, groups: Groups, rates: Rates, *, splits: bool = Fal
     return StageTime(
         forward={**total(of[0] for of in spent), DATA: max(0.0, each_forward - sum(forwards))},
         backward={**backward_s, DATA: max(0.0, each_backward - sum(backwards))},
-        weights=sum(rates.of_weights(part, cost, groups, samples) for part, cost in pairs),
+        weights=sum(rates.of_weights(cost, groups) for cost in stage.costs),
         first=forward(True, gathers_root) - each_forward,
         last=0.0 if each else backward(regathers, True) - each_backward,
         reduces=0.0 if each else sum(reduces) + reduces_root,
