@@ -205,12 +205,13 @@ def _load_folder(io: ShardedCheckpointIO, path: Any, parts: Parts, groups: Group
     content = stored.trainer_state()
     content = {key: content[key] for key in content if key != OPTIMIZER_STATES} if isinstance(content, dict) else {}
     keys = content.pop(OWN, {}).get(_KEYS)
-    found: Mapping[str, str] = {next(iter(parts.modules), ""): ""} if keys is None else prefixes(keys["modules"])
+    is_by_key = keys is not None and "" not in parts.modules
+    found = prefixes(keys["modules"]) if is_by_key else dict.fromkeys([*parts.modules][:1], "")
     for key in parts.modules.keys() - found.keys():
         _lacks(path, key, found, strict=strict)
     pairs = {found[key]: parts.prefixes[key] for key in parts.modules if key in found}
     root = parts.joined()
-    if keys is None:
+    if not is_by_key:
         pairs = _matched(stored, root.state_dict())
 
     def rename(name: str) -> str | None:
@@ -244,7 +245,7 @@ def _load_file(
     """Fill modules and optimizers from a file, of which each rank reads its part; returns what is left."""
     with ckpt.all_or_none():
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
-    rest = dict(content) if "" not in given else {"": content}
+    rest = {"": content} if "" in given and "state_dict" not in content else dict(content)
     if "state_dict" in rest and not parts.modules.keys() & rest.keys():  # a Trainer's
         rest |= dict(zip(parts.modules, [rest.pop("state_dict")]))
         rest |= dict(zip(parts.optimizers, rest.pop(OPTIMIZER_STATES, ())))

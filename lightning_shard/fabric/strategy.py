@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import ModelParallelStrategy, ParallelStrategy
@@ -53,8 +52,8 @@ _ONE_STAGE = (
 class HybridShardStrategy(ModelParallelStrategy):
     """Fully sharded data, tensor and expert parallelism of the modules that ``fabric.setup`` gets.
 
-    A batch is split over data ranks; ranks that hold parts of the same layers get the same batch, so their code must do
-    the same. Each module is sharded as a whole, in place, and is called as such; its blocks are gathered while they run.
+    A batch is split over data ranks; ranks that hold parts of the same layers get the same batch, so their code must
+    do the same. Each module is sharded in place and called as a whole; its blocks are gathered while they run.
     ``no_backward_sync``, clipping, ``init_module(empty_init=True)`` and both orders of making a module's optimizer
     are supported. Checkpoints are those of ``lightning_shard.checkpoint``: a Trainer's load here, and these there.
 

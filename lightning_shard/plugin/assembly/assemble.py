@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
