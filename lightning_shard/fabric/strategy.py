@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import ModelParallelStrategy, ParallelStrategy
+from lightning.fabric.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +37,7 @@ from lightning_shard.plugin.groups import Groups, set_timeout
 from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
 from lightning_shard.plugin.running.environment import ComputingSettings
+from lightning_shard.plugin.running.launchers import check_number_of_ranks, compute_alone, launcher_of
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
@@ -155,6 +157,13 @@ class HybridShardStrategy(ModelParallelStrategy):
         self._io = io
 
     # Ranks
+
+    def _configure_launcher(self) -> None:
+        self._launcher = launcher_of(self, _SubprocessScriptLauncher, _ForkedRanks)
+
+    def _set_world_ranks(self) -> None:
+        super()._set_world_ranks()
+        check_number_of_ranks(self, "Fabric")
 
     def setup_environment(self) -> None:
         ParallelStrategy.setup_environment(self)
@@ -346,6 +355,17 @@ class HybridShardStrategy(ModelParallelStrategy):
         for module in self._set_up:
             reshard(module)
         return load(self._io, self.broadcast(path), state, self.groups, strict=strict, weights_only=weights_only)
+
+
+class _ForkedRanks(_MultiProcessingLauncher):
+    """The ranks of a function that ``fabric.launch`` gets, as forks of this process."""
+
+    def __init__(self, strategy: HybridShardStrategy) -> None:
+        super().__init__(strategy, start_method="fork")
+
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        compute_alone(self._strategy)
+        super()._wrapping_function(*args, **kwargs)
 
 
 def _whole(tensor: Tensor) -> Tensor:
