@@ -242,9 +242,9 @@ def _matched(stored: Collection[str], own: Mapping[str, Any]) -> dict[str, str]:
 def _load_file(
     path: Any, given: Mapping[str, Any], parts: Parts, groups: Groups, *, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
-    """Fill modules and optimizers from a file, of which each rank reads its part; returns what is left."""
+    """Fill modules and optimizers from a file, as Fabric's other strategies read it; returns what is left."""
     with ckpt.all_or_none():
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
+        content = TorchCheckpointIO().load_checkpoint(path, weights_only=weights_only is not False)
     rest = {"": content} if "" in given and "state_dict" not in content else dict(content)
     if "state_dict" in rest and not parts.modules.keys() & rest.keys():  # a Trainer's
         rest |= dict(zip(parts.modules, [rest.pop("state_dict")]))
