@@ -41,9 +41,7 @@ def seen(devices: int, **layout: int) -> list[float]:
         size = 4 if devices == 1 or layout else 2
         strategy: Any = HybridShardStrategy(**layout) if devices > 1 else "auto"
         trainer = L.Trainer(**QUIET, devices=devices, strategy=strategy, max_epochs=1, callbacks=[TokensPerSecond()])
-        trainer.fit(
-            Model(), DataLoader(rows, batch_size=size))
-        )
+        trainer.fit(Model(), DataLoader(rows, batch_size=size))
     return [float(trainer.callback_metrics["tokens/s"])]
 
 
