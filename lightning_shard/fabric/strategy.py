@@ -6,7 +6,6 @@ import atexit
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -42,7 +41,6 @@ from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.schedule_choice import candidates
-from lightning_shard.plugin.trainer_private import GATHERED
 
 _ONE_STAGE = (
     "A loop of Fabric calls the network itself, and a pipeline has to run it once for each microbatch, so"
@@ -209,7 +207,6 @@ class HybridShardStrategy(ModelParallelStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a module, in place; a collective call over all ranks. Its weights are rank 0's."""
         built = Built.of(module)
-        settings = replace(self._settings, gathered_dtype=GATHERED.get(str(self.precision.precision)))
         assert self._device_mesh is not None
         assemble(
             module,
@@ -218,7 +215,7 @@ class HybridShardStrategy(ModelParallelStrategy):
             self._expert_mesh,
             self.root_device,
             randomness.derive(self._seed, "init", len(self._set_up)),
-            settings,
+            self._settings,  # all-gathers in the parameters' dtype: parts may be called outside of autocast
             candidates("1F1B", 1, None),
             self.groups,
         )
