@@ -1,7 +1,8 @@
 """Hybrid-sharded training of unmodified LightningModules, and checkpoints that load on any layout.
 
-Importing makes ``Trainer(strategy="hybrid_shard")`` known, before or after Lightning is imported, and has
-``load_from_checkpoint``, other strategies and Fabric open these checkpoints. It imports nothing else:
+Importing makes ``Trainer(strategy="hybrid_shard")`` and ``Fabric(strategy="hybrid_shard")`` known, before or after
+Lightning is imported, and has ``load_from_checkpoint`` and other strategies open these checkpoints. It imports nothing
+else:
 ``lightning_shard.checkpoint`` and the command line need neither Lightning nor torch's compiler, and where it isn't
 installed they work all the same.
 """
@@ -32,7 +33,7 @@ _FOUND_IN = {
     "ShardedCheckpointIO": "lightning_shard.plugin.saving.checkpoint_io",
     "plan": "lightning_shard.dryrun.planning",
 }
-_REGISTRY = "lightning.pytorch.strategies"
+_REGISTRY, _FABRICS = "lightning.pytorch.strategies", "lightning.fabric.strategies"
 
 
 def __getattr__(name: str) -> Any:
@@ -50,14 +51,16 @@ def _hybrid_shard(**arguments: Any) -> HybridShardStrategy:
     return HybridShardStrategy(**arguments)
 
 
-def _register() -> None:
-    registry = sys.modules[_REGISTRY].StrategyRegistry
+def _of_fabric(**arguments: Any) -> Any:
+    from lightning_shard.fabric import HybridShardStrategy
+
+    return HybridShardStrategy(**arguments)
+
+
+def _register(module: str, registry_name: str, make: Callable[..., Any]) -> None:
+    registry = getattr(sys.modules[module], registry_name)
     if "hybrid_shard" not in registry:
-        registry.register(
-            "hybrid_shard",
-            _hybrid_shard,
-            description="Fully sharded data, tensor and pipeline parallelism of unmodified LightningModules.",
-        )
+        registry.register("hybrid_shard", make, description="Fully sharded data, tensor and pipeline parallelism.")
 
 
 def _open_by(installer: str) -> None:
@@ -67,7 +70,8 @@ def _open_by(installer: str) -> None:
 
 
 _ONCE_IMPORTED: dict[str, tuple[str, Callable[[], None]]] = {
-    _REGISTRY: ("StrategyRegistry", _register),
+    _FABRICS: ("STRATEGY_REGISTRY", partial(_register, _FABRICS, "STRATEGY_REGISTRY", _of_fabric)),
+    _REGISTRY: ("StrategyRegistry", partial(_register, _REGISTRY, "StrategyRegistry", _hybrid_shard)),
     "lightning.pytorch.core.module": ("LightningModule", partial(_open_by, "open_folders")),
     "lightning.pytorch.cli": ("LightningCLI", partial(_open_by, "take_hyperparameters")),
 }

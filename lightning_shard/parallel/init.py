@@ -219,7 +219,8 @@ def _check_initialized(part: str, modules: list[nn.Module], originals: dict[int,
             else:
                 untouched = tensor._version == _FILLED and not tensor.any()
             if untouched:
+                where = f" in {part!r}" if part else ""
                 raise ConfigurationError(
-                    f"{key!r} of the {type(module).__name__} in {part!r} was built on meta and nothing initialises it:"
+                    f"{key!r} of the {type(module).__name__}{where} was built on meta and nothing initialises it:"
                     " give the module a reset_parameters(), or the network an _init_weights(module), that sets it."
                 )

@@ -201,6 +201,11 @@ def next_batch(trainer: pl.Trainer) -> tuple[Any, int] | None:
     return batch, loader
 
 
+def has_trainer(module: Any) -> bool:
+    """Whether a Trainer runs the module, and not a loop of Fabric's."""
+    return getattr(module, "_trainer", None) is not None
+
+
 @contextmanager
 def logging_by(module: pl.LightningModule, log: Callable[..., None]) -> Iterator[None]:
     """Inside, send Lightning's ``self.log`` calls to ``log``, as (hook name, name, value, further arguments)."""

@@ -48,14 +48,15 @@ ROOMS: dict[str, set[str]] = {
     "pipeline": GROUND,
     "checkpoint": GROUND,
     "plugin": GROUND | TRADES | {"lightning_private"},
+    "fabric": GROUND | TRADES | {"plugin"},
     "report": GROUND | TRADES | {"plugin"},
     "dryrun": GROUND | TRADES | {"plugin", "report"},
     "testing": GROUND | TRADES | {"plugin"},
     "cli": GROUND | TRADES | {"plugin", "report", "dryrun", "cli_plan"},
     "cli_plan": GROUND | TRADES | {"plugin", "report", "dryrun"},
-    "__init__": GROUND | TRADES | {"plugin", "dryrun"},
+    "__init__": GROUND | TRADES | {"plugin", "fabric", "dryrun"},
 }
-KNOWS_LIGHTNING = {"lightning_private", "plugin", "dryrun", "testing"}
+KNOWS_LIGHTNING = {"lightning_private", "plugin", "fabric", "dryrun", "testing"}
 KNOWS_HYDRA = {"cli_plan"}
 # The tests' own worker processes send functions and results to each other.
 KNOWS_PICKLE = {"testing"}

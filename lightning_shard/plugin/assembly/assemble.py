@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -49,6 +48,7 @@ from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.metrics import SharedMetrics
 from lightning_shard.plugin.steps.schedule_choice import agree, choose
+from lightning_shard.plugin.trainer_private import has_trainer
 from lightning_shard.scripted import refuse_trained, set_aside
 
 _PIPELINE, _EXPERTS, _CONTEXT = "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size"
@@ -132,7 +132,7 @@ class Assembly:
 
 
 def assemble(
-    module: pl.LightningModule,
+    module: nn.Module,
     layout: Layout,
     mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None,
@@ -145,7 +145,7 @@ def assemble(
     """Cut ``module`` to this rank's stages and shard it, in place.
 
     Args:
-        module: On any device, or on meta.
+        module: On any device, or on meta; a LightningModule where there are several stages.
         mesh: The world's mesh, made by ``layout``.
         expert_mesh: The experts' mesh, with several expert-parallel ranks.
         device: Where this rank computes.
@@ -157,6 +157,7 @@ def assemble(
         ConfigurationError: The module can't be laid out so. Raised before anything is changed where that can be known.
     """
     behave_as_tensors()
+    whole_steps = _has_whole_steps(module)
     places, names = _places_and_names(module)
     if parallelizes_itself(module):
         return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, places, names)
@@ -222,7 +223,7 @@ def assemble(
             ),
             data_mesh,
             sharding,
-            whole_steps=module.automatic_optimization,
+            whole_steps=whole_steps,
             experts=stacks,
             expert_mesh=None if expert_mesh is None else expert_mesh[layout.expert_data_axes],
             sharded=sharded,
@@ -230,7 +231,7 @@ def assemble(
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
     plan_check.compare_steps(module)
-    _watch(module, layout, part, units, whole_steps=module.automatic_optimization)
+    _watch(module, layout, part, units, whole_steps=whole_steps)
     return Assembly(
         layout,
         settings,
@@ -244,6 +245,11 @@ def assemble(
         LaidOutParameters(module),
         attributes_of(module),
     )
+
+
+def _has_whole_steps(module: nn.Module) -> bool:
+    """Whether a step is one call of the module, as it is without manual optimization, and in Fabric's loops."""
+    return bool(getattr(module, "automatic_optimization", True))
 
 
 def _taken_out(module: nn.Module) -> dict[str, Compiler]:
@@ -306,7 +312,7 @@ def _join(module: nn.Module, stages: Stages, rank: int, ties: Iterable[Tie]) -> 
 
 
 def _as_it_shards_itself(
-    module: pl.LightningModule,
+    module: nn.Module,
     layout: Layout,
     settings: Settings,
     schedule: Schedule,
@@ -356,7 +362,7 @@ def _deal(
     return apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts, data_mesh, again)
 
 
-def _recomputed(module: pl.LightningModule, blocks: Blocks | None, settings: Settings) -> set[str]:
+def _recomputed(module: nn.Module, blocks: Blocks | None, settings: Settings) -> set[str]:
     """The names of the blocks that are recomputed in a backward: the same on every layout.
 
     Raises:
@@ -372,7 +378,7 @@ def _recomputed(module: pl.LightningModule, blocks: Blocks | None, settings: Set
 
 
 def _sequences(
-    module: pl.LightningModule, blocks: Blocks | None, layout: Layout, groups: Groups, device: torch.device
+    module: nn.Module, blocks: Blocks | None, layout: Layout, groups: Groups, device: torch.device
 ) -> ShardedSequences | None:
     """The object that distributes blocks' sequences over ranks; ``None`` without context parallelism.
 
@@ -393,7 +399,7 @@ def _sequences(
 
 
 def _plan_check(
-    module: pl.LightningModule,
+    module: nn.Module,
     names: Collection[str],
     listed: Collection[str],
     settings: Settings,
@@ -408,9 +414,9 @@ def _plan_check(
         listed: The blocks of all lists. With several stages a step can't run again, so what is outside isn't compared.
     """
     is_own, steps = settings.tensor_parallel_plan is None, []
-    if not is_own and layout.pipeline_parallel_size == 1:
+    if not is_own and layout.pipeline_parallel_size == 1 and has_trainer(module):
         steps = [name for name in ("validation_step", "test_step") if is_overridden(name, module)]
-        steps += ["predict_step", "training_step"] if module.automatic_optimization else ["predict_step"]
+        steps += ["predict_step", "training_step"] if _has_whole_steps(module) else ["predict_step"]
     return PlanCheck(
         module,
         names,

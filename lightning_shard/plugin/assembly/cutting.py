@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -39,7 +38,7 @@ class OwnPart:
 
 
 def cut_to_rank(
-    module: pl.LightningModule,
+    module: nn.Module,
     blocks: Blocks,
     placement: Placement,
     schedule: Schedule,
@@ -99,7 +98,7 @@ def cut_to(
     )
 
 
-def _refuse_pre_hooks(module: pl.LightningModule, blocks: Blocks, placement: Placement) -> None:
+def _refuse_pre_hooks(module: nn.Module, blocks: Blocks, placement: Placement) -> None:
     """Refuse forward pre-hooks inside of blocks.
 
     Forward hooks there are replayed on other stages. Pre-hooks, which may change arguments, aren't.
@@ -153,7 +152,7 @@ def _names_on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:
     }
 
 
-def _buffers_of_several_stages(module: pl.LightningModule, holders: Holders) -> dict[str, list[str]]:
+def _buffers_of_several_stages(module: nn.Module, holders: Holders) -> dict[str, list[str]]:
     """Saved buffers of modules that several stages hold: the first name of each, and all of its names.
 
     Steps may not change them (``checks/buffers.py``).

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 
@@ -29,7 +28,7 @@ def restoring_state(module: nn.Module) -> Iterator[None]:
         memory.forget()
 
 
-def calls_on_example(module: pl.LightningModule) -> Sequence[str]:
+def calls_on_example(module: nn.Module) -> Sequence[str]:
     """The names of all modules in the order in which an example run calls them; empty without an example."""
     run = example_of(module, None)
     if run is None:
@@ -39,13 +38,13 @@ def calls_on_example(module: pl.LightningModule) -> Sequence[str]:
     return seen.calls if seen is not None else ()
 
 
-def example_of(module: pl.LightningModule, blocks: Blocks | None) -> Callable[[], Any] | None:
+def example_of(module: nn.Module, blocks: Blocks | None) -> Callable[[], Any] | None:
     """A call of the network in which to count operations: on the module's or model's own example, or on token ids.
 
     Args:
         blocks: ``None`` if it isn't known yet what is cut.
     """
-    example = module.example_input_array
+    example: Any = getattr(module, "example_input_array", None)
     if example is not None:
         inputs = example if isinstance(example, (tuple, dict)) else (example,)
         return lambda: module(**inputs) if isinstance(inputs, dict) else module(*inputs)

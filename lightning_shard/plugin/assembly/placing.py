@@ -28,7 +28,7 @@ _LITTLE = 0.2
 """A stage that has less than this of an even share of the cost isn't worth its ranks."""
 
 
-def blocks_of(module: pl.LightningModule, settings: Settings, stages: int) -> Blocks | None:
+def blocks_of(module: nn.Module, settings: Settings, stages: int) -> Blocks | None:
     """The blocks; ``None`` if none are found, with a single stage, which doesn't need them."""
     if stages == 1 and settings.pipeline_blocks is None:
         return find_blocks(module) if block_lists(module) else None
@@ -36,7 +36,7 @@ def blocks_of(module: pl.LightningModule, settings: Settings, stages: int) -> Bl
 
 
 def place_blocks(
-    module: pl.LightningModule,
+    module: nn.Module,
     blocks: Blocks,
     layout: Layout,
     settings: Settings,
@@ -71,11 +71,12 @@ def place_blocks(
     placement = placed(schedule)
     if layout.rank == 0 and settings.placement == "auto":
         warn_of_idle_stages(module, cost, placement)
+    assert isinstance(module, pl.LightningModule)
     module.example_input_array = None  # Lightning's summary would call the module on it, outside of any step
     return blocks, placement, schedule
 
 
-def warn_of_idle_stages(module: pl.LightningModule, cost: ModelCost, placement: Placement) -> None:
+def warn_of_idle_stages(module: nn.Module, cost: ModelCost, placement: Placement) -> None:
     """Warn of a stage that has next to nothing to do, with the blocks that would share the cost better if there are."""
     stages, (least, share) = len(placement.stages), _least(placement)
     if share * stages >= _LITTLE:
@@ -112,7 +113,7 @@ def _least(placement: Placement) -> tuple[int, float]:
     return costs.index(min(costs)), min(costs) / max(1, sum(costs))
 
 
-def costs_of(module: pl.LightningModule, blocks: Blocks, *, runs: bool) -> tuple[Blocks, ModelCost]:
+def costs_of(module: nn.Module, blocks: Blocks, *, runs: bool) -> tuple[Blocks, ModelCost]:
     """The costs of blocks and parts, and the blocks in running order.
 
     Args:

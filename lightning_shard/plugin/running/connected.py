@@ -13,12 +13,13 @@ import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import lightning_private
-from lightning_shard.errors import ConfigurationError, LayoutError, ShardError
+from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.gloo import one_worker
 from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.parallel.experts.exchange import gather
@@ -27,15 +28,10 @@ from lightning_shard.plugin.groups import Groups, set_timeout
 from lightning_shard.plugin.running.environment import ComputingSettings
 from lightning_shard.plugin.running.failure import FailureWatch
 from lightning_shard.plugin.running.last_words import print_failed_saves, print_instead, restore_hook
+from lightning_shard.plugin.running.launchers import ForkedRanks, check_number_of_ranks, launcher_of
 from lightning_shard.plugin.running.preemption import Preemption
 from lightning_shard.plugin.running.rendezvous import Rendezvous
 from lightning_shard.plugin.steps import randomness
-
-_LAUNCHERS = {
-    "TorchElastic": "torchrun's --nproc-per-node × --nnodes, WORLD_SIZE",
-    "SLURM": "--ntasks-per-node × --nodes, SLURM_NTASKS",
-}
-"""What sets the number of ranks, by Lightning's name of the environment."""
 
 
 class ConnectedStrategy(ModelParallelStrategy):
@@ -93,23 +89,11 @@ class ConnectedStrategy(ModelParallelStrategy):
         lightning_private.is_taken(self)
         super().set_world_ranks()
         # the world size is known here for the first time: sizes that don't fit are refused before processes start
-        self._check_number_of_ranks()
+        check_number_of_ranks(self, "Trainer")
         self._layout = Layout.resolve(self.world_size, self.global_rank, **self._sizes)
 
-    def _check_number_of_ranks(self) -> None:
-        """Compare the Trainer's number of ranks with that of whatever has started them (torchrun, SLURM, …).
-
-        Lightning takes the latter, and never looks at ``devices`` then.
-        """
-        devices, nodes, started = self.num_processes, self.num_nodes, self.world_size
-        if started != devices * nodes:
-            fits = f"devices={started // nodes}" if started % nodes == 0 else "devices and num_nodes of that product"
-            launcher = type(self.cluster_environment).__name__.removesuffix("Environment")
-            raise LayoutError(
-                f"Trainer(devices={devices}, num_nodes={nodes}) has {devices * nodes} ranks, and {started} were started"
-                f" ({_LAUNCHERS.get(launcher, launcher)}): use {fits}, or start {devices} processes on each of {nodes}"
-                f" machine{'s' * (nodes > 1)}."
-            )
+    def _configure_launcher(self) -> None:
+        self._launcher = launcher_of(self, _SubprocessScriptLauncher, ForkedRanks)
 
     def setup_environment(self) -> None:
         assert self.accelerator is not None

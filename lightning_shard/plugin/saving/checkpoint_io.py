@@ -186,7 +186,8 @@ class ShardedCheckpointIO(CheckpointIO):
         path = absolute(path)
         sections: Any = {"model": tensors, "optimizer": {**optimizer, **sharded}}
         if site is not None and site.drift is not None:
-            sections = site.drift.settle(sections, [f"optimizer/{name}" for name in elsewhere], path)
+            at = f"{path}, step {rest['global_step']}" if "global_step" in rest else path
+            sections = site.drift.settle(sections, [f"optimizer/{name}" for name in elsewhere], at)
         arguments: dict[str, Any] = {
             "optimizer": sections["optimizer"],
             "trainer_state": rest,

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import xxhash
@@ -97,7 +96,7 @@ class Drift:
 
     def __init__(
         self,
-        module: pl.LightningModule,
+        module: nn.Module,
         layout: Layout,
         mesh: DeviceMesh,
         host: dist.ProcessGroup,
@@ -111,7 +110,7 @@ class Drift:
         self._has_told = False
         self._larger: dict[str, Difference] = {}
 
-    def settle(self, sections: Sections, on_several_stages: Collection[str], path: str) -> Sections:
+    def settle(self, sections: Sections, on_several_stages: Collection[str], at: str) -> Sections:
         """The sections of a save, with the same values wherever ranks hold the same. A collective call over all ranks.
 
         Values are the lowest rank's, or those of the lowest that has no NaN or infinity. Of a tensor that stages hold
@@ -120,7 +119,7 @@ class Drift:
         Args:
             sections: By name; the tensors aren't changed.
             on_several_stages: Names, with their sections, that other stages have too.
-            path: Where it is saved, for warnings.
+            at: What warnings say of where and when it is saved.
         """
         if self._layout.world_size == 1:
             return sections
@@ -137,7 +136,7 @@ class Drift:
         # of stages in any pipeline, so that all ranks of a stage save the same
         names = {name for of_stages, _, name in apart if of_stages}
         settled, differences = self._exchange({k: own[k] for k in own if k[0] in apart or (k[0][0] and k[1] in names)})
-        self._report(differences, path)
+        self._report(differences, at)
         return {
             section: {
                 name: _like(tensor, settled.get(f"{section}/{name}"))
@@ -222,7 +221,7 @@ class Drift:
             dist.all_gather_object(values, value, group=self._ranks.group)
         return values
 
-    def _report(self, own: list[Difference], path: str) -> None:
+    def _report(self, own: list[Difference], at: str) -> None:
         found = chain.from_iterable(self._ranks.gather(own))
         worst = {each.name: each for each in sorted(found, key=lambda one: (not one.is_rounding, one.relative))}
         larger = {name: each for name, each in worst.items() if not each.is_rounding}
@@ -230,8 +229,7 @@ class Drift:
         self._larger |= larger
         if larger:
             rank_zero_warn(
-                f"{path}, step {self._module.trainer.global_step}: {_said(larger)} when they were saved. Look for code"
-                " that changes these on some ranks only."
+                f"{at}: {_said(larger)} when they were saved. Look for code that changes these on some ranks only."
             )
         if rounding and not self._has_told:
             self._has_told = True

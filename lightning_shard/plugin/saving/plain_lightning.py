@@ -75,7 +75,9 @@ def hyperparameters(path: str) -> dict[str, Any] | None:
     return {"class_path": kept.pop("_class_path"), "dict_kwargs": kept} if "_class_path" in kept else kept
 
 
-def load_into(strategy: Any, path: Any, state: Any, *, strict: bool) -> dict[str, Any]:
+def load_into(
+    strategy: Any, path: Any, state: Any, *, strict: bool, io: ShardedCheckpointIO | None = None
+) -> dict[str, Any]:
     """``Fabric.load`` and ``load_raw``: fill a module, an optimizer, or a dict of these and of values.
 
     Values are replaced in the dict. A Trainer's checkpoint holds ``"state_dict"``, ``"optimizer_states"`` and so on,
@@ -88,9 +90,10 @@ def load_into(strategy: Any, path: Any, state: Any, *, strict: bool) -> dict[str
     Raises:
         KeyError: With ``strict``, the checkpoint has nothing for a key.
     """
-    left = ShardedCheckpointIO().load_checkpoint(path)
+    io = io or ShardedCheckpointIO()
+    left = io.load_checkpoint(path)
     if left.get(WEIGHTS_ALONE):
-        own, pairs = lay_out(ckpt.read(path).trainer_state(), {}, ())
+        own, pairs = lay_out(ckpt.read(path, storage_options=io.storage_options).trainer_state(), {}, ())
         ckpt.load_tensors(pairs)
         kept = {key: left[key] for key in ("state_dict", "optimizer_states")}
         left = {**(own if isinstance(own, dict) else {}), **kept}
