@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 
 # Two files at a time: much of a test of several ranks is waiting for processes to start.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

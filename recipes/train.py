@@ -16,6 +16,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.callbacks import TQDMProgressBar
 from names import OF_TRAINING, refuse_unknown_names, refuse_unknown_overrides
 from omegaconf import DictConfig
+from tokens import TokensPerSecond
 
 from lightning_shard.cli import main
 
@@ -33,7 +34,8 @@ def train(config: DictConfig) -> None:
         {name: value for name, value in config.checkpoint.items() if name not in OF_TRAINING["checkpoint"]}
     )
     bar = [TQDMProgressBar()] if config.trainer.enable_progress_bar else []  # one line; steps may have no end
-    trainer = instantiate(config.trainer, _partial_=True)(strategy=strategy, callbacks=[checkpoint, *bar])
+    callbacks = [checkpoint, TokensPerSecond(), *bar]
+    trainer = instantiate(config.trainer, _partial_=True)(strategy=strategy, callbacks=callbacks)
     trainer.fit(model, data, ckpt_path=config.checkpoint.resume)
 
 
