@@ -86,11 +86,8 @@ class QueueChannel:
                 if self.failed.is_set():
                     raise RuntimeError("another stage failed") from None
 
-    def post(self, message: Any, to: int) -> None:
-        self.queues[0, self.rank_of[to], "letter"].put((self.stage, to, copy.deepcopy(message)))
-
-    def next_letter(self) -> tuple[int, int, Any]:
-        return self._get_of(0, self.rank_of[self.stage], "letter")
+    def is_here(self, stage: int) -> bool:
+        return self.rank_of[stage] == self.rank_of[self.stage]
 
     def gather(self, value: Any) -> list[Any]:
         for other in self.last_of_ranks:
@@ -238,7 +235,7 @@ def _on_threads(
     run_rank: Callable[[int, list[QueueChannel]], Result], schedule: Schedule
 ) -> tuple[list[Result], list[QueueChannel]]:
     """What each rank returns, and each stage's channel."""
-    kinds = ("letter", "value", "gradient", "meeting", "changes")
+    kinds = ("value", "gradient", "meeting", "changes")
     stages, ranks = schedule.stages, len(schedule.rows)
     queues = {(a, b, kind): queue.Queue[Any]() for a in range(stages) for b in range(stages) for kind in kinds}
     failed = threading.Event()

@@ -1,8 +1,8 @@
 """Runs a signature's first microbatch through all stages, each of which fetches what it misses (``fetching.py``).
 
 Stage s begins when stage s − 1 has sent to it, and stage s − 1 then serves it until it is done, which it is when all
-later stages are. So requests nest as calls do. Each wait of a rank serves requests to all of its stages. No other
-microbatch is in flight meanwhile.
+later stages are. So requests nest as calls do. Messages go in collective calls of the pipeline's ranks, of which all
+but one wait. Each wait of a rank serves requests to all of its stages. No other microbatch is in flight meanwhile.
 
 The values that crossed for the last microbatch of the same kind of step are sent at once: batches whose lengths always
 differ mostly need the same.
@@ -13,6 +13,7 @@ stages hold. The end of its part is then where the last block returned, and the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -84,23 +85,54 @@ class Ran:
     result: Any
 
 
+#: A message from one stage to another.
+Letter = tuple[int, int, Any]
+
+
 class Post:
-    """The messages of a search between the stages of this rank and others."""
+    """The messages of a search between the stages of this rank and others.
+
+    Not by receives from any rank: on gloo these abort the process if another one ends (torch 2.13).
+
+    Args:
+        channel: That of this rank's last stage.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._to_here: deque[Letter] = deque()
+        self._to_others: list[Letter] = []
         self._arrived: dict[tuple[int, int], Any] = {}
         self.stages: dict[int, Search] = {}
+
+    def send(self, message: Any, source: int, to: int) -> None:
+        """Send a message from one stage, of this rank, to another; it leaves when this rank waits."""
+        box = self._to_here if self._channel.is_here(to) else self._to_others
+        box.append((source, to, message))
 
     def wait(self, source: int, to: int) -> Any:
         """The next message from one stage to another, of this rank; requests to any of its stages are served."""
         while (source, to) not in self._arrived:
-            sender, receiver, message = self._channel.next_letter()
+            if not self._to_here:
+                self._exchange(is_done=False)
+                continue
+            sender, receiver, message = self._to_here.popleft()
             if isinstance(message, Request) and message.keys:
                 self.stages[receiver].serve(message)
             else:
                 self._arrived[sender, receiver] = message
         return self._arrived.pop((source, to))
+
+    def close(self) -> None:
+        """Take part until all ranks have got what they wait for."""
+        while not self._exchange(is_done=True):
+            pass
+
+    def _exchange(self, *, is_done: bool) -> bool:
+        said = self._channel.gather((self._to_others, is_done))
+        self._to_others = []
+        self._to_here.extend(each for letters, _ in said for each in letters if self._channel.is_here(each[1]))
+        return all(done for _, done in said)
 
 
 @dataclass
@@ -136,6 +168,9 @@ class Search:
         assert self.passage is not None
         return Ran(self.stage, self.crossing, self.passage, self.result)
 
+    def _send(self, message: Any, to: int) -> None:
+        self.post.send(message, self.stage.index, to)
+
     def run(self, run: RunStep, i: int, *, serves: bool) -> None:
         """Receive from the previous stage, run this stage's part, and send to the next stage.
 
@@ -166,7 +201,7 @@ class Search:
             return
         crossing.leaves_after = passage.until if passage.until is not None and passage.until.after else None
         crossing.outgoing = stage.delivery(passage, crossing)
-        self.channel.post(crossing.outgoing, stage.index + 1)
+        self._send(crossing.outgoing, stage.index + 1)
         self.channel.send(passage.sent, crossing.outgoing.slots)
         if serves:
             self._wait_until_done()
@@ -174,7 +209,7 @@ class Search:
     def fail(self, why: Request) -> None:
         self.failed = why
         if not self.stage.is_last:
-            self.channel.post(why, self.stage.index + 1)
+            self._send(why, self.stage.index + 1)
 
     def end(self) -> Request:
         """Wait until all later stages are done, and report that to the previous one."""
@@ -194,7 +229,7 @@ class Search:
         if passage is not None and passage.ledger is not None:
             passage.ledger.clear()
         if not self.stage.is_first:
-            self.channel.post(done, self.stage.index - 1)
+            self._send(done, self.stage.index - 1)
         return done
 
     def _wait_until_done(self) -> None:
@@ -208,7 +243,7 @@ class Search:
             StepError: It can't answer.
         """
         before = self.stage.index - 1
-        self.channel.post(Request(False, tuple(keys), sentence), before)
+        self._send(Request(False, tuple(keys), sentence), before)
         answer = self.post.wait(before, self.stage.index)
         if isinstance(answer, StepError):
             raise answer
@@ -229,11 +264,11 @@ class Search:
             self.stage.check_asked(request.keys)
             values = passage.ledger.answer(request.keys, request.sentence)
         except StepError as error:
-            self.channel.post(error, self.stage.index + 1)
+            self._send(error, self.stage.index + 1)
             return
         self.asked.extend(key for key in request.keys if key not in self.asked)
         slots = {key: Slot.of(value) for key, value in values.items()}
-        self.channel.post(Delivery(slots, aliased=passage.memory.aliased()), self.stage.index + 1)
+        self._send(Delivery(slots, aliased=passage.memory.aliased()), self.stage.index + 1)
         self.channel.send(values, slots)
 
 
@@ -255,6 +290,7 @@ def find_crossing(
     for search in searches:
         search.run(run, i, serves=search is searches[-1])
     answers = [search.end() for search in reversed(searches)]
+    searches[0].post.close()
     if not all(answer.done for answer in answers):
         raise CallsAgain
     for search in searches[:-1]:

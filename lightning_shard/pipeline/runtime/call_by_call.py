@@ -97,7 +97,7 @@ class CallByCall:
         of_any(True)  # a rank whose step has ended raises
         with in_call():
             kept.stages_begin()
-            post = Post(self._ends[0][1])
+            post = Post(self._ends[-1][1])
             searches = [Search(stage, channel, post) for stage, channel in self._ends]
             find_crossing(searches, run, 0)
             kept.stages_end()

@@ -64,25 +64,9 @@ class Channel:
     _sending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
     _left: int = 0
 
-    # In the search for the values that cross
-
-    def post(self, message: Any, to: int) -> None:
-        """Send a message to another stage."""
-        letter = self.stage, to, message
-        if self.rank_of[to] == self.rank_of[self.stage]:
-            self.handed["letter", 0].append(letter)
-        else:
-            dist.send(torch.zeros(1), group=self.control, group_dst=self._peer(to))  # tells whom the next is from
-            dist.send_object_list([letter], group=self.control, group_dst=self._peer(to))
-
-    def next_letter(self) -> tuple[int, int, Any]:
-        """The next message to any stage of this rank: its sender's stage, the receiver's, and the message."""
-        if self.handed["letter", 0]:
-            return self.handed["letter", 0].popleft()  # type: ignore[no-any-return]
-        source = dist.recv(torch.zeros(1), group=self.control)
-        letter: list[Any] = [None]
-        dist.recv_object_list(letter, source, group=self.control)
-        return letter[0]  # type: ignore[no-any-return]
+    def is_here(self, stage: int) -> bool:
+        """Whether a stage is this rank's."""
+        return self.rank_of[stage] == self.rank_of[self.stage]
 
     # In a step that runs call by call
 
@@ -177,7 +161,7 @@ class Channel:
         self._left += 1
 
     def _send(self, tensor: Tensor, what: str, ways: Ways, to: int) -> None:
-        if self.rank_of[to] == self.rank_of[self.stage]:
+        if self.is_here(to):
             self.handed[what, self.stage].append(tensor)
             return
         while self._sending and self._sending[0][0].is_completed():  # on gloo, only after a wait
@@ -189,7 +173,7 @@ class Channel:
 
     def _expect(self, slots: Iterable[Slot], what: str, ways: Ways, source: int) -> Callable[[], list[Tensor]]:
         slots = [*slots]
-        if self.rank_of[source] == self.rank_of[self.stage]:
+        if self.is_here(source):
             return lambda: [self.handed[what, source].popleft() for _ in slots]
         group, peer = self._way(ways, source, self.stage), self._peer(source)
         tensors = [torch.empty(slot.shape, dtype=slot.dtype, device=self.device) for slot in slots]

@@ -202,7 +202,7 @@ class PipelinedStep:
                 errors.append(error)
                 stage.passage.missing = Request(done=False)
 
-        post = Post(next(iter(self._ends.values())).channel)
+        post = Post([*self._ends.values()][-1].channel)
         searches = [Search(end.stage, end.channel, post) for end in self._ends.values()]
         for search, end in zip(searches, self._ends.values()):
             search.begin_as(end.latest[kind])
@@ -212,6 +212,7 @@ class PipelinedStep:
                 errors.append(error)
                 search.fail(Request(done=False))
         answers = [search.end() for search in reversed(searches)]
+        post.close()
         all_passed = all(self.gather(all(answer.done for answer in answers) and not errors))
         self.flush()
         return None if all_passed else next(iter(errors), StepError("Another stage's run failed."))
@@ -361,7 +362,7 @@ class PipelinedStep:
         return all(key in end.crossings and end.crossings[key].is_settled for end in self._ends.values())
 
     def _find_crossing(self, run: RunStep, i: int, keys: Sequence[Signature], kind: str) -> dict[int, Ran]:
-        post = Post(next(iter(self._ends.values())).channel)
+        post = Post([*self._ends.values()][-1].channel)
         searches = [Search(end.stage, end.channel, post) for end in self._ends.values()]
         if all(kind in end.latest for end in self._ends.values()):
             for search, end in zip(searches, self._ends.values()):
