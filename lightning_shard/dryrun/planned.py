@@ -12,7 +12,7 @@ from lightning_shard.dryrun.counting.counts import Counts
 from lightning_shard.dryrun.memory.optimizer import OptimizerState
 from lightning_shard.dryrun.memory.peak import KINDS, Held, StageMemory, usable
 from lightning_shard.dryrun.memory.stored import Stored
-from lightning_shard.dryrun.timing.step import StepTime, share_text
+from lightning_shard.dryrun.timing.layout import StepTime, share_text
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.placement import Placement, count_text, range_text, short, size_text, table
 from lightning_shard.pipeline.schedules.schedule import Schedule

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lightning_shard import tree
 from lightning_shard.dryrun.counting.count import count, count_two_parts
@@ -13,11 +14,10 @@ from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.moments import stage_memories
 from lightning_shard.dryrun.memory.optimizer import ask
 from lightning_shard.dryrun.memory.stored import stored
-from lightning_shard.dryrun.planned import Plan, Run
-from lightning_shard.dryrun.timing.layout import Timing, model_flops
+from lightning_shard.dryrun.planned import Plan, Remedy, Run
+from lightning_shard.dryrun.timing.layout import StepTime, Timing, model_flops
 from lightning_shard.dryrun.timing.rates import Rates
-from lightning_shard.dryrun.timing.step import StepTime
-from lightning_shard.errors import ConfigurationError
+from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.placement import Placement, place
 from lightning_shard.pipeline.schedules.schedule import Schedule
@@ -153,3 +153,50 @@ class Planner:
             whole = self.counts(replace(layout, tensor_parallel_size=1, expert_parallel_size=1), run.microbatches)
         timing = Timing.of(counts, layout, blocks, order, run.held, self.rates, self.optimizer)
         return timing.simulated(model_flops(whole) if whole.counted else None)
+
+
+def remedies(planner: Planner, made: Plan) -> Iterator[Remedy]:
+    """Yield changes that make a plan fit, the cheapest first."""
+    for setting, layout, run in _changes(made):
+        try:
+            changed = planner.plan(layout, run, made.device_memory)
+        except ShardError:
+            continue  # the batch or the module can't be cut that way
+        if changed.fits:
+            yield Remedy(setting, changed.peak_bytes)
+            if layout == made.layout:
+                return  # changes that cost more time aren't needed
+
+
+def _changes(made: Plan) -> Iterator[tuple[str, Layout, Run]]:
+    """The changes to try, from those that cost nothing to those that cost most."""
+    layout, run, held = made.layout, made.run, made.run.held
+    if layout.pipeline_parallel_size > 1:
+        for times in (2, 4, 8):
+            more = replace(run, microbatches=times * run.microbatches)
+            yield f"microbatches={more.microbatches}", layout, more
+    settings: list[dict[str, Any]] = []
+    if not held.activation_checkpointing:
+        settings += [{"activation_checkpointing": "selective"}, {"activation_checkpointing": True}]
+    whole = {"activation_checkpointing": True}
+    if layout.pipeline_parallel_size > 1 and not held.reshard_after_forward and layout.shard_size > 1:
+        settings += [{"reshard_after_forward": True}, {**whole, "reshard_after_forward": True}]
+        each = {"reduce_each_microbatch": True, "reshard_after_forward": True}
+        settings += [each, {**whole, **each}]
+    if not held.cpu_offload:
+        settings += [{"cpu_offload": True}, {**whole, "cpu_offload": True}]
+    for changed in settings:
+        text = " ".join(f"{name}={value}" for name, value in changed.items())
+        yield text, layout, replace(run, held=replace(held, **changed))
+    for other in _other_sizes(layout):
+        yield f"the sizes {other}", other, run
+
+
+def _other_sizes(layout: Layout) -> Iterator[Layout]:
+    """Layouts of the same number of ranks, with the model split over twice as many of them."""
+    if layout.data_parallel_size % 2 == 0 and layout.data_parallel_replicas == layout.expert_parallel_size == 1:
+        half = layout.data_parallel_size // 2
+        yield replace(layout, data_parallel_size=half, tensor_parallel_size=2 * layout.tensor_parallel_size)
+        yield replace(layout, data_parallel_size=half, pipeline_parallel_size=2 * layout.pipeline_parallel_size)
+    if layout.data_parallel_replicas > 1:
+        yield replace(layout, data_parallel_replicas=1)

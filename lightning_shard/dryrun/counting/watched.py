@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from lightning_shard import tree
 from lightning_shard.dryrun.counting.counts import AROUND, EXPERT, LOSS, TENSOR, Cost, TwoParts, Work
-from lightning_shard.dryrun.counting.kernels import AsOnDevices
 from lightning_shard.dryrun.counting.ledger import Ledger
 from lightning_shard.dryrun.counting.model import Model, fake_trainer
 from lightning_shard.dryrun.counting.similar_blocks import Likes
@@ -138,7 +139,7 @@ class Watched:
             given = tree.map_leaves(_without_data, batch)
             asked = stack.enter_context(nothing_packed(given))
             if self.model.device_type != "cpu":
-                stack.enter_context(AsOnDevices())
+                stack.enter_context(_AsOnDevices())
             stack.enter_context(ledger)
             ledger.around = ("forward", AROUND)
             self._begin_forward(AROUND if self.places else LOSS)
@@ -331,3 +332,23 @@ def _storages(products: Sequence[Product]) -> Iterator[int]:
 def accumulators(module: nn.Module) -> list[tuple[Tensor, Node]]:
     """Each trained parameter with its AccumulateGrad node, which lives as long as the result is kept."""
     return [(p, get_gradient_edge(p).node) for p in module.parameters() if p.requires_grad]
+
+
+class _AsOnDevices(TorchFunctionMode):
+    """On fake CPU tensors: replaces operations that save something else for backward on a GPU.
+
+    On a GPU, dropout saves a mask of bytes, and attention with dropout only the random generator's state.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention:
+            kwargs.pop("dropout_p", None)
+            args = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:])
+        elif func is functional.dropout:
+            return _dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p else input
