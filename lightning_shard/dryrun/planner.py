@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_shard import tree
-from lightning_shard.dryrun.counting.count import count, count_two_parts
+from lightning_shard.dryrun.counting.count import count_each, count_two_parts
 from lightning_shard.dryrun.counting.counts import Counts
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.moments import stage_memories
@@ -26,26 +26,15 @@ from lightning_shard.plugin.steps.schedule_choice import against_parts, candidat
 
 
 class Planner:
-    """Makes plans of one model, and caches the counts of microbatches.
-
-    Args:
-        model: The module and its batch.
-        rates: The speed of the device to estimate times for; None for no times.
-    """
+    """Makes plans of one model, and caches the counts of microbatches; with times, if it knows a device's rates."""
 
     def __init__(self, model: Model, rates: Rates | None = None) -> None:
-        self.model = model
-        self.rates = rates
+        self.model, self.rates = model, rates
         self.optimizer, self._optimizer_reason = ask(model)
         self._counts: dict[tuple[int, int, int], Counts] = {}
 
     def counts(self, layout: Layout, microbatches: int, *, in_two_parts: bool = False) -> Counts:
-        """The counts of one microbatch, if the batch is cut into so many.
-
-        Args:
-            layout: Its tensor and expert sizes matter.
-            microbatches: Per batch.
-            in_two_parts: Count the two parts of split backwards, too.
+        """The counts of one microbatch, if the batch is cut into so many; if asked, with those of split backwards.
 
         Raises:
             ConfigurationError: The batch or the module can't be cut that way.
@@ -59,9 +48,7 @@ class Planner:
         sizes = layout.tensor_parallel_size, layout.expert_parallel_size
         key = (*sizes, samples // microbatches)
         if key not in self._counts:
-            self._counts[key] = count(
-                self.model, tensor_parallel_size=sizes[0], expert_parallel_size=sizes[1], samples=key[2]
-            )
+            (self._counts[key],) = count_each(self.model, *sizes, [key[2]])
         if in_two_parts:
             self._counts[key] = count_two_parts(self.model, self._counts[key])
         return self._counts[key]
@@ -74,13 +61,8 @@ class Planner:
         cost = as_run(self.model.cost, run.held.activation_checkpointing)
         devices, ranks = devices_of(layout, self.model.device_type), layout.stages()
         holders = [order.rank_of[stage] for stage in range(order.stages)]
-        return place(
-            cost,
-            order.stages,
-            policy,
-            devices=[devices[rank] for rank in holders],
-            ranks=[ranks[rank] for rank in holders],
-        )
+        own, of = [devices[rank] for rank in holders], [ranks[rank] for rank in holders]
+        return place(cost, order.stages, policy, devices=own, ranks=of)
 
     def plan(self, layout: Layout, run: Run, device_memory: int | None = None) -> Plan:
         """Make the plan of a layout.
@@ -100,11 +82,9 @@ class Planner:
         if self.optimizer is None:
             unknown.append(f"the optimizer's state: it can't be asked for it ({self._optimizer_reason})")
         if placement is not None and not unknown:
+            peaks = [stages[order.rank_of[stage]].peak.total for stage in range(order.stages)]
             placement = Placement(
-                tuple(
-                    replace(stage, memory=stages[order.rank_of[index]].peak.total)
-                    for index, stage in enumerate(placement.stages)
-                )
+                tuple(replace(stage, memory=peak) for stage, peak in zip(placement.stages, peaks, strict=True))
             )
         return Plan(
             layout,

@@ -75,13 +75,7 @@ class Outcome:
 
 
 class Watched:
-    """The module with hooks around its blocks and parts, for one run.
-
-    Args:
-        sizes: Of the tensor and the expert axis.
-        experts: The names of modules whose experts are sharded over ranks.
-        stands_in: Whether only two of several equal blocks are run.
-    """
+    """The module with hooks around its blocks and parts, for one run; see ``_LaidOut`` for its arguments."""
 
     def __init__(
         self,
@@ -92,11 +86,10 @@ class Watched:
         *,
         stands_in: bool = True,
     ) -> None:
-        self.module, self.model, self.experts, self.ledger = module, model, experts, Ledger()
+        self.module, self.model, self.experts, self._sizes, self.ledger = module, model, experts, sizes, Ledger()
         self.places: dict[str, list[int]] = {}
         for place, name in enumerate(model.blocks.names if model.blocks else ()):
             self.places.setdefault(name, []).append(place)
-        self._sizes = sizes
         self._calls: dict[str, int] = {}
         self._running: list[Key] = []
         self._begun = 0
@@ -109,13 +102,7 @@ class Watched:
         self._late: dict[Key, set[str]] = {}
 
     def run(self, batch: Any, way: Way, nodes: Sequence[tuple[Tensor, Node]] = ()) -> Outcome:
-        """Run forward and backward of the user's step.
-
-        Args:
-            batch: A microbatch.
-            way: How blocks are run: plain, or with full or selective activation checkpointing.
-            nodes: The parameters' AccumulateGrad nodes, for a split backward; empty for a whole one.
-        """
+        """Run forward and backward of the user's step; split in two, if given the AccumulateGrad nodes."""
         module, ledger = self.module, self.ledger
         module.train()
         with ExitStack() as stack:
@@ -335,10 +322,7 @@ def accumulators(module: nn.Module) -> list[tuple[Tensor, Node]]:
 
 
 class _AsOnDevices(TorchFunctionMode):
-    """On fake CPU tensors: replaces operations that save something else for backward on a GPU.
-
-    On a GPU, dropout saves a mask of bytes, and attention with dropout only the random generator's state.
-    """
+    """As on a GPU, dropout saves a mask of bytes, and attention with dropout only the random generator's state."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
