@@ -50,10 +50,8 @@ class StepTime:
 
     def to_json(self) -> dict[str, Any]:
         """For machines. In seconds and bytes."""
-        names = ("device", "step", "bubble", "tokens_per_s", "mfu", "dominates")
-        found = {name: getattr(self, name) for name in names}
-        texts = {"assumed": list(self.assumed), "unknown": list(self.unknown)}
-        return {**found, "spent": dict(self.spent), "sent": dict(self.sent), **texts}
+        names = ("device", "step", "bubble", "tokens_per_s", "mfu", "dominates", "spent", "sent", "assumed", "unknown")
+        return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
         mfu = "" if self.mfu is None else f", {100 * self.mfu:.1f} % MFU"
@@ -70,11 +68,6 @@ class Timing:
     """The costs of a step's actions, with a lower bound and a simulation of the step.
 
     Args:
-        schedule: The order of actions.
-        rates: The device's speed.
-        groups: The layout's groups of ranks.
-        stages: In the order of the network.
-        times: The time of each stage.
         tied: (first stage, last stage, bytes of a rank's shard) of each weight that several stages have.
         microbatches: If it differs from the schedule's number: only for :meth:`bound`, not for :meth:`simulated`.
     """
@@ -124,20 +117,15 @@ class Timing:
         ]
 
     def costs(self, *, reduces: bool = True) -> Costs:
-        """The costs of a batch's actions, for the simulation.
-
-        Args:
-            reduces: Whether it is the last batch before an optimizer step, so that gradients are reduced.
-        """
-        backward = [(stage.backward_s - stage.weights, stage.weights) for stage in self.stages]
+        """The costs of a batch's actions; it ``reduces`` gradients if it is the last before an optimizer step."""
         once = {Action(index, "F", 0): stage.first for index, stage in enumerate(self.stages)}
         if reduces:
             for rank, row in enumerate(self.schedule.rows):
                 once[row[-1]] = sum(self._last(rank).values())
         return Costs(
             [stage.forward_s for stage in self.stages],
-            [inputs for inputs, _ in backward],
-            [weights for _, weights in backward],
+            [stage.backward_s - stage.weights for stage in self.stages],
+            [stage.weights for stage in self.stages],
             self.transfers,
             once,
             receives_late=True,
@@ -194,12 +182,7 @@ class Timing:
         return longest
 
     def simulated(self, flops_per_sample: float | None = None) -> StepTime:
-        """Simulate the step.
-
-        Args:
-            flops_per_sample: FLOPs of the whole model's forward and backward for one sample, without recomputation; for
-                MFU.
-        """
+        """Simulate the step; for MFU, given the whole model's operations for one sample (see :func:`model_flops`)."""
         counts, layout, batches = self._made[0].counts, self._groups.layout, self._turns.batches
         timeline = simulate(self.schedule, self.costs())
         before = simulate(self.schedule, self.costs(reduces=False)).duration if batches > 1 else 0.0
