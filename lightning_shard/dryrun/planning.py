@@ -85,7 +85,6 @@ def plan(
         activation_checkpointing=activation_checkpointing,
         cpu_offload=cpu_offload,
         reshard_after_forward=reshard_after_forward,
-        gathered_dtype=trainer_private.GATHERED.get(precision),
     )
     stages = chosen.pipeline_parallel_size
     model = Model.of(module, batch, settings, stages=stages, precision=precision, device_type=device_type)
@@ -99,10 +98,9 @@ def plan(
     )
     number = candidates(schedule, stages, microbatches, placement)[0].microbatches if stages > 1 else 1
     run = Run(schedule, number, placement, held, asynchronous_saving)
-    profile = None if device is None else device_of(device)
-    rates = None if profile is None else Rates(profile, dtype_of(precision))
-    if profile is not None and device_memory is None:
-        device_memory = profile.memory
+    rates = None if device is None else Rates(device_of(device), dtype_of(precision))
+    if rates is not None and device_memory is None:
+        device_memory = rates.device.memory
     planner = Planner(model, rates)
     made = planner.plan(chosen, run, device_memory)
     return replace(made, remedies=tuple(remedies(planner, made))) if made.fits is False else made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -61,6 +61,7 @@ class Model:
             ConfigurationError: The module can't be built without memory, shards itself, or lacks the needed blocks.
         """
         _check(module, batch, device_type)
+        settings = replace(settings, gathered_dtype=trainer_private.GATHERED.get(precision))
         built = copied_to_meta(module) if isinstance(module, pl.LightningModule) else built_on_meta(module)
         if not isinstance(built, pl.LightningModule):
             raise ConfigurationError(
