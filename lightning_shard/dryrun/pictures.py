@@ -107,11 +107,7 @@ def timelines_of(made: Plan | Found) -> dict[str, Timeline]:
 
 
 def save(made: Plan | Found, html: str | None, trace_path: str | None) -> None:
-    """Write a plan, or what a search has found, as a page and as a trace.
-
-    Args:
-        html, trace_path: The files' paths; ``None`` for no such file.
-    """
+    """Write a plan, or what a search has found, as a page and as a trace, where a path is given."""
     timelines = timelines_of(made)
     if html is not None:
         title = f"A plan of {made.name}" if isinstance(made, Plan) else f"Layouts of {made.devices} × {made.device}"

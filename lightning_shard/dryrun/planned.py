@@ -12,7 +12,7 @@ from lightning_shard.dryrun.counting.counts import Counts
 from lightning_shard.dryrun.memory.optimizer import OptimizerState
 from lightning_shard.dryrun.memory.peak import KINDS, Held, StageMemory, usable
 from lightning_shard.dryrun.memory.stored import Stored
-from lightning_shard.dryrun.timing.step import StepTime, share_text
+from lightning_shard.dryrun.timing.layout import StepTime, share_text
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.placement import Placement, count_text, range_text, short, size_text, table
 from lightning_shard.pipeline.schedules.schedule import Schedule
@@ -150,9 +150,8 @@ class Plan:
             facts.append(f"batches of {batch}")
         if held.accumulates > 1:
             facts.append(f"accumulate_grad_batches={held.accumulates}")
-        for name in ("activation_checkpointing", "cpu_offload", "reduce_each_microbatch", "reshard_after_forward"):
-            if getattr(held, name) not in (None, False):
-                facts.append(f"{name}={getattr(held, name)}")
+        names = ("activation_checkpointing", "cpu_offload", "reduce_each_microbatch", "reshard_after_forward")
+        facts += [f"{name}={getattr(held, name)}" for name in names if getattr(held, name) not in (None, False)]
         facts.append(" and ".join(self.optimizer.names) if self.optimizer is not None else "optimizer unknown")
         yield ", ".join(facts)
 
@@ -202,16 +201,12 @@ class Plan:
             yield f"{most} {peak}, and what its driver and allocator take beside"
         else:
             room = f"tensors can have {size_text(usable(self.device_memory))} of its {size_text(self.device_memory)}"
-            if self.fits:
-                yield f"fits: {most} {peak}; {room}"
-            elif self.fits is None:
-                yield f"whether it fits is unknown: {fullest} at least {peak}; {room}"
-            else:
-                yield f"does not fit: {fullest} {peak}; {room}"
-                for remedy in self.remedies:
-                    yield f"  {remedy.setting} would: {size_text(remedy.peak_bytes)}"
-                if not self.remedies:
-                    yield "  none of the changes that were tried would: use more devices, or a smaller batch or model"
+            unknown = f"whether it fits is unknown: {fullest} at least"
+            verdicts = {True: f"fits: {most}", None: unknown, False: f"does not fit: {fullest}"}
+            yield f"{verdicts[self.fits]} {peak}; {room}"
+            yield from (f"  {remedy.setting} would: {size_text(remedy.peak_bytes)}" for remedy in self.remedies)
+            if self.fits is False and not self.remedies:
+                yield "  none of the changes that were tried would: use more devices, or a smaller batch or model"
         host = max(sum(stage.host.values()) for stage in self.stages)
         if host:
             yield f"in the host's memory: {size_text(host)} for each device"

@@ -51,9 +51,7 @@ class RecordTimeline(pl.Callback):
             raise ConfigurationError(
                 f"after={after} and steps={steps} must be at least 1: a first step finds out what crosses stages."
             )
-        self.folder = Path(folder)
-        self.after = after
-        self.steps = steps
+        self.folder, self.after, self.steps = Path(folder), after, steps
         self.recording: Recording | None = None
         """The recorded steps, on rank 0; None elsewhere, and before they are complete."""
         self._batches = 0
@@ -84,9 +82,8 @@ class RecordTimeline(pl.Callback):
             if self._batches == self.after + 1:
                 rank_zero_warn("RecordTimeline: there is one pipeline stage, and so no actions to record.")
             return
-        skew_s = _meet(strategy)
+        self._skew_s = _meet(strategy)
         self._watch = StopWatch(strategy.root_device)
-        self._skew_s = skew_s
         strategy.watch_actions(self._watch)
 
     def on_train_batch_end(
@@ -97,8 +94,7 @@ class RecordTimeline(pl.Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, HybridShardStrategy)
         strategy.watch_actions(UNWATCHED)
-        watch, self._watch = self._watch, None
-        spans = watch.spans()
+        spans, self._watch = self._watch.spans(), None
         if spans:  # otherwise the pipeline was rebuilt meanwhile, on all ranks
             self._seen.append((self._batches - 1, self._skew_s, spans))
         if len(self._seen) == self.steps:
@@ -186,8 +182,5 @@ def _costs_table(costs: Costs) -> str:
 
 
 def _steps_table(steps: list[RecordedStep]) -> str:
-    rows = [
-        [str(r.step), seconds_text(r.timeline.duration), f"{100 * r.timeline.bubble:.1f} %", seconds_text(r.skew_s)]
-        for r in steps
-    ]
+    rows = [[str(r.step), *_said(r.timeline).removesuffix(" idle").split(", "), seconds_text(r.skew_s)] for r in steps]
     return table(["batch", "duration", "idle", "clocks differ by at most"], rows)

@@ -61,32 +61,20 @@ class _LaidOut:
     accumulators: Sequence[tuple[Tensor, Node]] = ()  # AccumulateGrad nodes; empty unless backwards are split
 
 
-def count(model: Model, *, tensor_parallel_size: int = 1, expert_parallel_size: int = 1, samples: int = 1) -> Counts:
-    """Count one microbatch.
+def count_each(model: Model, tensor: int, expert: int, samples: Sequence[int]) -> list[Counts]:
+    """Count a microbatch of each size, with the module cut only once. Ends at one that can't be counted.
 
     Args:
         model: The module and its batch.
-        tensor_parallel_size, expert_parallel_size: Sizes of these axes.
-        samples: The microbatch's size; taken from the batch.
+        tensor, expert: Sizes of these axes.
+        samples: The microbatches' sizes.
 
     Raises:
         ConfigurationError: The module can't be cut that way.
     """
-    (counts,) = count_each(model, tensor_parallel_size, expert_parallel_size, [samples])
-    return counts
-
-
-def count_each(
-    model: Model, tensor_parallel_size: int, expert_parallel_size: int, samples: Sequence[int]
-) -> list[Counts]:
-    """:func:`count` for several microbatch sizes, with the module cut only once. Ends at one that can't be counted.
-
-    Raises:
-        ConfigurationError: As :func:`count`.
-    """
     found: list[Counts] = []
     batches = [_first(model.batch, number) for number in samples]
-    with _laid_out(model, tensor_parallel_size, expert_parallel_size) as laid, fake_tensors():
+    with _laid_out(model, tensor, expert) as laid, fake_tensors():
         make_fake(laid.module)
         for number, laid.batch in zip(samples, batches):
             found.append(_count(model, laid, number))
@@ -97,7 +85,14 @@ def count_each(
 
 def _count(model: Model, laid: _LaidOut, samples: int) -> Counts:
     blocks = model.blocks.names if model.blocks else ()
-    outcomes, reason = _outcomes(laid, model, WAYS if blocks else WAYS[:1])
+    outcomes: dict[Way, Outcome] = {}
+    reason = ""
+    try:
+        for way in WAYS if blocks else WAYS[:1]:
+            outcomes[way] = _tried(laid, model, way, adds=not laid.has_added)
+            laid.has_added = True
+    except Exception as error:  # from the user's code, or from torch
+        outcomes, reason = {}, _said(error)
     batch, parameters = laid.batch, laid.parameters
     around = [name for name, _ in model.blocks.parts] if model.blocks else []
 
@@ -129,12 +124,7 @@ def _count(model: Model, laid: _LaidOut, samples: int) -> Counts:
 
 
 def count_two_parts(model: Model, counts: Counts) -> Counts:
-    """Add the counts of split backwards; a recomputed block leaves nothing for the second part.
-
-    Args:
-        model: The module and its batch.
-        counts: The counts without them.
-    """
+    """Add the counts of split backwards; a recomputed block leaves nothing for the second part."""
     if counts.in_two_parts or not counts.counted:
         return replace(counts, in_two_parts=True)
     batch = _first(model.batch, counts.samples)
@@ -217,14 +207,7 @@ def _assumptions(model: Model, laid: _LaidOut, outcomes: Iterable[Outcome]) -> t
 def _lay_out(
     module: pl.LightningModule, model: Model, tensor: int, expert: int, experts: Sequence[str]
 ) -> dict[str, tuple[ParameterCount, ...]]:
-    """Cut the module's tensors over the tensor- and expert-parallel axes, in place.
-
-    Args:
-        experts: The names of modules whose experts are sharded over ranks.
-
-    Returns:
-        The parameters by the block or part that holds them.
-    """
+    """Cut the module's tensors over both axes, in place; returns the parameters by block or part."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     styles = resolve_plan(module, model.settings.tensor_parallel_plan, tensor, without=experts) if tensor > 1 else {}
     blocks = list(dict.fromkeys(model.blocks.names)) if model.blocks else []
@@ -252,16 +235,8 @@ def _lay_out(
         is_listed = name.startswith(tuple(f"{each}." for each in lists))
         local = parameter.to_local() if isinstance(parameter, DTensor) and not is_listed else parameter
         is_expert = name.startswith(dealt) and not is_listed
-        return ParameterCount(
-            name,
-            shapes[name],
-            tuple(local.shape),
-            parameter.dtype,
-            parameter.requires_grad,
-            is_expert,
-            in_half.get(name),
-            is_listed,
-        )
+        of = shapes[name], tuple(local.shape), parameter.dtype, parameter.requires_grad
+        return ParameterCount(name, *of, is_expert, in_half.get(name), is_listed)
 
     first_names = {id(p): name for name, p in module.named_parameters()}
     holders = [*blocks, *(name for name, _ in model.blocks.parts)] if model.blocks else []
@@ -287,18 +262,6 @@ def _runs_again(_owner: nn.Module) -> AbstractContextManager[RestoreAndReplay]:
 # -- a run
 
 
-def _outcomes(laid: _LaidOut, model: Model, ways: Sequence[Way]) -> tuple[dict[Way, Outcome], str]:
-    """Run each way; returns the outcomes, or the reason why the step can't be counted."""
-    outcomes: dict[Way, Outcome] = {}
-    for way in ways:
-        try:
-            outcomes[way] = _tried(laid, model, way, adds=not laid.has_added)
-            laid.has_added = True
-        except Exception as error:  # from the user's code, or from torch
-            return {}, _said(error)
-    return outcomes, ""
-
-
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
@@ -306,12 +269,8 @@ def _said(error: Exception) -> str:
 def _tried(laid: _LaidOut, model: Model, way: Way, *, adds: bool = False) -> Outcome:
     """Run and count; if it fails with stand-ins, run all blocks.
 
-    On DTensors the first call of an operation runs another one to find the result's shape. So a first run isn't
-    counted.
-
-    Args:
-        adds: Whether no gradients existed so far, to which a second run adds; then warm up that case, too (once for all
-            ways).
+    On DTensors the first call of an operation runs another one to find the result's shape, so a first run isn't
+    counted; if it ``adds``, no gradients existed so far, and a run that adds to them is warmed up, too.
     """
     has_dtensors = any(isinstance(parameter, DTensor) for parameter in laid.module.parameters())
     try:

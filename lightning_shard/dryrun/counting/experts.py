@@ -22,7 +22,7 @@ _aten = torch.ops.aten
 
 
 class DealtEvenly(Dispatched):
-    """Expert-parallel dispatch that assumes evenly spread tokens: ranks send each other equally many rows."""
+    """Ranks send each other equally many rows."""
 
     def _agree(self, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
         ranks, rows = self._mesh.size(), len(chosen)
@@ -36,14 +36,10 @@ class DealtEvenly(Dispatched):
 
 @dataclass
 class WholeEvenly:
-    """Replaces the forward of a stack of experts that isn't sharded; assumes that equally many tokens choose each.
-
-    Attributes:
-        is_asked: Whether the forward's code looked up which tokens chose an expert.
-    """
+    """Replaces the forward of a stack of experts that isn't sharded; assumes that equally many tokens choose each."""
 
     module: nn.Module
-    is_asked: bool = False
+    is_asked: bool = False  # whether the forward's code looked up which tokens chose an expert
 
     def __post_init__(self) -> None:
         self._forward = self.module.forward

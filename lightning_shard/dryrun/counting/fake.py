@@ -54,11 +54,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def built_on_meta(build: Callable[[], Module]) -> Module:
-    """Call ``build`` under ``torch.device("meta")``.
-
-    Raises:
-        ConfigurationError: It fails there; with the reason.
-    """
+    """Call ``build`` under ``torch.device("meta")``; if it fails there, refuse with the reason."""
     try:
         with torch.device("meta"):
             return build()
@@ -73,16 +69,9 @@ def built_on_meta(build: Callable[[], Module]) -> Module:
 
 
 def copied_to_meta(module: Module) -> Module:
-    """Copy a module, with parameters and buffers on meta; the module isn't modified.
-
-    Raises:
-        ConfigurationError: The module holds something that can't be copied.
-    """
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = parameter_like(parameter.detach().to("meta"), parameter)
-    for buffer in module.buffers():
-        memo[id(buffer)] = buffer.to("meta")
+    """Copy a module, with parameters and buffers on meta; one that holds what can't be copied is refused."""
+    memo: dict[int, Any] = {id(p): parameter_like(p.detach().to("meta"), p) for p in module.parameters()}
+    memo |= {id(buffer): buffer.to("meta") for buffer in module.buffers()}
     trainer = vars(module).get("_trainer")
     if trainer is not None:
         memo[id(trainer)] = None
@@ -113,8 +102,5 @@ def make_fake(module: nn.Module) -> None:
         return made[id(tensor)]
 
     with torch.no_grad():
-        for part in module.modules():
-            for held in (part._parameters, part._buffers):
-                for key, tensor in held.items():
-                    if tensor is not None:
-                        held[key] = fake(tensor)  # type: ignore[assignment]
+        for held in (held for part in module.modules() for held in (part._parameters, part._buffers)):
+            held.update({key: fake(tensor) for key, tensor in held.items() if tensor is not None})  # type: ignore

@@ -25,11 +25,11 @@ _BETWEEN_RANKS = ("_c10d_functional", "c10d", "_c10d_functional_autograd")
 
 @dataclass
 class Work:
-    """The cost of operations on one rank."""
+    """The cost of operations on one rank; as in ``counts.py``, where it isn't explained."""
 
-    flops: int = 0  # floating-point operations of matrix products, convolutions and attention
-    moved: int = 0  # bytes that operations read and wrote, summed without fusion; views count nothing
-    beside: int = 0  # bytes of ``moved`` by operations that ``flops`` doesn't count
+    flops: int = 0
+    moved: int = 0  # views count nothing
+    beside: int = 0
     sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # input bytes of collectives, by operation
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # their number
 
@@ -55,8 +55,7 @@ class Ledger(TorchDispatchMode):
         self.label: Hashable = None
         self.around: Hashable = None
         self.work: dict[Hashable, Work] = defaultdict(Work)
-        self.live = 0
-        self.peak = 0
+        self.live = self.peak = 0
         self.growth: dict[Hashable, int] = defaultdict(int)
         self.of_gradients: dict[Hashable, int] = defaultdict(int)
         self._at_begin = 0

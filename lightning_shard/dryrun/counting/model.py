@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -55,16 +55,13 @@ class Model:
         precision: str = "32-true",
         device_type: str = "cuda",
     ) -> Model:
-        """Build or copy the module on meta, and find its blocks.
-
-        Args:
-            precision: By the name that a Trainer gives it.
-            stages: The largest number of stages; with several, the module must have blocks.
+        """Build or copy the module on meta, and find its blocks; with several stages, it must have some.
 
         Raises:
             ConfigurationError: The module can't be built without memory, shards itself, or lacks the needed blocks.
         """
         _check(module, batch, device_type)
+        settings = replace(settings, gathered_dtype=trainer_private.GATHERED.get(precision))
         built = copied_to_meta(module) if isinstance(module, pl.LightningModule) else built_on_meta(module)
         if not isinstance(built, pl.LightningModule):
             raise ConfigurationError(
@@ -92,11 +89,7 @@ class Model:
         return nullcontext() if dtype is None else torch.autocast("cpu", dtype, cache_enabled=False)
 
     def loss_of(self, module: pl.LightningModule, batch: Any) -> Tensor:
-        """Run the user's ``training_step`` on a microbatch; returns the loss.
-
-        Raises:
-            ConfigurationError: The step returns no loss, or the module uses manual optimization.
-        """
+        """The loss that the user's ``training_step`` returns for a microbatch; without one, it is refused."""
         if not module.automatic_optimization:
             raise ConfigurationError("it optimizes by itself (automatic_optimization=False)")
         arguments = [batch, 0] if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else [batch]
@@ -125,9 +118,8 @@ def _check(module: Any, batch: Any, device_type: str) -> None:
             " h100, as device=."
         ) from error
     if isinstance(module, nn.Module) and not isinstance(module, pl.LightningModule):
-        raise ConfigurationError(
-            f"{type(module).__name__} isn't a LightningModule: pass one, or a function that builds one."
-        )
+        name = type(module).__name__
+        raise ConfigurationError(f"{name} isn't a LightningModule: pass one, or a function that builds one.")
     if tree.batch_size(batch) < 1:
         raise ConfigurationError("The batch has no samples: pass one of the size that a data-parallel rank reads.")
 
@@ -149,16 +141,8 @@ def fake_trainer(module: pl.LightningModule) -> Iterator[None]:
     level = logging.getLogger("lightning.pytorch").level
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     try:
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_steps=1000,
-            max_epochs=-1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1000, max_epochs=-1, **off)  # type: ignore
     finally:
         logging.getLogger("lightning.pytorch").setLevel(level)
     names = ("log", "log_dict")

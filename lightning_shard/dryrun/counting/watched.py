@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from lightning_shard import tree
 from lightning_shard.dryrun.counting.counts import AROUND, EXPERT, LOSS, TENSOR, Cost, TwoParts, Work
-from lightning_shard.dryrun.counting.kernels import AsOnDevices
 from lightning_shard.dryrun.counting.ledger import Ledger
 from lightning_shard.dryrun.counting.model import Model, fake_trainer
 from lightning_shard.dryrun.counting.similar_blocks import Likes
@@ -74,13 +75,7 @@ class Outcome:
 
 
 class Watched:
-    """The module with hooks around its blocks and parts, for one run.
-
-    Args:
-        sizes: Of the tensor and the expert axis.
-        experts: The names of modules whose experts are sharded over ranks.
-        stands_in: Whether only two of several equal blocks are run.
-    """
+    """The module with hooks around its blocks and parts, for one run; see ``_LaidOut`` for its arguments."""
 
     def __init__(
         self,
@@ -91,11 +86,10 @@ class Watched:
         *,
         stands_in: bool = True,
     ) -> None:
-        self.module, self.model, self.experts, self.ledger = module, model, experts, Ledger()
+        self.module, self.model, self.experts, self._sizes, self.ledger = module, model, experts, sizes, Ledger()
         self.places: dict[str, list[int]] = {}
         for place, name in enumerate(model.blocks.names if model.blocks else ()):
             self.places.setdefault(name, []).append(place)
-        self._sizes = sizes
         self._calls: dict[str, int] = {}
         self._running: list[Key] = []
         self._begun = 0
@@ -108,13 +102,7 @@ class Watched:
         self._late: dict[Key, set[str]] = {}
 
     def run(self, batch: Any, way: Way, nodes: Sequence[tuple[Tensor, Node]] = ()) -> Outcome:
-        """Run forward and backward of the user's step.
-
-        Args:
-            batch: A microbatch.
-            way: How blocks are run: plain, or with full or selective activation checkpointing.
-            nodes: The parameters' AccumulateGrad nodes, for a split backward; empty for a whole one.
-        """
+        """Run forward and backward of the user's step; split in two, if given the AccumulateGrad nodes."""
         module, ledger = self.module, self.ledger
         module.train()
         with ExitStack() as stack:
@@ -138,7 +126,7 @@ class Watched:
             given = tree.map_leaves(_without_data, batch)
             asked = stack.enter_context(nothing_packed(given))
             if self.model.device_type != "cpu":
-                stack.enter_context(AsOnDevices())
+                stack.enter_context(_AsOnDevices())
             stack.enter_context(ledger)
             ledger.around = ("forward", AROUND)
             self._begin_forward(AROUND if self.places else LOSS)
@@ -331,3 +319,20 @@ def _storages(products: Sequence[Product]) -> Iterator[int]:
 def accumulators(module: nn.Module) -> list[tuple[Tensor, Node]]:
     """Each trained parameter with its AccumulateGrad node, which lives as long as the result is kept."""
     return [(p, get_gradient_edge(p).node) for p in module.parameters() if p.requires_grad]
+
+
+class _AsOnDevices(TorchFunctionMode):
+    """As on a GPU, dropout saves a mask of bytes, and attention with dropout only the random generator's state."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention:
+            kwargs.pop("dropout_p", None)
+            args = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:])
+        elif func is functional.dropout:
+            return _dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p else input

@@ -45,12 +45,7 @@ def moments_of(rank: Rank) -> Iterator[Moment]:
 
 def _memory_of(rank: Rank, *, copies: bool) -> StageMemory:
     moments = tuple(moments_of(rank))
-    units = (*rank.units, rank.root)
-    state = {
-        "parameters": sum(unit.held for unit in units),
-        "optimizer": rank.state_bytes,
-        "gradients": sum(unit.reduced for unit in units),
-    }
+    state = {"parameters": rank.held_bytes, "optimizer": rank.state_bytes, "gradients": rank.reduced_bytes}
     host = dict(state) if rank.held.cpu_offload else {}
     if copies:
         host["copy"] = state["parameters"] + state["optimizer"]
@@ -79,15 +74,6 @@ def stage_memories(
     *,
     copies: bool = False,
 ) -> tuple[StageMemory, ...]:
-    """The memory of each pipeline rank.
-
-    Args:
-        counts: The counts of one microbatch.
-        stages: Each stage's blocks.
-        schedule: The order of actions.
-        held: Settings.
-        optimizer: The optimizer's state; None if it isn't known.
-        copies: Whether saves are asynchronous, from a copy in host memory.
-    """
+    """The memory of each pipeline rank; with ``copies``, saves are asynchronous, from a copy in host memory."""
     made = {index: Stage(counts, layout, blocks, held, optimizer) for index, blocks in enumerate(stages)}
     return tuple(_memory_of(Rank(made, schedule, rank), copies=copies) for rank in range(len(schedule.rows)))

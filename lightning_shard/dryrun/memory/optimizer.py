@@ -92,8 +92,7 @@ def _optimizers_in(configured: Any) -> Iterator[torch.optim.Optimizer]:
     elif isinstance(configured, Mapping):
         yield from _optimizers_in(configured.get("optimizer"))
     elif isinstance(configured, (list, tuple)):
-        for entry in configured:
-            yield from _optimizers_in(entry)
+        yield from (found for entry in configured for found in _optimizers_in(entry))
 
 
 def _takes_all_at_once(group: dict[str, Any], device_type: str) -> bool:
@@ -104,13 +103,9 @@ def _takes_all_at_once(group: dict[str, Any], device_type: str) -> bool:
 
 
 def _on_small_ones(optimizer: torch.optim.Optimizer, names: Mapping[int, str], at_once: bool) -> dict[str, _Two]:
-    """Give an optimizer a small parameter for each kind in each group, in place.
+    """Give an optimizer a small parameter for each kind in each group; returns these by name, each with another one.
 
-    Returns:
-        These by parameter name, each with another one of its kind, which isn't in a group.
-
-    Args:
-        at_once: Whether its steps work on all together: they do so on the CPU too then, with other temporary tensors.
+    With ``at_once`` its steps work on all together on the CPU too, with other temporary tensors.
     """
     small: dict[str, _Two] = {}
     optimizer.state.clear()
@@ -145,13 +140,9 @@ def _step(optimizer: torch.optim.Optimizer, at_once: bool) -> float:
 
 
 def _kept(optimizer: torch.optim.Optimizer, two: _Two) -> Iterator[StateTensor]:
-    """What an optimizer keeps for both small parameters of a kind, by what it keeps for parameters of other sizes.
-
-    Raises:
-        ValueError: That can't be told.
-    """
+    """What an optimizer keeps for both small parameters of a kind; a ValueError if that can't be told."""
     own, others = (dict(_tensors_in(optimizer.state.get(parameter, {}))) for parameter in two)
-    for key in [*own, *(key for key in others if key not in own)]:
+    for key in {**own, **others}:
         if key not in own or key not in others:
             raise ValueError(f"it keeps {key!r} for some parameters only")
         yield _described(key, own[key], others[key], two)

@@ -7,7 +7,7 @@ allocator's fragmentation, and communicators; see ``RESERVED``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -110,17 +110,18 @@ class Unit:
     def held(self) -> int:
         return sum(numel * p.dtype.itemsize for p, numel in self.padded)
 
+    def _whole(self, dtype: Callable[[ParameterCount], torch.dtype], chosen: Callable[[ParameterCount], bool]) -> int:
+        """Bytes of whole parameters, padded, of a dtype."""
+        return sum(numel * self._parts(p) * dtype(p).itemsize for p, numel in self._gathers if chosen(p))
+
     @cached_property
     def gathered(self) -> int:
-        if not self.is_sharded:
-            return 0
-        return sum(numel * self._parts(p) * _gathered(p).itemsize for p, numel in self._gathers)
+        return self._whole(_gathered, lambda _: True) if self.is_sharded else 0
 
     @cached_property
     def flat(self) -> int:
         """The buffer of the unit's all-gather; none for parameters on a single rank, which are copied."""
-        many = ((p, numel) for p, numel in self._gathers if self._parts(p) > 1)
-        return sum(numel * self._parts(p) * _gathered(p).itemsize for p, numel in many)
+        return self._whole(_gathered, lambda p: self._parts(p) > 1)
 
     @cached_property
     def reduces_in(self) -> torch.dtype | None:
@@ -149,10 +150,7 @@ class Unit:
     @cached_property
     def reducing(self) -> int:
         """The buffer of a reduce-scatter: whole gradients."""
-        if not self.is_sharded:
-            return 0
-        trained = ((p, numel) for p, numel in self._gathers if p.requires_grad)
-        return sum(numel * self._parts(p) * self.gradient(p).itemsize for p, numel in trained)
+        return self._whole(self.gradient, lambda p: p.requires_grad) if self.is_sharded else 0
 
     @property
     def _trained(self) -> Iterator[ParameterCount]:
@@ -176,15 +174,36 @@ def _gathered(parameter: ParameterCount) -> torch.dtype:
     return parameter.gathered_dtype or parameter.dtype
 
 
-class Stage:
-    """One stage's parts and FSDP2 units.
+class _Holder:
+    """What holds units' shards: a stage, or a rank."""
 
-    Args:
-        counts: The counts of one microbatch, for the layout's tensor and expert sizes.
-        layout: The layout.
-        blocks: The stage's blocks.
-        held: Settings.
-        optimizer: The optimizer's state; ``None`` if it isn't known, and counts nothing.
+    optimizer: OptimizerState | None
+
+    @property
+    def every_unit(self) -> tuple[Unit, ...]:
+        raise NotImplementedError
+
+    @cached_property
+    def shards(self) -> list[tuple[ParameterCount, int]]:
+        """The parameters, each with the number of elements of a rank's shard."""
+        return [pair for unit in self.every_unit for pair in unit.padded]
+
+    @cached_property
+    def state_bytes(self) -> int:
+        return sum(self.optimizer.bytes(p, numel) for p, numel in self.shards) if self.optimizer is not None else 0
+
+    @cached_property
+    def held_bytes(self) -> int:
+        return sum(unit.held for unit in self.every_unit)
+
+    @cached_property
+    def reduced_bytes(self) -> int:
+        """Bytes of the shards' gradients."""
+        return sum(unit.reduced for unit in self.every_unit)
+
+
+class Stage(_Holder):
+    """One stage's parts and FSDP2 units; an ``optimizer`` of ``None`` counts nothing.
 
     Attributes:
         parts: What the stage runs, in order.
@@ -250,10 +269,9 @@ class Stage:
         unit = self.units.get(part.name)
         return () if unit is None else unit.gathered_apart
 
-    @cached_property
-    def shards(self) -> list[tuple[ParameterCount, int]]:
-        """The stage's parameters, each with the number of elements of a rank's shard."""
-        return [pair for unit in (*self.units.values(), self.root) for pair in unit.padded]
+    @property
+    def every_unit(self) -> tuple[Unit, ...]:
+        return (*self.units.values(), self.root)
 
     @cached_property
     def received(self) -> int:
@@ -265,18 +283,9 @@ class Stage:
         """Bytes that a microbatch's forward sends to the next stage."""
         return 0 if self._blocks.stop == len(self.counts.blocks) else self.counts.blocks[self._blocks.stop - 1].output
 
-    @cached_property
-    def state_bytes(self) -> int:
-        return _state_bytes(self.optimizer, self.shards)
 
-
-class Rank:
-    """One pipeline rank, with its stages.
-
-    Args:
-        stages: Stages by number; of all ranks, or of this one.
-        schedule: The order of actions.
-        rank: The pipeline rank.
+class Rank(_Holder):
+    """One pipeline rank, with its stages; it is given at least its own, by number.
 
     Attributes:
         stages: This rank's stages by number.
@@ -308,15 +317,6 @@ class Rank:
         parameters = {p.name: p for root in (first, *others) for p in root.parameters}
         return replace(first, parameters=[*parameters.values()]) if others else first
 
-    @cached_property
-    def shards(self) -> list[tuple[ParameterCount, int]]:
-        """The rank's parameters, each with the number of elements of its shard."""
-        return [pair for unit in (*self.units, self.root) for pair in unit.padded]
-
-    @cached_property
-    def state_bytes(self) -> int:
-        return _state_bytes(self.optimizer, self.shards)
-
-
-def _state_bytes(state: OptimizerState | None, shards: Iterable[tuple[ParameterCount, int]]) -> int:
-    return sum(state.bytes(p, numel) for p, numel in shards) if state is not None else 0
+    @property
+    def every_unit(self) -> tuple[Unit, ...]:
+        return (*self.units, self.root)

@@ -46,7 +46,7 @@ class Step:
         offloads = held.cpu_offload
         counts = next(iter(stages)).counts
         self._base = {
-            "parameters": 0 if offloads else sum(unit.held for unit in (*rank.units, rank.root)),
+            "parameters": 0 if offloads else rank.held_bytes,
             "optimizer": 0 if offloads else rank.state_bytes,
             "buffers": counts.buffer_bytes,
             "batch": counts.batch_bytes * len({action.microbatch for action in rank.row}),
@@ -118,13 +118,7 @@ class Step:
         return self._running
 
     def backward(self, action: Action, *, ends_batch: bool, reduces: bool) -> Iterator[Moment]:
-        """A whole backward, or one part of a split one.
-
-        Args:
-            action: The action.
-            ends_batch: Whether it is the rank's last action of the batch.
-            reduces: Whether the batch is the last one before an optimizer step.
-        """
+        """A whole backward, or one part of a split one; ``reduces``: in the last batch before an optimizer step."""
         splits = self._rank.splits
         each = self._held.reduce_each_microbatch
         if action.kind == "I":
@@ -254,7 +248,7 @@ class Step:
         """Reduce one unit after the other, the root last; a unit's buffer lives until the next one's."""
         rank = self._rank
         root = rank.root.gathered
-        for unit in (*rank.units, rank.root):
+        for unit in rank.every_unit:
             if id(unit) not in self._whole:
                 continue
             if ends_batch and unit is rank.root:
@@ -265,8 +259,8 @@ class Step:
 
     def _has_sent(self, action: Action) -> None:
         """Count the gradient that is sent back; and, if sends stay until the end (gloo), what the forward sent."""
-        self._send_gradient(action)
-        self._leaving += self._rank.taken[action.stage] if self._held.sends_stay else 0
+        sent, forward = self._rank.brought[action.stage], self._rank.taken[action.stage]
+        self._leaving = self._leaving + sent + forward if self._held.sends_stay else sent
 
     def _done(
         self,
@@ -290,9 +284,8 @@ class Step:
 
     def _add(self, unit: Unit, parameters: Iterable[ParameterCount]) -> None:
         """Add whole parameters' gradients, in the dtype of accumulation, if they don't exist yet."""
-        new = {p.name: p for p in parameters if p.requires_grad and not p.is_listed}
-        for name in self._has_gradient & new.keys():
-            del new[name]
+        trained = (p for p in parameters if p.requires_grad and not p.is_listed)
+        new = {p.name: p for p in trained if p.name not in self._has_gradient}
         if not new:
             return
         self._has_gradient |= new.keys()
@@ -324,10 +317,6 @@ class Step:
             yield self._reduce(action, part, unit, rank.root.gathered + self._blocks, crossing=crossing)
         yield self._reduce(action, part, rank.root, 0 if ends_batch else rank.root.gathered, crossing=crossing)
 
-    def _send_gradient(self, action: Action) -> None:
-        sent = self._rank.brought[action.stage]
-        self._leaving = self._leaving + sent if self._held.sends_stay else sent
-
     def _free(self, unit: Unit, *, ends_batch: bool) -> int:
         """Free a unit before it is reduced; returns the gathered bytes that are freed."""
         if not self._keeps:
@@ -354,8 +343,7 @@ class Step:
             gradients = unit.reducing + max(gradients, unit.reduced)
         moment = self._moment(action, part, gathered, gradients, working, crossing)
         self._buffer = unit.reducing
-        whole_rank = (*self._rank.units, self._rank.root)
-        self._reduced = min(self._reduced + unit.reduced, sum(u.reduced for u in whole_rank))
+        self._reduced = min(self._reduced + unit.reduced, self._rank.reduced_bytes)
         return moment
 
     def update(self, working: int) -> Moment:
@@ -369,9 +357,4 @@ def _kind(stage: Stage, part: PartCount) -> str:
 
 def _all_at_once(cost: Cost) -> TwoParts:
     """A split backward whose second part is empty."""
-    return TwoParts(
-        freed=cost.freed,
-        inputs_peak=cost.backward_peak,
-        inputs_adding_peak=cost.adding_peak,
-        of_gradients=cost.of_gradients,
-    )
+    return TwoParts(0, 0, cost.freed, cost.backward_peak, cost.adding_peak, cost.of_gradients)

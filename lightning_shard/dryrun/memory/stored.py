@@ -63,14 +63,7 @@ class Stored:
 def stored(
     counts: Counts, layout: Layout, ranks: Sequence[Sequence[range]], optimizer: OptimizerState | None
 ) -> Stored:
-    """Estimate the checkpoint of a layout.
-
-    Args:
-        counts: The counts of one microbatch.
-        layout: The layout.
-        ranks: For each pipeline rank, the blocks of each of its stages.
-        optimizer: The optimizer's state; None if it isn't known.
-    """
+    """Estimate a layout's checkpoint; ``ranks`` are the blocks of each stage of each pipeline rank."""
     held = [
         {p.name: p for blocks in stages for part in counts.of_stage(blocks) for p in part.parameters}
         for stages in ranks
@@ -104,17 +97,17 @@ def _of_rank(
     ranks = torch.tensor(layout.stages()[stage]).view(layout.data_parallel_replicas, layout.shard_size, -1)
     frame = Frame(ranks, int(ranks[0, 0, 0]))
     place = Place(lambda: None, ranks, (0, 0, 0))  # type: ignore[arg-type,return-value]
-    spreads: dict[tuple[tuple[int, ...], tuple[int, ...], bool], Spread] = {}
 
     @cache
     def plain(*sizes: int) -> Spread:
         return Spread(sizes, tuple(local_boxes([((0, size),) for size in sizes])))
 
+    @cache
+    def cut(shape: tuple[int, ...], local_shape: tuple[int, ...], is_expert: bool) -> Spread:
+        return _spread(ParameterCount("", shape, local_shape, torch.float32, is_expert=is_expert), layout, place)
+
     def spread(parameter: ParameterCount) -> Spread:
-        key = parameter.shape, parameter.local_shape, parameter.is_expert
-        if key not in spreads:
-            spreads[key] = _spread(parameter, layout, place)
-        return spreads[key]
+        return cut(parameter.shape, parameter.local_shape, parameter.is_expert)
 
     def kept_for(parameter: ParameterCount, kept: StateTensor) -> list[Outlined]:
         name = f"{parameter.name}.{kept.key}"

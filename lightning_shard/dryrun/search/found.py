@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lightning_shard.dryrun.timing.step import StepTime, share_text
+from lightning_shard.dryrun.timing.layout import StepTime, share_text
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.pipeline.placement import seconds_text, size_text, table
@@ -70,11 +70,11 @@ class Choice:
     @property
     def arguments(self) -> dict[str, Any]:
         """The strategy's arguments."""
-        names = ("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size")
-        found = {name: getattr(self.layout, name) for name in names}
-        for name in ("data_parallel_replicas", "expert_parallel_size"):
-            if getattr(self.layout, name) > 1:
-                found[name] = getattr(self.layout, name)
+        needed = ("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size")
+        sizes = {
+            name: getattr(self.layout, name) for name in (*needed, "data_parallel_replicas", "expert_parallel_size")
+        }
+        found: dict[str, Any] = {name: size for name, size in sizes.items() if size > 1 or name in needed}
         if self.schedule is not None:
             found |= {"schedule": self.schedule, "microbatches": self.microbatches}
         if self.activation_checkpointing:
@@ -137,11 +137,9 @@ class Found:
             numbers = (*Choice.HEADER[:5], "microbatches", *Choice.HEADER[-5:])
             fastest, best = self.choices[0], self.choices[0].step
             lines += ["", table(list(Choice.HEADER), rows, to_the_right=numbers), ""]
-            if self.is_recipe:
-                lines += ["the fastest, for a recipe:", f"  {fastest.overrides}"]
-            else:
-                lines += ["the fastest:", f"  {fastest.call(**self.given)}"]
             assert best is not None
+            call = fastest.overrides if self.is_recipe else fastest.call(**self.given)
+            lines += [f"the fastest{', for a recipe' * self.is_recipe}:", f"  {call}"]
             lines += [f"  its busiest device: {share_text(best)}"]
         else:
             lines += ["", "none fits: use more devices, devices with more memory, or a smaller global batch or model"]

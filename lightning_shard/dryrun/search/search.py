@@ -79,7 +79,6 @@ def search_module(
         tensor_parallel_plan,
         expert_parallel_plan,
         reshard_after_forward=reshard_after_forward,
-        gathered_dtype=trainer_private.GATHERED.get(precision),
     )
     make = partial(Model.of, module, batch, settings, precision=precision, device_type=device_type)
     try:
@@ -124,14 +123,9 @@ def search(
     most: int = 10,
     exhaustively: bool = False,
 ) -> Found:
-    """Find the fastest layouts that fit.
+    """Find the fastest layouts that fit, and list ``most`` of them.
 
     Args:
-        model: The module and its batch.
-        optimizer: The optimizer's state.
-        space: The search space.
-        rates: The device's speed.
-        most: How many layouts to list.
         exhaustively: Simulate all candidates that fit, not only those that could be among the fastest.
 
     Raises:

@@ -150,12 +150,10 @@ class Workshop:
         """Counts of one microbatch; ``None`` if the module can't be cut that way, or can't be counted then."""
         if (tensor, expert) not in self._why_not and (tensor, expert, samples) not in self._made:
             self._count(tensor, expert)
-        found: Counts | None = self._made.get((tensor, expert, samples))
-        return found
+        return self._made.get((tensor, expert, samples))  # type: ignore[no-any-return]
 
     def _count(self, tensor: int, expert: int) -> None:
         """Count all sizes of microbatches, for which the module is cut only once."""
-        numbers = self._samples
         module, settings = self._model.module, self._model.settings
         axis = "expert"
         try:
@@ -164,19 +162,19 @@ class Workshop:
             if tensor > 1:
                 resolve_plan(module, settings.tensor_parallel_plan, tensor, without=experts)
             axis = ""
-            found = count_each(self._model, tensor, expert, numbers)
+            found = count_each(self._model, tensor, expert, self._samples)
         except ConfigurationError as error:
             if tensor == expert == 1:
                 raise
             refused = f"{CANT_BE_CUT} ({str(error).partition('. ')[0].removesuffix('.')})"
             self._why_not[tensor, expert] = self._refusals.setdefault(axis, refused) if axis else refused
             return
-        self._made.update(((tensor, expert, n), counts) for n, counts in zip(numbers, found))
+        self._made.update(((tensor, expert, n), counts) for n, counts in zip(self._samples, found))
         if not found[-1].counted and not tensor == expert == 1:  # for the uncut module the caller reports the reason
             # a module may be cut, and then fail to run, such as with heads that don't divide
             sizes = f"tensor_parallel_size={tensor}" + (f" expert_parallel_size={expert}" if expert > 1 else "")
             self._why_not[tensor, expert] = f"{CANT_BE_COUNTED} ({sizes}: {found[-1].reason})"
-            del self._made[tensor, expert, numbers[len(found) - 1]]
+            del self._made[tensor, expert, self._samples[len(found) - 1]]
 
     def _in_two_parts(self, counts: Counts) -> Counts | None:
         found: Counts = self._once(("in two parts", id(counts)), lambda: count_two_parts(self._model, counts))
@@ -282,12 +280,12 @@ class Workshop:
     def _alike(self, counts: Counts, blocks: range) -> tuple[Any, ...]:
         """A key that is equal for stages with blocks of equal costs, and the same parts around them."""
 
-        def numbered() -> list[int]:
-            numbers: dict[Any, int] = {}
-            return [numbers.setdefault(_kind_of(block), len(numbers)) for block in counts.blocks]
-
         def alike() -> tuple[Any, ...]:
-            kinds = self._once(("kinds", id(counts)), numbered)
+            numbers: dict[Any, int] = {}
+            kinds = self._once(
+                ("kinds", id(counts)),
+                lambda: [numbers.setdefault(_kind_of(block), len(numbers)) for block in counts.blocks],
+            )
             is_last = blocks.stop == len(counts.blocks)
             around = tuple(place for place, _ in counts.parts if place in range(blocks.start, blocks.stop + is_last))
             # if a setting recomputes every n-th block, the blocks' places matter
@@ -308,10 +306,8 @@ def _kind_of(part: Any) -> Any:
 def _least(stages: Sequence[Stage], flight: int) -> int:
     """A lower bound of a rank's bytes when it has begun the last of ``flight`` forwards in flight."""
     kept = [sum(cost.kept for cost in stage.costs) for stage in stages]
-    held = 0
-    for stage in stages:
-        held += sum(unit.held for unit in stage.units.values())
-        held += sum(unit.gathered for unit in stage.units.values()) if stage.keeps_gathered else 0
+    units = [(unit, stage.keeps_gathered) for stage in stages for unit in stage.units.values()]
+    held = sum(unit.held + unit.gathered * keeps for unit, keeps in units)
     # a rank's stages may share parameters outside of blocks, and their optimizer state
     root = max(stage.root.held + stage.root.gathered for stage in stages)
     state = sum(stage.state_bytes for stage in stages) if len(stages) == 1 else 0

@@ -65,11 +65,7 @@ class Device:
     host_bandwidth: float | None = None  # bytes per second to or from host memory; ``None`` if unknown
 
     def peak(self, dtype: str) -> float:
-        """Peak FLOP/s of matrix products of this dtype.
-
-        Raises:
-            ConfigurationError: The profile has no peak for the dtype.
-        """
+        """Peak FLOP/s of matrix products of this dtype; refuses one for which the profile has none."""
         if dtype not in self.flops:
             raise ConfigurationError(
                 f"device={self.name!r} has no peak for {dtype}, and has one for {', '.join(self.flops)}: use a"
@@ -92,8 +88,8 @@ class Device:
 
 _OPTIONAL = ("achieved", "notes", "host_bandwidth")
 """The attributes that a user's profile may omit."""
-_LATENCY_INSIDE_S = 5e-6
-_LATENCY_BETWEEN_S = 10e-6
+_LATENCIES_S = {"inside": 5e-6, "between": 10e-6}
+"""Assumed where a profile says none."""
 _ALSO = {"h100-sxm": "h100", "h200-sxm": "h200", "b200-sxm": "b200", "a100": "a100-80gb"}
 
 
@@ -130,20 +126,17 @@ def device(profile: str | Mapping[str, Any] | Device) -> Device:
     if profile.endswith((".yaml", ".yml")):
         return _of_mapping(read_yaml(profile, "device"))
     name = profile.lower().replace("_", "-")
-    if _ALSO.get(name, name) not in profiles():
+    name = _ALSO.get(name, name)
+    if name not in profiles():
         raise ConfigurationError(
             f"device={profile!r} isn't known: use one of {', '.join(profiles())}, or the path of a .yaml file with a"
             " profile of your own."
         )
-    return profiles()[_ALSO.get(name, name)]
+    return profiles()[name]
 
 
 def size(value: object, setting: str) -> int:
-    """Parse bytes: a number, or text such as ``"80GB"`` (10⁹) or ``"80GiB"`` (2³⁰).
-
-    Raises:
-        ConfigurationError: The value is neither.
-    """
+    """Parse bytes: a number, or text such as ``"80GB"`` (10⁹) or ``"80GiB"`` (2³⁰); refuses other values."""
     if isinstance(value, str) and (found := _SIZE.fullmatch(value)):
         number, unit, binary = found.groups()
         value = float(number) * (1024 if binary else 1000) ** _POWERS[unit]
@@ -153,11 +146,7 @@ def size(value: object, setting: str) -> int:
 
 
 def read_yaml(path: str, setting: str) -> dict[str, Any]:
-    """The mapping that a YAML file holds.
-
-    Raises:
-        ConfigurationError: It can't be read, or holds something else.
-    """
+    """The mapping that a YAML file holds; refuses a file that can't be read, or holds something else."""
     from omegaconf import OmegaConf
 
     try:
@@ -194,7 +183,7 @@ def _of_mapping(given: Mapping[str, Any]) -> Device:
     values["memory"] = size(values["memory"], "memory")
     for name in ("memory_bandwidth", *(("host_bandwidth",) if values.get("host_bandwidth") is not None else ())):
         values[name] = _number(values[name], name)
-    for name, latency_s in (("inside", _LATENCY_INSIDE_S), ("between", _LATENCY_BETWEEN_S)):
+    for name, latency_s in _LATENCIES_S.items():
         values[name] = _link({"latency_s": latency_s, **values[name]}, name)
     values["per_machine"] = check_count("per_machine", values["per_machine"])
     achieved = {name: _number(value, f"achieved.{name}", _FRACTION, 1) for name, value in values["achieved"].items()}

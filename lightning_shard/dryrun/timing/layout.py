@@ -8,33 +8,66 @@ Not included: kernel launches, the host's own work, reading data, logging, norms
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from lightning_shard.dryrun.counting.counts import Counts, ParameterCount
 from lightning_shard.dryrun.memory.optimizer import OptimizerState
 from lightning_shard.dryrun.memory.peak import Held, Stage, shard_numel
 from lightning_shard.dryrun.timing.links import Groups
-from lightning_shard.dryrun.timing.rates import Rates
+from lightning_shard.dryrun.timing.rates import Rates, Seconds
 from lightning_shard.dryrun.timing.stage import DATA, StageTime, Turns, sent, stage_time, total
-from lightning_shard.dryrun.timing.step import StepTime
 from lightning_shard.layout import Layout
+from lightning_shard.pipeline.placement import seconds_text
 from lightning_shard.pipeline.schedules.schedule import Action, Schedule
-from lightning_shard.pipeline.schedules.simulate import Costs, simulate
+from lightning_shard.pipeline.schedules.simulate import Costs, Timeline, simulate
 
 LEFT_OUT = "the time of kernel launches, data loading and host work is not included"
 IDLE, OPTIMIZER, PIPELINE = "idle", "optimizer", "pipeline"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The estimated time of a step. Times are in seconds."""
+
+    device: str  # the profile's name
+    step: float  # from the first microbatch to the end of the optimizer's step
+    timeline: Timeline  # of the pipeline's ranks, simulated, for the step's last batch
+    stages: tuple[StageTime, ...]
+    optimizer: float  # the slowest rank's optimizer step
+    ties: float  # to sum gradients of weights that several stages share, after the last backward
+    bubble: float  # the fraction of the timeline in which the average rank computes nothing: it receives, or waits
+    tokens_per_s: float  # of all devices together
+    mfu: float | None
+    """Model FLOPs utilization: the model's own operations (without recomputation) as a fraction of all devices' peak;
+    ``None`` if these operations aren't known."""
+    spent: Seconds  # the busiest rank's time in a step, by purpose; the rest is idle
+    sent: Mapping[str, float]  # bytes that a rank sends in a step, by axis; the maximum over stages
+    unknown: tuple[str, ...] = ()  # what these numbers should include, and don't
+    assumed: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines. In seconds and bytes."""
+        names = ("device", "step", "bubble", "tokens_per_s", "mfu", "dominates", "spent", "sent", "assumed", "unknown")
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        mfu = "" if self.mfu is None else f", {100 * self.mfu:.1f} % MFU"
+        bubble = f", {100 * self.bubble:.1f} % bubble" if len(self.timeline.schedule.rows) > 1 else ""
+        return f"a step on {self.device}: {seconds_text(self.step)}, {self.tokens_per_s:,.0f} tokens/s{mfu}{bubble}"
+
+    @property
+    def dominates(self) -> str:
+        """What the busiest rank spends most time on."""
+        return max(self.spent, key=lambda what: self.spent[what])
 
 
 class Timing:
     """The costs of a step's actions, with a lower bound and a simulation of the step.
 
     Args:
-        schedule: The order of actions.
-        rates: The device's speed.
-        groups: The layout's groups of ranks.
-        stages: In the order of the network.
-        times: The time of each stage.
         tied: (first stage, last stage, bytes of a rank's shard) of each weight that several stages have.
         microbatches: If it differs from the schedule's number: only for :meth:`bound`, not for :meth:`simulated`.
     """
@@ -84,20 +117,15 @@ class Timing:
         ]
 
     def costs(self, *, reduces: bool = True) -> Costs:
-        """The costs of a batch's actions, for the simulation.
-
-        Args:
-            reduces: Whether it is the last batch before an optimizer step, so that gradients are reduced.
-        """
-        backward = [(stage.backward_s - stage.weights, stage.weights) for stage in self.stages]
+        """The costs of a batch's actions; it ``reduces`` gradients if it is the last before an optimizer step."""
         once = {Action(index, "F", 0): stage.first for index, stage in enumerate(self.stages)}
         if reduces:
             for rank, row in enumerate(self.schedule.rows):
                 once[row[-1]] = sum(self._last(rank).values())
         return Costs(
             [stage.forward_s for stage in self.stages],
-            [inputs for inputs, _ in backward],
-            [weights for _, weights in backward],
+            [stage.backward_s - stage.weights for stage in self.stages],
+            [stage.weights for stage in self.stages],
             self.transfers,
             once,
             receives_late=True,
@@ -154,12 +182,7 @@ class Timing:
         return longest
 
     def simulated(self, flops_per_sample: float | None = None) -> StepTime:
-        """Simulate the step.
-
-        Args:
-            flops_per_sample: FLOPs of the whole model's forward and backward for one sample, without recomputation; for
-                MFU.
-        """
+        """Simulate the step; for MFU, given the whole model's operations for one sample (see :func:`model_flops`)."""
         counts, layout, batches = self._made[0].counts, self._groups.layout, self._turns.batches
         timeline = simulate(self.schedule, self.costs())
         before = simulate(self.schedule, self.costs(reduces=False)).duration if batches > 1 else 0.0
@@ -239,3 +262,9 @@ def ties(counts: Counts, layout: Layout, blocks: Sequence[range]) -> list[tuple[
             holders.setdefault(name, []).append((index, parameter))
     shared = [(found[0][0], found[-1][0], found[0][1]) for found in holders.values() if len(found) > 1]
     return [(one, other, shard_numel(p, layout.shard_size) * p.dtype.itemsize) for one, other, p in shared]
+
+
+def share_text(time: StepTime) -> str:
+    """A text of the busiest device's shares of time by purpose, the largest first."""
+    shares = sorted(((of / time.step, what) for what, of in time.spent.items() if time.step), reverse=True)
+    return ", ".join(f"{what} {100 * share:.1f} %" for share, what in shares if share >= 0.0005)

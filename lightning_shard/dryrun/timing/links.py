@@ -35,12 +35,7 @@ class Group:
 
 
 class Groups:
-    """A layout's groups; for each axis, the one that is spread over most machines.
-
-    Args:
-        layout: The layout.
-        per_machine: Ranks per machine.
-    """
+    """A layout's groups; for each axis, the one that is spread over most machines."""
 
     def __init__(self, layout: Layout, per_machine: int) -> None:
         tensor, shards, experts = layout.tensor_parallel_size, layout.shard_size, layout.expert_parallel_size
@@ -48,8 +43,7 @@ class Groups:
         def group(step: int, size: int) -> Group:
             return _most_spread(step, size, layout.world_size, per_machine)
 
-        self.layout = layout
-        self._per_machine = per_machine
+        self.layout, self._per_machine = layout, per_machine
         self.tensor = group(1, tensor)
         self.expert = group(tensor, experts)
         self.shards = group(tensor, shards)
@@ -128,8 +122,5 @@ class Links:
     def _round(self, group: Group) -> float:
         """Latency of a message that passes all ranks of a ring."""
         crossing = group.machines if not group.is_inside else 0
-        return (
-            (group.size - 1)
-            / group.size
-            * ((group.size - crossing) * self._inside.latency_s + crossing * self._between.latency_s)
-        )
+        around_s = (group.size - crossing) * self._inside.latency_s + crossing * self._between.latency_s
+        return (group.size - 1) / group.size * around_s

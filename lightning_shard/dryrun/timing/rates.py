@@ -23,18 +23,10 @@ Seconds = Mapping[str, float]
 
 
 class Rates:
-    """Times of work on a device.
-
-    Args:
-        device: The device's profile.
-        dtype: The dtype of matrix products.
-        overlaps: Whether all-gathers and reduce-scatters overlap with computation; with gloo they don't.
-    """
+    """Times of work on a device, with matrix products of a dtype; with gloo, communication ``overlaps`` nothing."""
 
     def __init__(self, device: Device, dtype: str, *, overlaps: bool = True) -> None:
-        self.device = device
-        self.links = Links(device)
-        self.overlaps = overlaps
+        self.device, self.links, self.overlaps = device, Links(device), overlaps
         self.peak = device.peak(dtype)
         self._products = self.peak * device.achieved.compute
         self._memory = device.memory_bandwidth * device.achieved.memory

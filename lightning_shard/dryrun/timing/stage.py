@@ -89,9 +89,8 @@ def stage_time(stage: Stage, groups: Groups, rates: Rates, *, splits: bool = Fal
         return _together([_Piece(0.0, root), *pieces], overlaps=rates.overlaps)
 
     def backward(gathering: bool, reducing: bool) -> float:
-        pieces = [
-            _Piece(c, g if gathering else 0.0, r if reducing else 0.0) for c, g, r in zip(backwards, gathers, reduces)
-        ]
+        each = zip(backwards, gathers, reduces)
+        pieces = [_Piece(c, g if gathering else 0.0, r if reducing else 0.0) for c, g, r in each]
         last = _Piece(0.0, 0.0, reduces_root if reducing else 0.0)
         return _together([*reversed(pieces), last], overlaps=rates.overlaps and not (splits and reducing))
 
