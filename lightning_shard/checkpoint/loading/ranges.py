@@ -220,12 +220,7 @@ def _span(region: Box, chunk_sizes: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _scratch_job(
-    read: Read,
-    chunk: Chunk,
-    elements: tuple[int, int],
-    target: Tensor,
-    strides: tuple[int, ...],
-    block_bytes: int,
+    read: Read, chunk: Chunk, elements: tuple[int, int], target: Tensor, strides: tuple[int, ...], block_bytes: int
 ) -> _Job:
     """A job that reads a span of a chunk, extended to whole blocks, and copies some of its elements to ``target``."""
     dtype = DTYPES[read.entry.dtype]

@@ -49,12 +49,7 @@ def look_before_saving(store: Store) -> Earlier:
 
 
 def check_files(
-    store: Store,
-    by_host: Mapping[str, Iterable[FileEntry]],
-    own_host: str,
-    began_s: float,
-    *,
-    own_disks: bool = False,
+    store: Store, by_host: Mapping[str, Iterable[FileEntry]], own_host: str, began_s: float, *, own_disks: bool = False
 ) -> None:
     """Check that all files that the manifest will name exist and have their sizes, just before the commit.
 

@@ -39,14 +39,7 @@ _LOOKS = {"ls", "find", "info", "modified"}
 """Calls that filesystems may answer from cached listings, which are invalidated first: other ranks and programs write,
 too."""
 
-_FINAL = (
-    FileNotFoundError,
-    PermissionError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    ValueError,
-)
+_FINAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, ValueError)
 _FINAL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _FINAL_ERRNOS |= {errno.ENAMETOOLONG, errno.ENOSYS, errno.ELOOP}
 _PASSING_STATUS = {408, 423, 425, 429}

@@ -211,13 +211,7 @@ class LocalStore:
             return None
 
     def publish(
-        self,
-        name: str,
-        buffers: Iterable[Buffer],
-        size_bytes: int,
-        *,
-        durable: bool,
-        replaces: Stamp | None = ANYTHING,
+        self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool, replaces: Stamp | None = ANYTHING
     ) -> None:
         temporary = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         try:

@@ -77,13 +77,7 @@ class Store(Protocol):
         """The stamp of a file's current content; None if there is no such file."""
 
     def publish(
-        self,
-        name: str,
-        buffers: Iterable[Buffer],
-        size_bytes: int,
-        *,
-        durable: bool,
-        replaces: Stamp | None = ANYTHING,
+        self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool, replaces: Stamp | None = ANYTHING
     ) -> None:
         """Write a file, replacing an old one atomically: readers see all of the old bytes or all of the new ones.
 

@@ -213,13 +213,7 @@ class RemoteStore:
             return None
 
     def publish(
-        self,
-        name: str,
-        buffers: Iterable[Buffer],
-        size_bytes: int,
-        *,
-        durable: bool,
-        replaces: Stamp | None = ANYTHING,
+        self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool, replaces: Stamp | None = ANYTHING
     ) -> None:
         if replaces == ANYTHING:
             self._put(name, buffers, size_bytes, durable=durable)
