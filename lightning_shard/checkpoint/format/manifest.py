@@ -152,8 +152,7 @@ class Manifest:
         fields = [f"{_dump(key)}:{_dump(value)}" for key, value in head.items()]
         fields.append(_lines("files", "[]", (_dump(_file_to_json(file)) for file in self.files)))
         fields.append(f'"state_file":{_dump(self.state_file)}')
-        for name, section in ((name, getattr(self, name)) for name in TENSOR_SECTIONS):
-            fields.append(_lines(name, "{}", _tensors(section)))
+        fields += [_lines(name, "{}", _tensors(getattr(self, name))) for name in TENSOR_SECTIONS]
         of_ranks = (f'"{rank}":{{{",".join(_tensors(section))}}}' for rank, section in self.ranks.items())
         fields.append(_lines("ranks", "{}", of_ranks))
         return signed(b"{" + ",\n".join(fields).encode())
@@ -181,7 +180,7 @@ class Manifest:
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise CorruptCheckpointError(f"{source} is not a manifest of this format: it has no format={FORMAT!r}.")
         signed_by_itself = OWN_DIGEST in raw
-        if signed_by_itself and not _own_digest_fits(data):
+        if signed_by_itself and data != signed(data[: data.rfind(_END)]):
             raise CorruptCheckpointError(
                 f"{source} differs from its own digest: it was damaged, or changed by hand. Use another checkpoint."
             )
@@ -240,11 +239,6 @@ class Manifest:
 def signed(body: bytes) -> bytes:
     """Append the manifest's own digest to a JSON object without its closing brace."""
     return body + _END + f'"{digest(body)}"}}\n'.encode()
-
-
-def _own_digest_fits(data: bytes) -> bool:
-    end = data.rfind(_END)
-    return end >= 0 and data == signed(data[:end])
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)

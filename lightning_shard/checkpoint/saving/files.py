@@ -19,7 +19,7 @@ from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, digest, digest_bytes
 from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, dtype_name, header_of, tensor_table
 from lightning_shard.checkpoint.format.manifest import FileEntry
-from lightning_shard.checkpoint.format.table import Integers
+from lightning_shard.checkpoint.format.table import Integers, columns_of
 from lightning_shard.checkpoint.memory import byte_view, is_plain, resolved, settle
 from lightning_shard.checkpoint.store import Buffer, Store
 
@@ -127,11 +127,8 @@ def plan_file(outlines: Sequence[Outline]) -> FilePlan:
     }
     header, spans = tensor_table([(key, dtype, piece.box.sizes) for key, dtype, piece in zip(keys, dtypes, ordered)])
     dims = max((len(piece.shape) for piece in ordered), default=0)
-    boxes = [
-        (*box.offsets, *(0,) * (dims - len(box.sizes)), *box.sizes, *(1,) * (dims - len(box.sizes)))
-        for box in (piece.box for piece in ordered)
-    ]
-    offsets, sizes = np.array(boxes, np.int64).reshape(len(boxes), 2, dims).transpose(1, 0, 2)
+    offsets = columns_of([piece.box.offsets for piece in ordered], dims, 0)
+    sizes = columns_of([piece.box.sizes for piece in ordered], dims, 1)
     begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
     tensors = [(piece.name, dtype, piece.shape) for piece, dtype in zip(ordered, dtypes)]
     columns = Columns(json.dumps(tensors), begins, ends - begins, offsets, sizes)
