@@ -21,7 +21,7 @@ from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.format.header import DTYPES, MAX_HEADER_BYTES, layout_fault, parse_header
 from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest, Section, is_safe_path
 from lightning_shard.checkpoint.format.strict_json import loads, text
-from lightning_shard.checkpoint.store import Store, open_store, parted
+from lightning_shard.checkpoint.store import Store, open_store, parted, read_range
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 
 INDEX = "model.safetensors.index.json"
@@ -75,16 +75,9 @@ def _content(store: Store, name: str) -> bytes | None:
 def _head(store: Store, name: str) -> bytes | None:
     """The first bytes of a file; None if there is no such file."""
     try:
-        return _read(store, name, 0, min(_FIRST_BYTES, store.size(name)))
+        return bytes(read_range(store, name, 0, min(_FIRST_BYTES, store.size(name))))
     except NOT_A_FILE:
         return None
-
-
-def _read(store: Store, name: str, begin: int, end: int) -> bytes:
-    data = bytearray(end - begin)
-    with store.reading(name) as read:
-        read([(begin, memoryview(data))])
-    return bytes(data)
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------
@@ -116,7 +109,7 @@ def _safetensors(path: str, store: Store, expected: Mapping[str, set[str] | None
         length = 8 + struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else size + 1
         if length > min(size, MAX_HEADER_BYTES):
             raise CorruptCheckpointError(f"{source} is no whole safetensors file: its header is beyond its end.")
-        head = head[:length] + (_read(store, file, len(head), length) if length > len(head) else b"")
+        head = head[:length] + (read_range(store, file, len(head), length) if length > len(head) else b"")
         entries, _ = parse_header(head, source)
         fault = layout_fault(entries.values(), length, size)
         if fault is not None:

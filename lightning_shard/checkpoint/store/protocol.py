@@ -142,6 +142,14 @@ def adjacent(
         yield start, stop, joined
 
 
+def read_range(store: Store, name: str, begin: int, end: int) -> Buffer:
+    """Read bytes ``begin`` to ``end`` of a file into new memory."""
+    buffer = memoryview(bytearray(end - begin))
+    with store.reading(name) as read:
+        read([(begin, buffer)])
+    return buffer
+
+
 def conflict(root: str, name: str) -> CheckpointConflictError:
     return CheckpointConflictError(f"{root}/{name} has been replaced by another program meanwhile.")
 
