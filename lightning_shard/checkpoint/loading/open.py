@@ -190,7 +190,8 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
     try:
         store = open_store(path, storage_options)
         try:
-            return Found(path, _manifest(store))
+            store.links_lead_anywhere = False
+            return Found(path, store.read(MANIFEST_NAME))
         except NOT_A_FILE:
             found = foreign.find(path, storage_options)
     except CheckpointError:
@@ -205,32 +206,23 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
     return Found(found.store.root, found.manifest.to_bytes(), found.state, foreign=True, table=table)
 
 
-def _manifest(store: Store) -> bytes:
-    store.links_lead_anywhere = False
-    return store.read(MANIFEST_NAME)
-
-
 def _what_is_there(path: str, store: Store) -> str:
     try:
         names = store.names()
     except Exception:
         names = []
     if not names:
-        kind = "a single file" if os.path.isfile(path) else "a folder without files" if os.path.isdir(path) else ""
-        if kind == "a single file":
+        if os.path.isfile(path):
             return "It is a single file, and neither safetensors nor a zip of torch.save."
-        return f"It is {kind}." if kind else "Nothing is there: check the path."
+        return "It is a folder without files." if os.path.isdir(path) else "Nothing is there: check the path."
     if ".metadata" in names:
         return "It is a checkpoint of torch.distributed.checkpoint: load it with that."
     if "pytorch_model.bin.index.json" in names:
         return "It is a model in several files of torch.save: save it anew as safetensors (save_pretrained)."
-    single = [
-        name for name in names if name.endswith((".safetensors", ".bin", ".ckpt", ".pt", ".pth")) and "/" not in name
-    ]
-    if single:
+    endings = ".safetensors", ".bin", ".ckpt", ".pt", ".pth"
+    if single := [name for name in names if name.endswith(endings) and "/" not in name]:
         return f"But there is {single[0]} in it: pass that file's own path."
-    children = sorted({name.rpartition("/")[0] for name in names if name.endswith("/" + MANIFEST_NAME)})
-    if children:
+    if children := sorted({name.rpartition("/")[0] for name in names if name.endswith("/" + MANIFEST_NAME)}):
         return f"But there is one in {children[-1]!r} below it: did you mean that?"
     if any(name.startswith(("model/", "optimizer/", "trainer/")) for name in names):
         return "It has files of a save that was not completed: use an earlier checkpoint."
