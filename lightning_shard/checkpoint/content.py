@@ -50,16 +50,7 @@ def content_of_all(
     ranks = Ranks.of(group)
 
     def own() -> tuple[tuple[int, ...], dict[str, int]]:
-        part = plan_part(
-            tensors,
-            optimizer=None,
-            trainer_state=None,
-            rank_state=None,
-            mesh=mesh,
-            ranks=ranks,
-            attempt="0" * 12,
-            may_be_half_loaded=True,
-        )
+        part = plan_part(tensors, mesh=mesh, ranks=ranks, attempt="0" * 12, may_be_half_loaded=True)
         sums: dict[str, int] = dict.fromkeys(tensors, 0)
         for file in part.files:
             for piece in file.pieces():
@@ -113,11 +104,9 @@ def _sum(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
 
 def _mixed(z: Tensor) -> Tensor:
-    z = (z ^ _shifted(z, 30)) * _FIRST
-    z = (z ^ _shifted(z, 27)) * _SECOND
-    return z ^ _shifted(z, 31)
+    def shifted(z: Tensor, bits: int) -> Tensor:  # a logical right shift, filling with zeros
+        return (z >> bits) & ((1 << (64 - bits)) - 1)
 
-
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Logical (zero-filling) right shift."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    z = (z ^ shifted(z, 30)) * _FIRST
+    z = (z ^ shifted(z, 27)) * _SECOND
+    return z ^ shifted(z, 31)

@@ -13,11 +13,12 @@ work once ``atexit`` callbacks run.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -255,25 +256,19 @@ class _Copies:
         self._memory = host_memory(0, pinned=False)
         self._pinned = False
 
-    def of(self, files: Iterable[PartFile]) -> list[PartFile]:
+    def of(self, files: list[PartFile]) -> list[PartFile]:
         """Copy the files' tensors; returns the files with the copies."""
-        files = list(files)
         everything = [data for file in files for data in file.data]
-        starts, total = [], 0
-        for data in everything:
-            starts.append(total)
-            total += -(-data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        sizes = (-(-data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for data in everything)
+        *starts, total = itertools.accumulate(sizes, initial=0)
         of_device = any(data.is_cuda for data in everything)
         if self._memory.numel() < total or (of_device and not self._pinned):
             self._memory = host_memory(0, pinned=False)  # free the old memory first
             self._memory, self._pinned = host_memory(total, pinned=of_device), of_device
-        places = iter(starts)
-        copies = [replace(file, data=[self._copied(data, next(places)) for data in file.data]) for file in files]
+        copies = (_copy(data, self._memory[at : at + data.nbytes]) for data, at in zip(everything, starts))
+        copied = [replace(file, data=list(itertools.islice(copies, len(file.data)))) for file in files]
         settle(everything)  # wait for device copies: later changes of the tensors don't reach them
-        return copies
-
-    def _copied(self, data: Tensor, start: int) -> Tensor:
-        return _copy(data, self._memory[start : start + data.nbytes])
+        return copied
 
 
 def _copy(data: Tensor, memory: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.format.header import check_name
 from lightning_shard.checkpoint.memory import settle
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.checkpoint.saving.files import FilePlan, Outline, Piece, plan_file
+from lightning_shard.checkpoint.saving.files import FilePlan, Outline, Piece, arranged, plan_file
 from lightning_shard.checkpoint.saving.replicated import fingerprints
 from lightning_shard.checkpoint.shards import LocalBox
 from lightning_shard.checkpoint.sharing import Shared, share
@@ -99,9 +99,9 @@ class RankPart:
 def plan_part(
     state: Mapping[str, Any] | torch.nn.Module,
     *,
-    optimizer: Mapping[str, Any] | None,
-    trainer_state: Any,
-    rank_state: Mapping[str, Tensor] | None,
+    optimizer: Mapping[str, Any] | None = None,
+    trainer_state: Any = None,
+    rank_state: Mapping[str, Tensor] | None = None,
     mesh: DeviceMesh | None,
     ranks: Ranks,
     attempt: str,
@@ -118,7 +118,10 @@ def plan_part(
     """
     if mesh is not None and not hasattr(mesh, "get_coordinate"):
         raise CheckpointError(f"mesh ({mesh!r:.80}) must be a DeviceMesh, or None.")
-    sections = {"model": _located(flatten(state)), "optimizer": _located(flatten(optimizer or {}))}
+    flat = {"model": flatten(state), "optimizer": flatten(optimizer or {})}
+    for name, tensor in (item for tensors in flat.values() for item in tensors.items()):
+        check_storable(name, tensor)
+    sections = {section: [locate(*item) for item in tensors.items()] for section, tensors in flat.items()}
     everything = [tensor for tensors in sections.values() for tensor in tensors]
     settle(tensor.local for tensor in everything)
     if not may_be_half_loaded:
@@ -148,12 +151,6 @@ def plan_part(
     return part
 
 
-def _located(tensors: Mapping[str, Tensor]) -> list[Located]:
-    for name, tensor in tensors.items():
-        check_storable(name, tensor)
-    return [locate(name, tensor) for name, tensor in tensors.items()]
-
-
 def _whole(section: str, path: str, tensors: Mapping[str, Tensor]) -> PartFile:
     """Plan a file of whole tensors that only this rank has."""
     for name, tensor in tensors.items():
@@ -165,8 +162,7 @@ def _whole(section: str, path: str, tensors: Mapping[str, Tensor]) -> PartFile:
     pieces = [
         Piece(name, tuple(tensor.shape), Box.whole(tensor.shape), tensor.detach()) for name, tensor in tensors.items()
     ]
-    plan = plan_file([piece.outline for piece in pieces])
-    return PartFile(section, path, plan, [pieces[number].data for number in plan.order])
+    return PartFile(section, path, *arranged(pieces))
 
 
 def _find_aliases(tensors: Iterable[Located]) -> dict[str, str]:
@@ -177,9 +173,9 @@ def _find_aliases(tensors: Iterable[Located]) -> dict[str, str]:
         known = first_at.setdefault(tensor.local.data_ptr(), [])
         # seldom more than one; tensors that begin at one address are distinguished by shape, strides and so on
         key = identity(tensor) if known else None
-        same = next((other.name for other in known if identity(other) == key), None) if key is not None else None
-        if same is not None:
-            aliases[tensor.name] = same
+        same = (other.name for other in known if key is not None and identity(other) == key)
+        if (first := next(same, None)) is not None:
+            aliases[tensor.name] = first
         else:
             known.append(tensor)
     return aliases
@@ -247,11 +243,8 @@ def _plan(frame: Frame, sections: tuple[tuple[str, tuple[Outlined, ...], tuple[t
         unique = sorted((t.name, number) for number, t in enumerate(tensors) if t.name not in others)
         cuts = my_cuts([(number, tensors[number]) for _, number in unique], frame)
         if cuts:
-            outlines = [
-                Outline(tensors[cut.number].name, tensors[cut.number].dtype, tensors[cut.number].spread.shape, cut.box)
-                for cut in cuts
-            ]
-            file = plan_file(outlines)
+            own = [(tensors[cut.number], cut.box) for cut in cuts]
+            file = plan_file([Outline(tensor.name, tensor.dtype, tensor.spread.shape, box) for tensor, box in own])
             plan.files[section] = [cuts[number] for number in file.order], file
     return plan
 

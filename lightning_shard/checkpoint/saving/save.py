@@ -259,11 +259,11 @@ def write_part(part: RankPart, store: Store, order: Order) -> Account:
     if part.state is not None:
         account.state_file = write_json(store, part.state_path, part.state, digests=order.digests, durable=order.fsync)
     for file in part.files:
-        metadata, options = (
-            file_metadata(part.attempt, file.section),
-            {"digests": order.digests, "durable": order.fsync},
+        metadata = file_metadata(part.attempt, file.section)
+        written = write_file(
+            store, file.path, file.plan, file.data, metadata, digests=order.digests, durable=order.fsync
         )
-        account.add(file.section, write_file(store, file.path, file.plan, file.data, metadata, **options))
+        account.add(file.section, written)
     if order.fsync:
         store.sync(part.paths())
     check_own_files(store, account.files())
