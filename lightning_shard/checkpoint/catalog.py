@@ -85,12 +85,11 @@ def commits(
     root = as_path(folder)
     remote = local_path(root) is None
 
-    def may_be_one(name: str) -> bool:
-        # a manifest stands for its own checkpoint, which isn't in the folder; and in a URL "::" would join others
-        return name != MANIFEST_NAME and not (remote and "::" in name) and which(name)
-
-    names = [name for name in names_in(root, storage_options) if may_be_one(name)]
-
+    # a manifest stands for its own checkpoint, which isn't in the folder; and in a URL "::" would join others
+    names = [
+        name for name in names_in(root, storage_options) if name != MANIFEST_NAME and not (remote and "::" in name)
+    ]
+    names = [name for name in names if which(name)]
     hidden: list[str] = []
 
     def look(name: str) -> datetime | None:

@@ -111,12 +111,9 @@ def _safetensors(path: str, store: Store, expected: Mapping[str, set[str] | None
             raise CorruptCheckpointError(f"{source} is no whole safetensors file: its header is beyond its end.")
         head = head[:length] + (read_range(store, file, len(head), length) if length > len(head) else b"")
         entries, _ = parse_header(head, source)
-        fault = layout_fault(entries.values(), length, size)
-        if fault is not None:
-            name, what = fault
-            raise CorruptCheckpointError(
-                f"{source} is no whole safetensors file: {f'{name!r}: ' if name is not None else ''}{what}."
-            )
+        if (fault := layout_fault(entries.values(), length, size)) is not None:
+            where = f"{fault[0]!r}: " if fault[0] is not None else ""
+            raise CorruptCheckpointError(f"{source} is no whole safetensors file: {where}{fault[1]}.")
         lacking = sorted((names or set()) - entries.keys())
         if lacking:
             raise CorruptCheckpointError(f"{source} lacks {lacking[0]!r}, which the index beside it lists.")
