@@ -117,18 +117,16 @@ def _whole(carried: Checkpoint, files: Iterable[FileEntry]) -> set[FileEntry]:
 
 
 def _size_of(store: Store, file: FileEntry) -> int | None:
-    try:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return store.size(file.path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    return None
 
 
 def attempt_at(store: Store) -> str:
     """The attempt id of the checkpoint in a store; empty if there is none, or it can't be read."""
-    try:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError):
         return Manifest.from_bytes(store.read(MANIFEST_NAME)).attempt
-    except (FileNotFoundError, NotADirectoryError, CheckpointError):
-        return ""
+    return ""
 
 
 def _with_blocks(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, Iterator[Buffer]]]:

@@ -55,9 +55,9 @@ def content_of_all(
         for file in part.files:
             for piece in file.pieces():
                 sums[piece.name] += content_sum([piece])
-        for name, target in part.aliases.get("model", {}).items():
+        for name, target in part.account.aliases.get("model", {}).items():
             sums[name] = sums[target]
-        return part.mesh_ranks, sums
+        return part.account.mesh_ranks, sums
 
     def total(everyone: list[tuple[tuple[int, ...], dict[str, int]]]) -> dict[str, str]:
         sums: dict[str, int] = {}

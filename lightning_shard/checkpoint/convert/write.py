@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.ahead import in_order
-from lightning_shard.checkpoint.convert.local_copy import Copier, pwrite
+from lightning_shard.checkpoint.convert.local_copy import Copier
 from lightning_shard.checkpoint.convert.outfile import OutFile, Step, share_out, steps
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.store import Buffer, LocalStore, Store
-from lightning_shard.checkpoint.store.local import thread_count
+from lightning_shard.checkpoint.store.local import pwrite, thread_count
 from lightning_shard.checkpoint.store.s3 import S3Store, Upload, part_bytes
 
 MAX_THREADS = 4

@@ -6,6 +6,7 @@ on any other.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 from collections.abc import Iterator, Mapping
@@ -66,18 +67,16 @@ def find(path: str, storage_options: dict[str, Any] | None) -> ForeignCheckpoint
 
 
 def _content(store: Store, name: str) -> bytes | None:
-    try:
+    with contextlib.suppress(*NOT_A_FILE):
         return store.read(name)
-    except NOT_A_FILE:
-        return None
+    return None
 
 
 def _head(store: Store, name: str) -> bytes | None:
     """The first bytes of a file; None if there is no such file."""
-    try:
+    with contextlib.suppress(*NOT_A_FILE):
         return bytes(read_range(store, name, 0, min(_FIRST_BYTES, store.size(name))))
-    except NOT_A_FILE:
-        return None
+    return None
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------

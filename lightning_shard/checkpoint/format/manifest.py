@@ -49,6 +49,12 @@ _RANK = re.compile(r"0|[1-9][0-9]{0,15}")
 OWN_FILE = re.compile(r"(?:(model|optimizer|trainer)/(rank-\d{5,}|state)|table)-([0-9a-f]{12})\.(safetensors|json)")
 
 
+def writer_of(path: str) -> int | None:
+    """The rank that wrote a file, from its name; None for a file that the first rank writes for all."""
+    own = OWN_FILE.fullmatch(path)
+    return int(own[2].removeprefix("rank-")) if own and own[2] not in (None, "state") else None
+
+
 def table_path(attempt: str) -> str:
     return f"table-{attempt}.safetensors"
 
@@ -342,12 +348,8 @@ def _block_bytes(grid: Any, source: str) -> int:
 
 
 def _file_to_json(file: FileEntry) -> dict[str, Any]:
-    entry: dict[str, Any] = {"path": file.path, "bytes": file.bytes}
-    if file.header_bytes:
-        entry["header_bytes"] = file.header_bytes
-    if file.digest:
-        entry["digest"] = file.digest
-    return entry
+    entry = {"path": file.path, "bytes": file.bytes, "header_bytes": file.header_bytes or None, "digest": file.digest}
+    return {key: value for key, value in entry.items() if value is not None}
 
 
 def _table_from_json(raw: Any) -> TableFile:

@@ -108,14 +108,11 @@ class Table:
         self.file = file
         self._source = source
         self._read = read
+        self.has_file = read is not None
         self._there = np.zeros(file.blocks, bool)
         self._given = data
         self._starts: dict[str, int] = {}
         """The position of each column in the file."""
-
-    @property
-    def has_file(self) -> bool:
-        return self._read is not None
 
     @cached_property
     def _memory(self) -> NDArray[np.uint8]:

@@ -29,15 +29,16 @@ class Account:
     mesh_ranks: tuple[int, ...]
     """The ranks that hold the same list of tensors as this one."""
     fingerprint: tuple[int, str] = (0, "")
-    """The number of tensors and a hash of their names, dtypes and shapes."""
+    """The number of tensors and a hash of their names, dtypes and shapes; equal on all ``mesh_ranks``."""
     written: dict[str, list[Written]] = field(default_factory=dict)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By section: name of a tensor that shares the memory of another, to that one's name."""
     state_file: FileEntry | None = None
     host: str = field(default_factory=socket.gethostname)
     replicated: bytes = b""
     """Names of the tensors that are replicated on all of ``mesh_ranks``, one to a line."""
     contents: bytes = b""
-    """A fingerprint of each replicated tensor's elements."""
+    """A fingerprint of each replicated tensor's elements; equal on all ``mesh_ranks``."""
 
     def add(self, section: str, written: Written) -> None:
         self.written.setdefault(section, []).append(written)

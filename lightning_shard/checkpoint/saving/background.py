@@ -110,15 +110,8 @@ class AsyncSaver:
             if waits and ranks.first:
                 self._say_that_it_waits()
             order = Order(absolute(path), dict(storage_options or {}), plain(layout), fsync, digests, own_disks)
-            part = plan_part(
-                state,
-                optimizer=optimizer,
-                trainer_state=trainer_state,
-                rank_state=rank_state,
-                mesh=mesh,
-                ranks=ranks,
-                attempt=new_attempt(),
-            )
+            what = state, optimizer, trainer_state, rank_state
+            part = plan_part(*what, mesh=mesh, ranks=ranks, attempt=new_attempt())
             part.files = self._copies.of(part.files)
         self._path = os.fspath(order.path)
         self._saving = self._thread.submit(_write, order, ranks, part, afterwards)
@@ -234,10 +227,6 @@ _unheard: dict[Future[SaveReport], str] = {}
 os.register_at_fork(after_in_child=_unheard.clear)  # a forked child lacks the threads that write them
 
 
-def _finish_before_exit() -> None:
-    futures.wait(list(_unheard))
-
-
 @atexit.register
 def _tell_at_exit() -> None:
     """Print failures that nobody has asked for."""
@@ -246,7 +235,7 @@ def _tell_at_exit() -> None:
             print(f"[lightning_shard] The save to {path} failed, and nobody waited for it: {error}", file=sys.stderr)
 
 
-threading._register_atexit(_finish_before_exit)  # type: ignore[attr-defined]
+threading._register_atexit(lambda: futures.wait(list(_unheard)))  # type: ignore[attr-defined]
 
 
 class _Copies:

@@ -22,6 +22,7 @@ from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.format.header import check_name
 from lightning_shard.checkpoint.memory import settle
 from lightning_shard.checkpoint.ranks import Ranks
+from lightning_shard.checkpoint.saving.accounts import Account
 from lightning_shard.checkpoint.saving.files import FilePlan, Outline, Piece, arranged, plan_file
 from lightning_shard.checkpoint.saving.replicated import fingerprints
 from lightning_shard.checkpoint.shards import LocalBox
@@ -63,25 +64,16 @@ class PartFile:
 
 @dataclass
 class RankPart:
-    """What one rank writes, and the metadata of it that the ranks compare.
+    """What one rank writes.
 
     Attributes:
-        mesh_ranks: The ranks that hold the same list of tensors as this one.
-        fingerprint: The number of tensors and a hash of their names, dtypes and shapes; equal on all ``mesh_ranks``.
-        aliases: By section: name of a tensor that shares the memory of another, to that one's name.
-        replicated: Names of the tensors that are replicated on all of ``mesh_ranks``, one to a line.
-        contents: A fingerprint of each replicated tensor's elements; equal on all ``mesh_ranks``.
+        account: What the ranks compare; the files are added to it when they are written.
         state: The trainer state as typed JSON, on the rank that writes it; None elsewhere.
     """
 
     attempt: str
-    rank: int
-    mesh_ranks: tuple[int, ...]
-    fingerprint: tuple[int, str]
+    account: Account
     files: list[PartFile] = field(default_factory=list)
-    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
-    replicated: bytes = b""
-    contents: bytes = b""
     state: Any = None
 
     @property
@@ -98,10 +90,10 @@ class RankPart:
 
 def plan_part(
     state: Mapping[str, Any] | torch.nn.Module,
-    *,
     optimizer: Mapping[str, Any] | None = None,
     trainer_state: Any = None,
     rank_state: Mapping[str, Tensor] | None = None,
+    *,
     mesh: DeviceMesh | None,
     ranks: Ranks,
     attempt: str,
@@ -135,13 +127,14 @@ def plan_part(
         for section, tensors in sections.items()
     )
     plan = _plan(frame, outline)
-    part = RankPart(attempt, ranks.rank, frame.ranks, plan.fingerprint, replicated=plan.replicated)
-    part.contents = fingerprints([sections[section][number].local for section, number in plan.shared])
+    contents = fingerprints([sections[section][number].local for section, number in plan.shared])
+    account = Account(ranks.rank, frame.ranks, plan.fingerprint, replicated=plan.replicated, contents=contents)
+    account.aliases = {section: found for section, found in aliases.items() if found}
+    part = RankPart(attempt, account)
     own = f"rank-{ranks.rank:05d}-{attempt}.safetensors"
     for section, (cuts, file) in plan.files.items():
         data = [cut.of(sections[section][cut.number]) for cut in cuts]
         part.files.append(PartFile(section, f"{section}/{own}", file, data))
-    part.aliases = {section: found for section, found in aliases.items() if found}
     if ranks.first and trainer_state is not None:
         part.state, tensors = encode(trainer_state)
         if tensors:
@@ -218,7 +211,7 @@ class Cut:
 class _Plan:
     fingerprint: tuple[int, str]
     replicated: bytes
-    """See :class:`RankPart`."""
+    """See :class:`Account`."""
     shared: list[tuple[str, int]]
     """The tensors of ``replicated``, by section and number."""
     files: dict[str, tuple[list[Cut], FilePlan]] = field(default_factory=dict)

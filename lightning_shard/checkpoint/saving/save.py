@@ -123,19 +123,8 @@ def save(
     ranks = Ranks.of(group)
     order = Order(path, storage_options, layout, fsync, digests, own_disks)
     optimizer, trainer_state = take_apart(optimizer, state, trainer_state, mesh, ranks)
-
-    def plan() -> RankPart:
-        return plan_part(
-            state,
-            optimizer=optimizer,
-            trainer_state=trainer_state,
-            rank_state=rank_state,
-            mesh=mesh,
-            ranks=ranks,
-            attempt=new_attempt(),
-        )
-
-    return write_together(order, ranks, plan)
+    what = state, optimizer, trainer_state, rank_state
+    return write_together(order, ranks, lambda: plan_part(*what, mesh=mesh, ranks=ranks, attempt=new_attempt()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,8 +243,7 @@ class _Saving:
 
 def write_part(part: RankPart, store: Store, order: Order) -> Account:
     """Write a rank's files, then check that all of them exist and have their sizes."""
-    account = Account(part.rank, part.mesh_ranks, part.fingerprint, aliases=part.aliases)
-    account.replicated, account.contents = part.replicated, part.contents
+    account = part.account
     if part.state is not None:
         account.state_file = write_json(store, part.state_path, part.state, digests=order.digests, durable=order.fsync)
     for file in part.files:

@@ -213,10 +213,9 @@ class RemoteStore:
                 f"{self.root} goes through a cache, which shows files as they were when they were first read:"
                 f" {self.root.partition('::')[2]} can be saved to, and be removed from."
             )
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return digest(self.read(name))
-        except FileNotFoundError:
-            return None
+        return None
 
     def publish(
         self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool, replaces: Stamp | None = ANYTHING
@@ -313,10 +312,9 @@ class RemoteStore:
         return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
     def exists(self, name: str) -> bool:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return self._calls("info", self._path(name))["type"] == "file"
-        except FileNotFoundError:
-            return False
+        return False
 
     def names(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError):

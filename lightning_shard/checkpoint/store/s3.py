@@ -83,10 +83,9 @@ class S3Store(RemoteStore):
     # -- conditional puts -----------------------------------------------------------------------------------------
 
     def stamp(self, name: str) -> Stamp | None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return str(self._call("head_object", **self._where(name))["ETag"])
-        except FileNotFoundError:
-            return None
+        return None
 
     def _put_over(self, name: str, data: bytes, replaces: Stamp | None) -> Stamp:
         stamp = self._calls.tried(lambda limit_s: self._put_if(name, data, replaces, limit_s), len(data))
