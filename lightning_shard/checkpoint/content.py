@@ -67,7 +67,7 @@ def content_of_all(
                 # a tensor that several stages hold (tied weights) is counted once, from the first stage
                 if holders.setdefault(name, mesh_ranks) == mesh_ranks:
                     sums[name] = sums.get(name, 0) + value
-        return {name: _text(value) for name, value in sums.items()}
+        return {name: f"{value % 2**64:016x}" for name, value in sums.items()}
 
     return together(ranks, own, total)
 
@@ -75,11 +75,8 @@ def content_of_all(
 def content_of_stored(stored: StoredTensor) -> str:
     """The hash of a tensor in a checkpoint, as 16 hexadecimal digits; reads it slab by slab."""
     whole = Box.whole(stored.shape)
-    return _text(sum(_sum(stored.box(box), box, tuple(stored.shape)) for box in slabs(whole, _STORED_SLAB_ELEMENTS)))
-
-
-def _text(value: int) -> str:
-    return f"{value % 2**64:016x}"
+    sums = (_sum(stored.box(box), box, tuple(stored.shape)) for box in slabs(whole, _STORED_SLAB_ELEMENTS))
+    return f"{sum(sums) % 2**64:016x}"
 
 
 def _sum(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:

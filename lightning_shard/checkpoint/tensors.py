@@ -59,10 +59,6 @@ class Spread:
     mesh: Place | None = None
     placements: tuple[Any, ...] = ()
 
-    @property
-    def sharded_axes(self) -> tuple[int, ...]:
-        return tuple(axis for axis, placement in enumerate(self.placements) if not placement.is_replicate())
-
 
 class Located(NamedTuple):
     """A tensor of this rank's state in normal form; ``local`` shares its memory and is detached from autograd."""
@@ -113,7 +109,8 @@ class Frame:
             return self.ranks
         if spread.mesh.coordinate is None:
             return (self.rank,)
-        return self.holders(name, spread.mesh.ranks, spread.sharded_axes)
+        axes = tuple(axis for axis, placement in enumerate(spread.placements) if not placement.is_replicate())
+        return self.holders(name, spread.mesh.ranks, axes)
 
     def holders(self, name: str, mesh_ranks: Tensor, shard_axes: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that hold the same part as this rank of a tensor sharded over ``shard_axes`` of ``mesh_ranks``."""

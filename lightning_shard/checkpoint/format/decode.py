@@ -88,9 +88,13 @@ class _Decoder:
             return _FROM_LIST[tag](*_list(raw, tag))
         if tag in _FROM_ITEMS:
             return _FROM_ITEMS[tag](self._values(_list(raw, tag)))
-        if tag in _MAPPINGS:
+        if tag in _MAPPINGS or tag == "defaultdict":
             pairs = [_list(pair, tag) for pair in _list(raw, tag)]
-            return self._mapping(tag, tree, [(self.value(key), self.value(item)) for key, item in pairs])
+            values = [(self.value(key), self.value(item)) for key, item in pairs]
+            if tag != "defaultdict":
+                return _MAPPINGS[tag](values)
+            factory = tree.get("factory")
+            return collections.defaultdict(None if factory is None else FACTORIES[factory], values)
         if tag == "deque":
             limit = tree["maxlen"]
             return collections.deque(self._values(_list(raw, tag)), None if limit is None else integer(limit, "maxlen"))
@@ -112,16 +116,6 @@ class _Decoder:
 
     def _values(self, trees: list[Any]) -> list[Any]:
         return [self.value(item) for item in trees]
-
-    def _mapping(self, tag: str, tree: dict[str, Any], pairs: list[tuple[Any, Any]]) -> Any:
-        if tag == "dict":
-            return dict(pairs)
-        if tag == "ordered_dict":
-            return collections.OrderedDict(pairs)
-        if tag == "counter":
-            return collections.Counter(dict(pairs))
-        factory = tree.get("factory")
-        return collections.defaultdict(None if factory is None else FACTORIES[factory], pairs)
 
     def _enum(self, tree: dict[str, Any]) -> Any:
         label, name = text(tree["type"], "an enum's type"), tree["name"]
@@ -238,7 +232,11 @@ def _integers(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-_MAPPINGS = ("dict", "ordered_dict", "counter", "defaultdict")
+_MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
+    "dict": dict,
+    "ordered_dict": collections.OrderedDict,
+    "counter": lambda pairs: collections.Counter(dict(pairs)),
+}
 _DECIMAL = re.compile(r"-?(inf|nan|[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?)")
 _NUMPY_DTYPE = re.compile(
     r"\|b1|[<|][iu][1248]|<f(2|4|8|12|16)|<c(8|16|24|32)|[<|]S[0-9]{1,9}|<U[0-9]{1,9}|<[mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?"

@@ -109,12 +109,7 @@ def _table(store: Store, manifest: Manifest, path: str, data: bytes | None = Non
 
 def to_tell(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) -> Found:
     """What the first rank broadcasts: ``found`` with the table's bytes, unless these are many."""
-    return found if ranks.alone else _with_table(found, storage_options, WHOLE_BYTES)
-
-
-def find_with_table(path: str) -> Found:
-    """As :func:`find`, and the table's bytes."""
-    return _with_table(find(path, None), None)
+    return found if ranks.alone else with_table(found, storage_options, WHOLE_BYTES)
 
 
 def in_reach(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) -> Found:
@@ -132,10 +127,11 @@ def in_reach(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks)
     (out_of_reach,) = ranks.any(not there)
     if not out_of_reach:
         return found
-    return together(ranks, lambda: None, lambda _: _with_table(found, storage_options))
+    return together(ranks, lambda: None, lambda _: with_table(found, storage_options))
 
 
-def _with_table(found: Found, storage_options: dict[str, Any] | None, most_bytes: int = 2**63) -> Found:
+def with_table(found: Found, storage_options: dict[str, Any] | None, most_bytes: int = 2**63) -> Found:
+    """What was found, with the table's bytes unless these are more than ``most_bytes``."""
     if found.table is not None:
         return found
     manifest = Manifest.from_bytes(found.manifest, f"{found.root}/{MANIFEST_NAME}")
