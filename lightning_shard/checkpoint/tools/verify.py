@@ -213,7 +213,8 @@ def _stretches(checkpoint: Checkpoint, claims: list[Claim]) -> Iterator[Claim]:
     for claim in claims:
         chunk = claim.chunk
         for first in range(0, len(chunk.digests) // DIGEST_BYTES, blocks):
-            begin, digests = chunk.begin + first * grid, chunk.digests[first * DIGEST_BYTES :][: blocks * DIGEST_BYTES]
+            digests = chunk.digests[first * DIGEST_BYTES : (first + blocks) * DIGEST_BYTES]
+            begin = chunk.begin + first * grid
             end = min(begin + blocks * grid, chunk.end)
             yield claim._replace(chunk=chunk._replace(begin=begin, end=end, digests=digests))
 
