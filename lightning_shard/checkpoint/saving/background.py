@@ -107,7 +107,7 @@ class AsyncSaver:
         optimizer, trainer_state = take_apart(optimizer, state, trainer_state, mesh, ranks)
         with all_or_none(ranks.group):
             self.drain()
-            if waits and ranks.first:
+            if waits and ranks.first and not self._said:
                 self._say_that_it_waits()
             order = Order(absolute(path), dict(storage_options or {}), plain(layout), fsync, digests, own_disks)
             what = state, optimizer, trainer_state, rank_state
@@ -205,8 +205,6 @@ class AsyncSaver:
             )
 
     def _say_that_it_waits(self) -> None:
-        if self._said:
-            return
         self._said = True
         warnings.warn(
             f"The previous save, to {self._path}, was still being written, so the next one waited for it: saves are"
