@@ -194,17 +194,18 @@ def _spread(name: str, tensor: Any, local: tuple[int, ...]) -> Spread:
     if (known := place.spreads.get(key)) is not None:
         return known
     placements, shape, _ = key
-    boxes: tuple[LocalBox, ...] | None = ()
+    boxes: tuple[LocalBox, ...] = ()
     if 0 in shape:
         boxes = _plain(shape).boxes
     elif place.coordinate is not None:
         splits = _splits(name, placements, place.sizes, place.coordinate)
-        boxes = _boxes(shape, splits, local)
-        if boxes is None:
+        found = _boxes(shape, splits, local)
+        if found is None:
             raise CheckpointError(
                 f"{name!r} of shape {shape} with placements {placements} on {place.mesh()} has a local tensor of shape"
                 f" {local}, which isn't what these placements give ({local_shape(shard(shape, splits))})."
             )
+        boxes = found
     place.spreads[key] = Spread(shape, boxes, place, tuple(placements))
     return place.spreads[key]
 
