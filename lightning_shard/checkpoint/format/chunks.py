@@ -231,10 +231,11 @@ class ChunkTable:
             lambda row: f"has {blocks[row]} digests from number {block[row]} on, of {stored}",
         )
         for index in np.flatnonzero(uncovered(self._shapes[new], bounds, offsets, sizes)).tolist():
-            if int(new[index]) not in found:
-                entry = self.entries[new[index]]
-                why = coverage_fault(entry.shape, rows.boxes(*entry.span, len(entry.shape)))
-                found[entry.number] = f"has chunks that don't make it up: {why}"
+            number = int(new[index])
+            if number not in found:
+                shape, (first, last) = self.entries[number].shape, self.entries[number].span
+                why = coverage_fault(shape, rows.boxes(first, last, len(shape)))
+                found[number] = f"has chunks that don't make it up: {why}"
         self._sound[new] = True
         self._sound[list(found)] = False
         return found
