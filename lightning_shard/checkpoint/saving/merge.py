@@ -174,7 +174,8 @@ class Merged:
         )
 
     def _boxes(self, tensor: _Tensor) -> list[Box]:
-        return self._rows.boxes(*self._bounds[tensor.number : tensor.number + 2], len(tensor.shape))
+        first, last = self._bounds[tensor.number : tensor.number + 2]
+        return self._rows.boxes(first, last, len(tensor.shape))
 
     def _digests(self, tensor: _Tensor) -> dict[Box, bytes]:
         """The chunks' block digests by box; without chunks of no bytes."""
