@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -98,15 +99,10 @@ def damage(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> str:
     """Read files and verify all digests. Returns why a file is damaged or can't be read, or an empty text."""
     try:
         for _, blocks in _with_blocks(checkpoint, files):
-            _read(blocks)
+            deque(blocks, maxlen=0)
     except CorruptCheckpointError as error:
         return str(error)
     return ""
-
-
-def _read(blocks: Iterable[Buffer]) -> None:
-    for _ in blocks:
-        pass
 
 
 def _whole(carried: Checkpoint, files: Iterable[FileEntry]) -> set[FileEntry]:
@@ -115,24 +111,22 @@ def _whole(carried: Checkpoint, files: Iterable[FileEntry]) -> set[FileEntry]:
     # one pass over the manifest's chunks for all files: a large run has millions of chunks
     for file, blocks in _with_blocks(carried, files):
         with contextlib.suppress(CorruptCheckpointError):
-            _read(blocks)
+            deque(blocks, maxlen=0)
             whole.add(file)
     return whole
 
 
 def _size_of(store: Store, file: FileEntry) -> int | None:
-    try:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return store.size(file.path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    return None
 
 
 def attempt_at(store: Store) -> str:
     """The attempt id of the checkpoint in a store; empty if there is none, or it can't be read."""
-    try:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError):
         return Manifest.from_bytes(store.read(MANIFEST_NAME)).attempt
-    except (FileNotFoundError, NotADirectoryError, CheckpointError):
-        return ""
+    return ""
 
 
 def _with_blocks(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, Iterator[Buffer]]]:
@@ -144,31 +138,24 @@ def _with_blocks(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> Iterator
         table.check(table.entries)
     for index in indices:
         file = checkpoint.manifest.files[index]
-        yield (
-            file,
-            _checked(checkpoint, file, [(table.names[number][1], chunk) for number, chunk in table.in_file(index)]),
-        )
+        chunks = [(table.names[number][1], chunk) for number, chunk in table.in_file(index)]
+        yield file, _checked(checkpoint, file, chunks)
 
 
 def _checked(checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, Chunk]]) -> Iterator[Buffer]:
     """Yield a file's bytes, verified block by block; each block reuses the memory of the one before."""
     source = f"{checkpoint.path}/{file.path}"
     memory = memoryview(bytearray())
-    with _saying_that_it_is_damaged(source), checkpoint.store.reading(file.path) as read_into:
-        for name, begin, end, expected in _blocks(checkpoint, file, chunks):
-            if memory.nbytes < end - begin:
-                memory = memoryview(bytearray(end - begin))
-            block = memory[: end - begin]
-            read_into([(begin, block)])
-            if expected:
-                check_digest(digest_bytes(block), expected, name, begin, end, source)
-            yield block
-
-
-@contextlib.contextmanager
-def _saying_that_it_is_damaged(source: str) -> Iterator[None]:
     try:
-        yield
+        with checkpoint.store.reading(file.path) as read_into:
+            for name, begin, end, expected in _blocks(checkpoint, file, chunks):
+                if memory.nbytes < end - begin:
+                    memory = memoryview(bytearray(end - begin))
+                block = memory[: end - begin]
+                read_into([(begin, block)])
+                if expected:
+                    check_digest(digest_bytes(block), expected, name, begin, end, source)
+                yield block
     except OSError as error:
         raise CorruptCheckpointError(f"{source} can't be read: {error}. Use another checkpoint.") from error
 

@@ -7,6 +7,7 @@ a save in progress or a crashed save leaves, is neither listed nor removed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import posixpath
@@ -85,12 +86,9 @@ def commits(
     root = as_path(folder)
     remote = local_path(root) is None
 
-    def may_be_one(name: str) -> bool:
-        # a manifest stands for its own checkpoint, which isn't in the folder; and in a URL "::" would join others
-        return name != MANIFEST_NAME and not (remote and "::" in name) and which(name)
-
-    names = [name for name in names_in(root, storage_options) if may_be_one(name)]
-
+    # a manifest stands for its own checkpoint, which isn't in the folder; and in a URL "::" would join others
+    names = [name for name in names_in(root, storage_options) if not (remote and "::" in name)]
+    names = [name for name in names if name != MANIFEST_NAME and which(name)]
     hidden: list[str] = []
 
     def look(name: str) -> datetime | None:
@@ -121,11 +119,9 @@ def names_in(folder: str | os.PathLike[str], storage_options: dict[str, Any] | N
     Raises:
         CheckpointError: The store can't be asked.
     """
-    with naming(folder):
-        try:
-            paths = _ask("ls", folder, storage_options, detail=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+    paths: list[str] = []
+    with naming(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        paths = _ask("ls", folder, storage_options, detail=False)
     return sorted({posixpath.basename(path.rstrip("/")) for path in paths} - {""})
 
 
@@ -135,11 +131,9 @@ def is_file(path: str | os.PathLike[str], storage_options: dict[str, Any] | None
     Raises:
         CheckpointError: The store can't be asked.
     """
-    with naming(path):
-        try:
-            return bool(_ask("info", path, storage_options)["type"] == "file")
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+    with naming(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return bool(_ask("info", path, storage_options)["type"] == "file")
+    return False
 
 
 def _ask(what: str, path: str | os.PathLike[str], storage_options: dict[str, Any] | None, **options: Any) -> Any:
@@ -150,10 +144,9 @@ def _ask(what: str, path: str | os.PathLike[str], storage_options: dict[str, Any
 
 def committed_at(store: Store) -> datetime | None:
     """When a checkpoint's manifest was written; None if there is none, or one that can't be seen."""
-    try:
+    with contextlib.suppress(PermissionError):
         return _committed_at(store)
-    except PermissionError:
-        return None
+    return None
 
 
 def _committed_at(store: Store) -> datetime | None:

@@ -50,23 +50,14 @@ def content_of_all(
     ranks = Ranks.of(group)
 
     def own() -> tuple[tuple[int, ...], dict[str, int]]:
-        part = plan_part(
-            tensors,
-            optimizer=None,
-            trainer_state=None,
-            rank_state=None,
-            mesh=mesh,
-            ranks=ranks,
-            attempt="0" * 12,
-            may_be_half_loaded=True,
-        )
+        part = plan_part(tensors, mesh=mesh, ranks=ranks, attempt="0" * 12, may_be_half_loaded=True)
         sums: dict[str, int] = dict.fromkeys(tensors, 0)
         for file in part.files:
             for piece in file.pieces():
                 sums[piece.name] += content_sum([piece])
-        for name, target in part.aliases.get("model", {}).items():
+        for name, target in part.account.aliases.get("model", {}).items():
             sums[name] = sums[target]
-        return part.mesh_ranks, sums
+        return part.account.mesh_ranks, sums
 
     def total(everyone: list[tuple[tuple[int, ...], dict[str, int]]]) -> dict[str, str]:
         sums: dict[str, int] = {}
@@ -76,7 +67,7 @@ def content_of_all(
                 # a tensor that several stages hold (tied weights) is counted once, from the first stage
                 if holders.setdefault(name, mesh_ranks) == mesh_ranks:
                     sums[name] = sums.get(name, 0) + value
-        return {name: _text(value) for name, value in sums.items()}
+        return {name: f"{value % 2**64:016x}" for name, value in sums.items()}
 
     return together(ranks, own, total)
 
@@ -84,11 +75,8 @@ def content_of_all(
 def content_of_stored(stored: StoredTensor) -> str:
     """The hash of a tensor in a checkpoint, as 16 hexadecimal digits; reads it slab by slab."""
     whole = Box.whole(stored.shape)
-    return _text(sum(_sum(stored.box(box), box, tuple(stored.shape)) for box in slabs(whole, _STORED_SLAB_ELEMENTS)))
-
-
-def _text(value: int) -> str:
-    return f"{value % 2**64:016x}"
+    sums = (_sum(stored.box(box), box, tuple(stored.shape)) for box in slabs(whole, _STORED_SLAB_ELEMENTS))
+    return f"{sum(sums) % 2**64:016x}"
 
 
 def _sum(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
@@ -113,11 +101,9 @@ def _sum(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
 
 def _mixed(z: Tensor) -> Tensor:
-    z = (z ^ _shifted(z, 30)) * _FIRST
-    z = (z ^ _shifted(z, 27)) * _SECOND
-    return z ^ _shifted(z, 31)
+    def shifted(z: Tensor, bits: int) -> Tensor:  # a logical right shift, filling with zeros
+        return (z >> bits) & ((1 << (64 - bits)) - 1)
 
-
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Logical (zero-filling) right shift."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    z = (z ^ shifted(z, 30)) * _FIRST
+    z = (z ^ shifted(z, 27)) * _SECOND
+    return z ^ shifted(z, 31)

@@ -178,18 +178,17 @@ class DcpWriter(_AtPath, StorageWriter):
             else:
                 piece = _piece(planner, item)
                 if piece is not None:
-                    section, name = _place_of(piece.name)
-                    sections[section].append(dataclasses.replace(piece, name=name))
+                    section = "optimizer" if piece.name.startswith(OPTIMIZER_PREFIX) else "model"
+                    own = dataclasses.replace(piece, name=piece.name.removeprefix(OPTIMIZER_PREFIX))
+                    sections[section].append(own)
         names: list[str] = []
         try:
             for section, pieces in sections.items():
                 if not pieces:
                     continue
                 names.append(f"{section}/rank-{_rank():05d}-{attempt}.safetensors")
-                options = {"digests": self.digests, "durable": self.fsync}
-                part.account.add(
-                    section, write_pieces(self._store, names[-1], pieces, file_metadata(attempt, section), **options)
-                )
+                metadata, options = file_metadata(attempt, section), {"digests": self.digests, "durable": self.fsync}
+                part.account.add(section, write_pieces(self._store, names[-1], pieces, metadata, **options))
             if self.fsync and names:
                 self._store.sync(names)
             check_own_files(self._store, part.account.files())
@@ -358,13 +357,6 @@ def _path(path: str | os.PathLike[str] | None) -> str:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _place_of(name: str) -> tuple[str, str]:
-    """The section and the name in it of a tensor with DCP's ``name``."""
-    if name.startswith(OPTIMIZER_PREFIX):
-        return "optimizer", name.removeprefix(OPTIMIZER_PREFIX)
-    return "model", name
 
 
 def _piece(planner: SavePlanner, item: WriteItem) -> Piece | None:

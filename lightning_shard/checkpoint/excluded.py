@@ -168,7 +168,7 @@ def of_base(base: Checkpoint, record: Record) -> dict[str, StoredTensor]:
 
 def _naming(base: Checkpoint, names: Sequence[str]) -> Callable[[str], str]:
     """A function from a module's names to a base's that finds all of ``names``, without collisions; else ``str``."""
-    for spelling in (str, _unwrapped):
+    for spelling in (str, partial(_WRAPPERS.sub, "")):
         for first in map(spelling, names[:1]):
             # such as "model.", where a module holds a transformers model as self.model
             for beginning in (first[:at] for at in range(len(first)) if at == 0 or first[at - 1] == "."):
@@ -182,7 +182,3 @@ def _naming(base: Checkpoint, names: Sequence[str]) -> Callable[[str], str]:
 def _name_in_base(base: Checkpoint, spelling: Callable[[str], str], beginning: str, name: str) -> str:
     inner = spelling(name)
     return inner if inner in base else inner.removeprefix(beginning)
-
-
-def _unwrapped(name: str) -> str:
-    return _WRAPPERS.sub("", name)

@@ -59,10 +59,6 @@ class Spread:
     mesh: Place | None = None
     placements: tuple[Any, ...] = ()
 
-    @property
-    def sharded_axes(self) -> tuple[int, ...]:
-        return tuple(axis for axis, placement in enumerate(self.placements) if not placement.is_replicate())
-
 
 class Located(NamedTuple):
     """A tensor of this rank's state in normal form; ``local`` shares its memory and is detached from autograd."""
@@ -85,7 +81,7 @@ class Frame:
         self.ranks: tuple[int, ...] = tuple(sorted(members))  # a mesh may have them in any order
         if len(set(self.ranks)) != len(self.ranks) or rank not in self.ranks:
             raise CheckpointError(
-                f"mesh holds the ranks {_short(self.ranks)}, and this is rank {rank}: pass the mesh of the ranks that"
+                f"mesh holds the ranks {short(self.ranks)}, and this is rank {rank}: pass the mesh of the ranks that"
                 " hold the same tensors as this one."
             )
         self._coordinates = {
@@ -113,7 +109,8 @@ class Frame:
             return self.ranks
         if spread.mesh.coordinate is None:
             return (self.rank,)
-        return self.holders(name, spread.mesh.ranks, spread.sharded_axes)
+        axes = tuple(axis for axis, placement in enumerate(spread.placements) if not placement.is_replicate())
+        return self.holders(name, spread.mesh.ranks, axes)
 
     def holders(self, name: str, mesh_ranks: Tensor, shard_axes: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that hold the same part as this rank of a tensor sharded over ``shard_axes`` of ``mesh_ranks``."""
@@ -128,8 +125,8 @@ class Frame:
         outside = [r for r in members if r not in self._coordinates]
         if outside:
             raise CheckpointError(
-                f"{name!r} is sharded over the ranks {_short(members)}, of which {_short(outside)} aren't among those"
-                f" that save together ({_short(self.ranks)}): pass mesh=, the mesh of all ranks that hold this state."
+                f"{name!r} is sharded over the ranks {short(members)}, of which {short(outside)} aren't among those"
+                f" that save together ({short(self.ranks)}): pass mesh=, the mesh of all ranks that hold this state."
             )
         coordinates = [self._coordinates[r] for r in members]
         spans = [sorted({c[axis] for c in coordinates}) for axis in range(self.grid.ndim)]
@@ -139,7 +136,7 @@ class Frame:
             box *= len(span)
         if box != len(members) or any(len(spans[a]) not in (1, self.grid.shape[a]) for a in range(self.grid.ndim)):
             raise CheckpointError(
-                f"{name!r} is sharded over the ranks {_short(members)}, which aren't complete axes of the mesh of"
+                f"{name!r} is sharded over the ranks {short(members)}, which aren't complete axes of the mesh of"
                 f" saving ranks, {self.grid.tolist()}: pass mesh=, a mesh whose axes include those of the tensor's"
                 " mesh."
             )
@@ -194,27 +191,23 @@ def _plain(shape: tuple[int, ...]) -> Spread:
 def _spread(name: str, tensor: Any, local: tuple[int, ...]) -> Spread:
     place = place_of(tensor.device_mesh)
     key = tensor.placements, tuple(tensor.shape), local
-    known = place.spreads.get(key)
-    if known is None:
-        known = place.spreads[key] = Spread(key[1], _boxes_of(name, place, *key), place, tuple(key[0]))
-    return known
-
-
-def _boxes_of(
-    name: str, place: Place, placements: tuple[Any, ...], shape: tuple[int, ...], local: tuple[int, ...]
-) -> tuple[LocalBox, ...]:
+    if (known := place.spreads.get(key)) is not None:
+        return known
+    placements, shape, _ = key
+    boxes: tuple[LocalBox, ...] = ()
     if 0 in shape:
-        return _plain(shape).boxes
-    if place.coordinate is None:
-        return ()
-    splits = _splits(name, placements, place.sizes, place.coordinate)
-    boxes = _boxes(shape, splits, local)
-    if boxes is None:
-        raise CheckpointError(
-            f"{name!r} of shape {shape} with placements {placements} on {place.mesh()} has a local tensor of shape"
-            f" {local}, which isn't what these placements give ({local_shape(shard(shape, splits))})."
-        )
-    return boxes
+        boxes = _plain(shape).boxes
+    elif place.coordinate is not None:
+        splits = _splits(name, placements, place.sizes, place.coordinate)
+        found = _boxes(shape, splits, local)
+        if found is None:
+            raise CheckpointError(
+                f"{name!r} of shape {shape} with placements {placements} on {place.mesh()} has a local tensor of shape"
+                f" {local}, which isn't what these placements give ({local_shape(shard(shape, splits))})."
+            )
+        boxes = found
+    place.spreads[key] = Spread(shape, boxes, place, tuple(placements))
+    return place.spreads[key]
 
 
 def common_mesh(tensors: Iterable[Located], ranks: tuple[int, ...]) -> Place | None:
@@ -322,7 +315,8 @@ def _forget(key: int, _: object, places: dict[int, Place] = _places) -> None:
     places.pop(key, None)
 
 
-def _short(ranks: Any) -> str:
+def short(ranks: Any) -> str:
+    """A list of ranks for an error."""
     listed = list(ranks)
     return str(listed) if len(listed) <= 8 else f"[{', '.join(map(str, listed[:4]))}, … {listed[-1]}] ({len(listed)})"
 

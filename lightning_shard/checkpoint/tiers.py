@@ -25,8 +25,8 @@ from lightning_shard.checkpoint.carry import attempt_at, carry, damage
 from lightning_shard.checkpoint.catalog import commits, committed_at, names_in, step_of
 from lightning_shard.checkpoint.folder import look, remove
 from lightning_shard.checkpoint.format.blocks import digest
-from lightning_shard.checkpoint.format.manifest import OWN_FILE, FileEntry
-from lightning_shard.checkpoint.loading.open import Found, find_with_table, open_found, read
+from lightning_shard.checkpoint.format.manifest import FileEntry, writer_of
+from lightning_shard.checkpoint.loading.open import Found, find, open_found, read, with_table
 from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
 from lightning_shard.checkpoint.saving.commit import commit
@@ -114,14 +114,12 @@ class LocalTier:
     def _prune(self, path: str) -> None:
         """Remove this machine's old copies, ignoring errors: a copy left behind doesn't harm the checkpoint."""
         folder, name = os.path.split(self.copy_of(path))
-        others: list[str] = []
         with contextlib.suppress(Exception):
             kept = {CARRIED, name, *(newest for _, newest in commits(folder)[-KEPT:])}
-            others = [other for other in names_in(folder) if other not in kept]
-        for other in others:
-            with contextlib.suppress(Exception):
-                if not self._is_needed(posixpath.join(parted(as_path(path))[0], other)):
-                    self._remove(os.path.join(folder, other))
+            for other in sorted({*names_in(folder)} - kept):
+                with contextlib.suppress(Exception):
+                    if not self._is_needed(posixpath.join(parted(as_path(path))[0], other)):
+                        self._remove(os.path.join(folder, other))
 
     def _is_needed(self, path: str) -> bool:
         """Whether a copy may be the only one of a checkpoint: not carried, nor superseded by a newer one in the store.
@@ -325,7 +323,7 @@ def _open_together(copy: str, ranks: Ranks, holder: int) -> Checkpoint:
 
     def look() -> Found | None:
         try:
-            return find_with_table(copy) if ranks.rank == holder else None
+            return with_table(find(copy, None), None) if ranks.rank == holder else None
         except CheckpointError as error:
             raise CorruptCheckpointError(str(error)) from error
 
@@ -346,50 +344,41 @@ def _instead(path: str, seen: _Look, fault: str) -> Source:
 def _put_manifest_here(checkpoint: Checkpoint, fsync: bool) -> bool:
     """Put the manifest on this rank's disk, if the first rank has put it on another one; returns whether it did so."""
     store, manifest = checkpoint.store, checkpoint.manifest
-    if attempt_at(store) == manifest.attempt:
-        return False
-    try:
-        commit(store, manifest, look(store), durable=fsync)
-    except CheckpointConflictError:
-        return False  # another rank of this machine was first
-    return True
+    if attempt_at(store) != manifest.attempt:
+        with contextlib.suppress(CheckpointConflictError):  # another rank of this machine was first
+            commit(store, manifest, look(store), durable=fsync)
+            return True
+    return False
 
 
 def _writer(file: FileEntry, ranks: Ranks) -> int:
     """The rank that wrote a file, from its name; the first rank for the trainer state."""
-    own = OWN_FILE.fullmatch(file.path)
-    name = own[2].removeprefix("rank-") if own and own[2] else ""
-    rank = int(name) if name.isdigit() else ranks.members[0]
-    return rank if rank in ranks.members else ranks.members[0]
+    rank = writer_of(file.path)
+    return rank if rank is not None and rank in ranks.members else ranks.members[0]
 
 
 def _seen(checkpoint: Checkpoint) -> list[bool]:
     """For each file, whether this rank sees it with its full size."""
 
     def is_there(file: FileEntry) -> bool:
-        try:
+        with contextlib.suppress(OSError):
             return checkpoint.store.size(file.path) == file.bytes
-        except OSError:
-            return False
+        return False
 
     return [is_there(file) for file in checkpoint.manifest.files]
 
 
 def _readers(ranks: Ranks, seen: list[list[bool]]) -> tuple[bool, list[int | None]]:
     """Whether every rank sees all files; and for each file one of the ranks that see it (round robin), or None."""
-    readers: list[int | None] = []
-    for number, by_rank in enumerate(zip(*seen)):
-        able = [rank for rank, is_there in zip(ranks.members, by_rank) if is_there]
-        readers.append(able[number % len(able)] if able else None)
-    return all(map(all, seen)), readers
+    able = [[rank for rank, is_there in zip(ranks.members, by_rank) if is_there] for by_rank in zip(*seen)]
+    return all(map(all, seen)), [own[number % len(own)] if own else None for number, own in enumerate(able)]
 
 
 def _sound(path: str, storage_options: dict[str, Any]) -> Checkpoint | None:
     """Open the checkpoint at a path; None if there is none, or its manifest is damaged. Other errors are raised."""
-    try:
+    with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
         return read(path, storage_options=storage_options)
-    except (CheckpointNotFoundError, CorruptCheckpointError):
-        return None
+    return None
 
 
 def _has_digests(checkpoint: Checkpoint) -> bool:
@@ -397,10 +386,9 @@ def _has_digests(checkpoint: Checkpoint) -> bool:
 
 
 def _step(checkpoint: Checkpoint) -> int | None:
-    try:
+    with contextlib.suppress(CheckpointError, OSError):
         return step_of(checkpoint.state_json())
-    except (CheckpointError, OSError):
-        return None
+    return None
 
 
 # A local copy counts as newer if it was committed later *and* has a later step: two machines' clocks may differ, and a

@@ -117,7 +117,14 @@ def _sharded(sources: Mapping[str, Source], name: str, max_shard_bytes: int | No
     order = sorted(sources, key=lambda key: (-sources[key].dtype.itemsize, key))
     if max_shard_bytes is None:
         return Bundle([_safetensors_file(name, order, sources)])
-    shards = _shards(order, sources, max_shard_bytes)
+    shards: list[list[str]] = [[]]
+    size = 0
+    for key in order:
+        if shards[-1] and size + sources[key].nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(key)
+        size += sources[key].nbytes
     stem = name.removesuffix(".safetensors")
     names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     weight_map = {key: file for file, keys in zip(names, shards) for key in keys}
@@ -125,18 +132,6 @@ def _sharded(sources: Mapping[str, Source], name: str, max_shard_bytes: int | No
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     files = [_safetensors_file(file, keys, sources) for file, keys in zip(names, shards)]
     return Bundle(files, {f"{stem}.safetensors.index.json": json.dumps(index, indent=2).encode() + b"\n"})
-
-
-def _shards(order: Sequence[str], sources: Mapping[str, Source], limit_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name in order:
-        if shards[-1] and size + sources[name].nbytes > limit_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += sources[name].nbytes
-    return shards
 
 
 def _safetensors_file(name: str, keys: Sequence[str], sources: Mapping[str, Source]) -> OutFile:
@@ -182,7 +177,7 @@ def pretrained(
             )
         prefix = next(iter(models), "")
     prefix = prefix or ""
-    files = {name: _bytes(data) for name, data in known["tokenizer"].items()}
+    files = {name: data.numpy().tobytes() for name, data in known["tokenizer"].items()}
     if config is not None:
         return Pretrained(prefix, files | _config_files(config, storage_options))
     if prefix not in models:
@@ -193,10 +188,6 @@ def pretrained(
             " tensors' names as strip_prefix=."
         )
     return Pretrained(prefix, files | {name: text.encode() for name, text in models[prefix].items()})
-
-
-def _bytes(data: Tensor) -> bytes:
-    return data.numpy().tobytes()
 
 
 def _config_files(config: Any, storage_options: dict[str, Any] | None) -> dict[str, bytes]:
@@ -273,11 +264,8 @@ def plan_lightning(checkpoint: Checkpoint, naming: Naming, *, optimizer: bool) -
 
 def lightning(checkpoint: Checkpoint, name: str, naming: Naming, plan: Skeleton[Key]) -> Bundle:
     """The ``.ckpt`` file of a plan of :func:`plan_lightning`."""
-    sections = {
-        "model": checkpoint,
-        "optimizer": checkpoint.optimizer,
-        "trainer": StoredTensors(checkpoint.manifest.trainer, checkpoint),
-    }
+    trainer = StoredTensors(checkpoint.manifest.trainer, checkpoint)
+    sections = {"model": checkpoint, "optimizer": checkpoint.optimizer, "trainer": trainer}
     tensors = []
     for (section, key), begin in plan.places.items():
         stored = sections[section][key]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.loading.ranges import naming_what_fails
 from lightning_shard.checkpoint.memory import byte_view, narrow
 from lightning_shard.checkpoint.store import Buffer
+from lightning_shard.checkpoint.store.local import pwrite
 from lightning_shard.errors import CorruptCheckpointError
 
 PIECE_BYTES = 2**18
@@ -157,10 +157,3 @@ class _Stream:
         expected = self._chunk.block_digest(block)
         check_digest(self._hasher.digest(), expected, self._name, begin, end, f"{self._store.root}/{self._path}")
         self._hasher.reset()
-
-
-def pwrite(out: int, data: Buffer, at: int) -> None:
-    """Write all of ``data`` at position ``at``."""
-    while data.nbytes:
-        done = os.pwrite(out, data, at)
-        at, data = at + done, data[done:]

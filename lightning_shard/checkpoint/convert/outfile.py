@@ -118,7 +118,11 @@ def steps(file: OutFile, step_bytes: int, slab_bytes: int) -> Iterator[Step]:
     step = Step(0)
     for begin, item in items:
         assert begin == step.begin + step.nbytes, f"{file.name}: bytes {step.begin + step.nbytes} to {begin} are unset"
-        parts = _literals(item, step_bytes) if isinstance(item, bytes) else _parts(item, step_bytes, slab_bytes)
+        parts: Iterable[Literal | Extent]
+        if isinstance(item, bytes):
+            parts = (Literal(item[at : at + step_bytes]) for at in range(0, len(item), step_bytes))
+        else:
+            parts = _parts(item, step_bytes, slab_bytes)
         for part in parts:
             aligned = isinstance(part, Literal) or step.nbytes % part.dtype.itemsize == 0
             if step.nbytes and (step.nbytes + part.nbytes > step_bytes or not aligned):
@@ -129,11 +133,6 @@ def steps(file: OutFile, step_bytes: int, slab_bytes: int) -> Iterator[Step]:
     assert step.begin + step.nbytes == file.size
     if step.nbytes:
         yield step
-
-
-def _literals(data: bytes, step_bytes: int) -> Iterator[Literal]:
-    for at in range(0, len(data), step_bytes):
-        yield Literal(data[at : at + step_bytes])
 
 
 def _parts(source: Source, step_bytes: int, slab_bytes: int) -> Iterator[Extent]:
@@ -179,11 +178,6 @@ def _whole_blocks(all_sizes: Collection[tuple[int, ...]], width: int, block_byte
         return math.lcm(*(block_bytes // math.gcd(block_bytes, size) for size in row_bytes))
 
     return rows
-
-
-def share_of(total: int, parts: int, index: int) -> tuple[int, int]:
-    """The byte range of the ``index``-th of ``parts`` equal shares."""
-    return total * index // parts, total * (index + 1) // parts
 
 
 def share_out(all_steps: Iterable[tuple[OutFile, Step]], begin: int, end: int) -> Iterator[tuple[OutFile, Step]]:

@@ -8,6 +8,7 @@ as ranks, and on other stores, which need a file to be streamed, one rank writes
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import threading
@@ -20,11 +21,11 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.ahead import in_order
-from lightning_shard.checkpoint.convert.local_copy import Copier, pwrite
-from lightning_shard.checkpoint.convert.outfile import OutFile, Step, share_of, share_out, steps
+from lightning_shard.checkpoint.convert.local_copy import Copier
+from lightning_shard.checkpoint.convert.outfile import OutFile, Step, share_out, steps
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.store import Buffer, LocalStore, Store
-from lightning_shard.checkpoint.store.local import thread_count
+from lightning_shard.checkpoint.store.local import pwrite, thread_count
 from lightning_shard.checkpoint.store.s3 import S3Store, Upload, part_bytes
 
 MAX_THREADS = 4
@@ -113,7 +114,8 @@ def _deliver_locally(
         seeing = ranks.broadcast([rank for rank, can in zip(ranks.members, ranks.gather(sees)) if can])
         with all_or_none(ranks.group):
             if ranks.rank in seeing:
-                share = share_of(sum(file.size for file in files), len(seeing), seeing.index(ranks.rank))
+                total, place = sum(file.size for file in files), seeing.index(ranks.rank)
+                share = total * place // len(seeing), total * (place + 1) // len(seeing)
                 mine = share_out(_work(files), *share)
                 _write_in_place(
                     ((paths[file.name] + suffix, step) for file, step in mine),
@@ -228,37 +230,22 @@ def _write_in_place(work: Iterable[tuple[str, Step]], copies: bool, durable: boo
             os.close(fd)
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """A step, and the wanted range of its bytes: two ranks read a step that crosses the boundary of what they put."""
-
-    step: Step
-    begin: int
-    end: int
-
-    def fill(self, buffer: Tensor) -> memoryview:
-        return self.step.fill(buffer)[self.begin : self.end]
-
-
-def _read_in_turn(file: OutFile, begin: int, end: int) -> Iterator[_Reading]:
-    """The reads whose concatenation is a file's bytes from ``begin`` to ``end``."""
-    for step in steps(file, BUFFER_BYTES, BUFFER_BYTES):
-        if step.begin >= end:
-            return
-        if begin < step.begin + step.nbytes:
-            yield _Reading(step, max(begin - step.begin, 0), min(end - step.begin, step.nbytes))
-
-
 def _stream(file: OutFile, begin: int, end: int, count: _Count) -> Iterator[Buffer]:
     """Yield a file's bytes from ``begin`` to ``end`` in order; reads ahead while the consumer writes."""
     waiting: deque[tuple[Future[memoryview], Tensor]] = deque()
     free = [torch.empty(min(BUFFER_BYTES, file.size), dtype=torch.uint8) for _ in range(_threads() + 1)]
+
+    def fill(step: Step, buffer: Tensor) -> memoryview:
+        # two ranks read a step that crosses the boundary of what they put
+        return step.fill(buffer)[max(begin - step.begin, 0) : end - step.begin]
+
     with _pool() as pool:
-        coming = _read_in_turn(file, begin, end)
+        before_end = itertools.takewhile(lambda step: step.begin < end, steps(file, BUFFER_BYTES, BUFFER_BYTES))
+        coming = (step for step in before_end if begin < step.begin + step.nbytes)
         while True:
-            while free and (reading := next(coming, None)) is not None:
+            while free and (step := next(coming, None)) is not None:
                 buffer = free.pop()
-                waiting.append((pool.submit(reading.fill, buffer), buffer))
+                waiting.append((pool.submit(fill, step, buffer), buffer))
             if not waiting:
                 return
             future, buffer = waiting.popleft()

@@ -6,6 +6,7 @@ on any other.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.format.header import DTYPES, MAX_HEADER_BYTES, layout_fault, parse_header
 from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest, Section, is_safe_path
 from lightning_shard.checkpoint.format.strict_json import loads, text
-from lightning_shard.checkpoint.store import Store, open_store, parted
+from lightning_shard.checkpoint.store import Store, open_store, parted, read_range
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 
 INDEX = "model.safetensors.index.json"
@@ -66,25 +67,16 @@ def find(path: str, storage_options: dict[str, Any] | None) -> ForeignCheckpoint
 
 
 def _content(store: Store, name: str) -> bytes | None:
-    try:
+    with contextlib.suppress(*NOT_A_FILE):
         return store.read(name)
-    except NOT_A_FILE:
-        return None
+    return None
 
 
 def _head(store: Store, name: str) -> bytes | None:
     """The first bytes of a file; None if there is no such file."""
-    try:
-        return _read(store, name, 0, min(_FIRST_BYTES, store.size(name)))
-    except NOT_A_FILE:
-        return None
-
-
-def _read(store: Store, name: str, begin: int, end: int) -> bytes:
-    data = bytearray(end - begin)
-    with store.reading(name) as read:
-        read([(begin, memoryview(data))])
-    return bytes(data)
+    with contextlib.suppress(*NOT_A_FILE):
+        return bytes(read_range(store, name, 0, min(_FIRST_BYTES, store.size(name))))
+    return None
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------
@@ -116,14 +108,11 @@ def _safetensors(path: str, store: Store, expected: Mapping[str, set[str] | None
         length = 8 + struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else size + 1
         if length > min(size, MAX_HEADER_BYTES):
             raise CorruptCheckpointError(f"{source} is no whole safetensors file: its header is beyond its end.")
-        head = head[:length] + (_read(store, file, len(head), length) if length > len(head) else b"")
+        head = head[:length] + (read_range(store, file, len(head), length) if length > len(head) else b"")
         entries, _ = parse_header(head, source)
-        fault = layout_fault(entries.values(), length, size)
-        if fault is not None:
-            name, what = fault
-            raise CorruptCheckpointError(
-                f"{source} is no whole safetensors file: {f'{name!r}: ' if name is not None else ''}{what}."
-            )
+        if (fault := layout_fault(entries.values(), length, size)) is not None:
+            where = f"{fault[0]!r}: " if fault[0] is not None else ""
+            raise CorruptCheckpointError(f"{source} is no whole safetensors file: {where}{fault[1]}.")
         lacking = sorted((names or set()) - entries.keys())
         if lacking:
             raise CorruptCheckpointError(f"{source} lacks {lacking[0]!r}, which the index beside it lists.")

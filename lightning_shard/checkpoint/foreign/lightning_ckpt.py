@@ -93,7 +93,9 @@ def put_together(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | 
     content = {key: value for key, value in rest.items() if key not in (EXTRA_STATE, TRANSFORMERS_KEY)}
     content["state_dict"] = {**model, **rest.get(EXTRA_STATE, {})}
     put_back(content)
-    _forget_place_in_data(content)
+    loops = content.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    if "combined_loader" in loops:
+        loops["combined_loader"] = [state for state in loops["combined_loader"] if not _DATA_PLACE.issubset(state)]
     if optimizer is None:
         for key in ("optimizer_states", "lr_schedulers", "callbacks"):
             content.pop(key, None)
@@ -117,10 +119,3 @@ def _numbered(index: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor
             entries.setdefault(numbers[name], {})[key] = tensor
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
     return {"state": {**dict(sorted(entries.items())), **state.get("shared", {})}, "param_groups": groups}
-
-
-def _forget_place_in_data(content: dict[str, Any]) -> None:
-    loops = content.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    loaders = [state for state in loops.get("combined_loader", []) if not _DATA_PLACE.issubset(state)]
-    if "combined_loader" in loops:
-        loops["combined_loader"] = loaders

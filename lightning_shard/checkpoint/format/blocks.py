@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import xxhash
@@ -28,14 +27,6 @@ def digest_bytes(data: Any) -> bytes:
 
 def digest(data: Any) -> Digest:
     return xxhash.xxh3_128_hexdigest(data)
-
-
-def digest_of_parts(parts: Iterable[Any]) -> Digest:
-    """The digest of the concatenation of ``parts``."""
-    hasher = xxhash.xxh3_128()
-    for part in parts:
-        hasher.update(part)
-    return hasher.hexdigest()
 
 
 def check_digest(found: bytes | str, expected: bytes | str, name: str, begin: int, end: int, file: str) -> None:

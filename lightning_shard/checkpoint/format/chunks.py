@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection, uncovered
 from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest_at
 from lightning_shard.checkpoint.format.header import item_bytes
-from lightning_shard.checkpoint.format.table import Integers, Rows, Spans, Table
+from lightning_shard.checkpoint.format.table import Integers, Rows, Spans, Table, columns_of
 from lightning_shard.errors import CorruptCheckpointError
 
 
@@ -102,16 +102,10 @@ def rows_of(entries: Sequence[TensorEntry]) -> Rows:
         entry.span = len(chunks), len(chunks) + len(entry.given)
         chunks += entry.given
     dims = max((len(entry.shape) for entry in entries), default=0)
-    numbers = np.array([(chunk.file, chunk.begin, 0) for chunk in chunks], np.int64).reshape(-1, 3).T
-    boxes = np.array(
-        [
-            (*chunk.offsets, *(0,) * (dims - len(chunk.sizes)), *chunk.sizes, *(1,) * (dims - len(chunk.sizes)))
-            for chunk in chunks
-        ],
-        np.int64,
-    ).reshape(len(chunks), 2 * dims)
-    file, begin, block = numbers
-    return Rows(file, begin, block, boxes[:, :dims], boxes[:, dims:], np.empty((0, DIGEST_BYTES), np.uint8))
+    file, begin, block = np.array([(chunk.file, chunk.begin, 0) for chunk in chunks], np.int64).reshape(-1, 3).T
+    offsets = columns_of([chunk.offsets for chunk in chunks], dims, 0)
+    sizes = columns_of([chunk.sizes for chunk in chunks], dims, 1)
+    return Rows(file, begin, block, offsets, sizes, np.empty((0, DIGEST_BYTES), np.uint8))
 
 
 class ChunkTable:
@@ -162,8 +156,7 @@ class ChunkTable:
         dims, most = self.table.rows.offsets.shape[1], int(self._ndims.max(initial=0))
         if most > dims:
             raise self._corrupt(f"a tensor has {most} dims, and the boxes of {self.table.file.path} have {dims}")
-        shapes = _boxes([entry.shape for entry in self.entries], dims, 1)
-        return shapes
+        return columns_of([entry.shape for entry in self.entries], dims, 1)
 
     @cached_property
     def _widths(self) -> Integers:
@@ -214,7 +207,13 @@ class ChunkTable:
         outside = (offsets < 0) | (sizes < 0) | (offsets > shapes) | (sizes > shapes - offsets)
         outside |= padding & ((offsets != 0) | (sizes != 1))
         outside_rows = np.asarray(outside.any(axis=1))
-        refuse(outside_rows, lambda row: f"is damaged: {_box_text(offsets[row], sizes[row], shapes[row])}")
+        refuse(
+            outside_rows,
+            lambda row: (
+                f"is damaged: a chunk at offsets {offsets[row].tolist()} with sizes {sizes[row].tolist()} isn't inside"
+                f" the shape {shapes[row].tolist()}"
+            ),
+        )
         strange = (file < 0) | (file >= self._files.shape[1])
         refuse(strange, lambda row: f"refers to file {file[row]} of {self._files.shape[1]}")
         nbytes = np.where(outside_rows[:, None], 0, sizes).prod(axis=1) * self._widths[owner]
@@ -232,17 +231,14 @@ class ChunkTable:
             lambda row: f"has {blocks[row]} digests from number {block[row]} on, of {stored}",
         )
         for index in np.flatnonzero(uncovered(self._shapes[new], bounds, offsets, sizes)).tolist():
-            if int(new[index]) not in found:
-                found[int(new[index])] = self._why_uncovered(self.entries[new[index]], rows)
+            number = int(new[index])
+            if number not in found:
+                shape, (first, last) = self.entries[number].shape, self.entries[number].span
+                why = coverage_fault(shape, rows.boxes(first, last, len(shape)))
+                found[number] = f"has chunks that don't make it up: {why}"
         self._sound[new] = True
         self._sound[list(found)] = False
         return found
-
-    def _why_uncovered(self, entry: TensorEntry, rows: Rows) -> str:
-        (first, last), ndim = entry.span, len(entry.shape)
-        boxes = zip(rows.offsets[first:last, :ndim].tolist(), rows.sizes[first:last, :ndim].tolist())
-        why = coverage_fault(entry.shape, [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes])
-        return f"has chunks that don't make it up: {why}"
 
     def _blocks(self, nbytes: Integers) -> Integers:
         return -(-nbytes // self._block_bytes) if self._block_bytes else 0 * nbytes
@@ -296,8 +292,8 @@ class ChunkTable:
         table = self.table.rows
         dims = table.offsets.shape[1]
         numbers = np.array([entry.number for entry in entries], np.int64)
-        corners = _boxes([box.offsets for _, box in wanted], dims, 0)
-        extents = _boxes([box.sizes for _, box in wanted], dims, 1)
+        corners = columns_of([box.offsets for _, box in wanted], dims, 0)
+        extents = columns_of([box.sizes for _, box in wanted], dims, 1)
         spans = self._spans[numbers]
         rows = _ranges(spans)
         asker = np.repeat(np.arange(len(wanted)), spans[:, 1] - spans[:, 0])
@@ -346,12 +342,3 @@ def _runs(spans: Integers) -> Spans:
     starts = np.flatnonzero(np.concatenate([[True], spans[1:, 0] != spans[:-1, 1]]))
     stops = np.concatenate([starts[1:], [len(spans)]]) - 1
     return list(zip(spans[starts, 0].tolist(), spans[stops, 1].tolist()))
-
-
-def _boxes(numbers: Sequence[tuple[int, ...]], dims: int, fill: int) -> Integers:
-    """Offsets or sizes, padded."""
-    return np.array([(*each, *(fill,) * (dims - len(each))) for each in numbers], np.int64).reshape(len(numbers), dims)
-
-
-def _box_text(offsets: Integers, sizes: Integers, shape: Integers) -> str:
-    return f"a chunk at offsets {offsets.tolist()} with sizes {sizes.tolist()} isn't inside the shape {shape.tolist()}"

@@ -88,9 +88,13 @@ class _Decoder:
             return _FROM_LIST[tag](*_list(raw, tag))
         if tag in _FROM_ITEMS:
             return _FROM_ITEMS[tag](self._values(_list(raw, tag)))
-        if tag in _MAPPINGS:
+        if tag in _MAPPINGS or tag == "defaultdict":
             pairs = [_list(pair, tag) for pair in _list(raw, tag)]
-            return self._mapping(tag, tree, [(self.value(key), self.value(item)) for key, item in pairs])
+            values = [(self.value(key), self.value(item)) for key, item in pairs]
+            if tag != "defaultdict":
+                return _MAPPINGS[tag](values)
+            factory = tree.get("factory")
+            return collections.defaultdict(None if factory is None else FACTORIES[factory], values)
         if tag == "deque":
             limit = tree["maxlen"]
             return collections.deque(self._values(_list(raw, tag)), None if limit is None else integer(limit, "maxlen"))
@@ -112,16 +116,6 @@ class _Decoder:
 
     def _values(self, trees: list[Any]) -> list[Any]:
         return [self.value(item) for item in trees]
-
-    def _mapping(self, tag: str, tree: dict[str, Any], pairs: list[tuple[Any, Any]]) -> Any:
-        if tag == "dict":
-            return dict(pairs)
-        if tag == "ordered_dict":
-            return collections.OrderedDict(pairs)
-        if tag == "counter":
-            return collections.Counter(dict(pairs))
-        factory = tree.get("factory")
-        return collections.defaultdict(None if factory is None else FACTORIES[factory], pairs)
 
     def _enum(self, tree: dict[str, Any]) -> Any:
         label, name = text(tree["type"], "an enum's type"), tree["name"]
@@ -205,10 +199,15 @@ def _dtype_from_json(name: str) -> torch.dtype:
     return _TORCH_DTYPES[name]
 
 
-def _device_from_json(name: str) -> torch.device:
-    if not _DEVICE.fullmatch(name):
-        raise ValueError(f"unknown device {name!r:.40}")
-    return torch.device(name)
+def _matching(pattern: str, what: str, make: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``make``, of texts that match a pattern."""
+
+    def made(raw: str) -> Any:
+        if not re.fullmatch(pattern, raw):
+            raise ValueError(f"{raw!r:.40} is no {what}")
+        return make(raw)
+
+    return made
 
 
 def _complex_from_json(real: Any, imag: Any) -> complex:
@@ -216,18 +215,6 @@ def _complex_from_json(real: Any, imag: Any) -> complex:
     if not all(_DECIMAL.fullmatch(part) for part in parts):
         raise ValueError(f"{parts!r:.60} is no complex number")
     return complex(*map(float, parts))
-
-
-def _float_from_json(name: str) -> float:
-    if name not in ("inf", "-inf", "nan"):
-        raise ValueError(f"{name!r:.40} is not inf, -inf or nan")
-    return float(name)
-
-
-def _int_from_json(digits: str) -> int:
-    if not _HEX.fullmatch(digits):
-        raise ValueError(f"{digits!r:.40} is no hexadecimal integer")
-    return int(digits, 16)  # not decimal, since Python limits the digits of these
 
 
 def _timezone_from_json(offset_s: Any, name: Any) -> datetime.timezone:
@@ -245,10 +232,12 @@ def _integers(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-_MAPPINGS = ("dict", "ordered_dict", "counter", "defaultdict")
-_HEX = re.compile(r"-?0x[0-9a-f]+")
+_MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
+    "dict": dict,
+    "ordered_dict": collections.OrderedDict,
+    "counter": lambda pairs: collections.Counter(dict(pairs)),
+}
 _DECIMAL = re.compile(r"-?(inf|nan|[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?)")
-_DEVICE = re.compile(r"[a-z]+(:[0-9]{1,3})?")
 _NUMPY_DTYPE = re.compile(
     r"\|b1|[<|][iu][1248]|<f(2|4|8|12|16)|<c(8|16|24|32)|[<|]S[0-9]{1,9}|<U[0-9]{1,9}|<[mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?"
 )
@@ -258,8 +247,9 @@ _TORCH_DTYPES = {
 }
 # Constructors by tag: from a string; from an array of arguments; from an array of the value's items.
 _FROM_TEXT: dict[str, Callable[[str], Any]] = {
-    "int": _int_from_json,
-    "float": _float_from_json,
+    # not decimal, since Python limits the digits of these
+    "int": _matching(r"-?0x[0-9a-f]+", "hexadecimal integer", lambda raw: int(raw, 16)),
+    "float": _matching(r"-?inf|nan", "inf, -inf or nan", float),
     "bytes": lambda raw: base64.b64decode(raw, validate=True),
     "bytearray": lambda raw: bytearray(base64.b64decode(raw, validate=True)),
     "datetime": datetime.datetime.fromisoformat,
@@ -270,7 +260,7 @@ _FROM_TEXT: dict[str, Callable[[str], Any]] = {
     "path": pathlib.Path,
     "pure_path": pathlib.PurePath,
     "torch.dtype": _dtype_from_json,
-    "torch.device": _device_from_json,
+    "torch.device": _matching(r"[a-z]+(:[0-9]{1,3})?", "device", torch.device),
 }
 _FROM_LIST: dict[str, Callable[..., Any]] = {
     "complex": _complex_from_json,

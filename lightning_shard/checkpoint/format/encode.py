@@ -221,10 +221,6 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _timezone(zone: datetime.timezone) -> list[Any]:
-    return [zone.utcoffset(None).total_seconds(), zone.tzname(None)]
-
-
 _CONTAINERS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _SCALARS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     bytes: ("bytes", _base64),
@@ -234,7 +230,7 @@ _SCALARS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     datetime.date: ("date", lambda v: v.isoformat()),
     datetime.time: ("time", lambda v: v.isoformat()),
     datetime.timedelta: ("timedelta", lambda v: [v.days, v.seconds, v.microseconds]),
-    datetime.timezone: ("timezone", _timezone),
+    datetime.timezone: ("timezone", lambda v: [v.utcoffset(None).total_seconds(), v.tzname(None)]),
     decimal.Decimal: ("decimal", str),
     uuid.UUID: ("uuid", str),
     range: ("range", lambda v: [v.start, v.stop, v.step]),

@@ -53,11 +53,7 @@ DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.ite
 
 
 # In the file's header such a tensor is declared as (dtype, extra last dim), with the same bytes.
-CARRIERS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "F8_E8M0": ("U8", ()),
-    "C128": ("F64", (2,)),
-    "C32": ("F16", (2,)),
-}
+CARRIERS: dict[str, tuple[str, tuple[int, ...]]] = {"F8_E8M0": ("U8", ()), "C128": ("F64", (2,)), "C32": ("F16", (2,))}
 
 
 def dtype_name(dtype: torch.dtype, key: str = "") -> str:
@@ -134,11 +130,7 @@ def tensor_table(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[s
         assert key not in table, f"two tensors of one file are named {key!r}"
         nbytes = math.prod(shape) * item_bytes(dtype)
         carrier, extra = CARRIERS.get(dtype, (dtype, ()))
-        table[key] = {
-            "dtype": carrier,
-            "shape": [*shape, *extra],
-            "data_offsets": [position, position + nbytes],
-        }
+        table[key] = {"dtype": carrier, "shape": [*shape, *extra], "data_offsets": [position, position + nbytes]}
         spans.append((position, position + nbytes))
         position += nbytes
     return _dump(table), spans

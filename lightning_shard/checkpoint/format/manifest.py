@@ -49,6 +49,12 @@ _RANK = re.compile(r"0|[1-9][0-9]{0,15}")
 OWN_FILE = re.compile(r"(?:(model|optimizer|trainer)/(rank-\d{5,}|state)|table)-([0-9a-f]{12})\.(safetensors|json)")
 
 
+def writer_of(path: str) -> int | None:
+    """The rank that wrote a file, from its name; None for a file that the first rank writes for all."""
+    own = OWN_FILE.fullmatch(path)
+    return int(own[2].removeprefix("rank-")) if own and own[2] not in (None, "state") else None
+
+
 def table_path(attempt: str) -> str:
     return f"table-{attempt}.safetensors"
 
@@ -152,8 +158,7 @@ class Manifest:
         fields = [f"{_dump(key)}:{_dump(value)}" for key, value in head.items()]
         fields.append(_lines("files", "[]", (_dump(_file_to_json(file)) for file in self.files)))
         fields.append(f'"state_file":{_dump(self.state_file)}')
-        for name, section in ((name, getattr(self, name)) for name in TENSOR_SECTIONS):
-            fields.append(_lines(name, "{}", _tensors(section)))
+        fields += [_lines(name, "{}", _tensors(getattr(self, name))) for name in TENSOR_SECTIONS]
         of_ranks = (f'"{rank}":{{{",".join(_tensors(section))}}}' for rank, section in self.ranks.items())
         fields.append(_lines("ranks", "{}", of_ranks))
         return signed(b"{" + ",\n".join(fields).encode())
@@ -181,7 +186,7 @@ class Manifest:
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise CorruptCheckpointError(f"{source} is not a manifest of this format: it has no format={FORMAT!r}.")
         signed_by_itself = OWN_DIGEST in raw
-        if signed_by_itself and not _own_digest_fits(data):
+        if signed_by_itself and data != signed(data[: data.rfind(_END)]):
             raise CorruptCheckpointError(
                 f"{source} differs from its own digest: it was damaged, or changed by hand. Use another checkpoint."
             )
@@ -240,11 +245,6 @@ class Manifest:
 def signed(body: bytes) -> bytes:
     """Append the manifest's own digest to a JSON object without its closing brace."""
     return body + _END + f'"{digest(body)}"}}\n'.encode()
-
-
-def _own_digest_fits(data: bytes) -> bool:
-    end = data.rfind(_END)
-    return end >= 0 and data == signed(data[:end])
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
@@ -348,12 +348,8 @@ def _block_bytes(grid: Any, source: str) -> int:
 
 
 def _file_to_json(file: FileEntry) -> dict[str, Any]:
-    entry: dict[str, Any] = {"path": file.path, "bytes": file.bytes}
-    if file.header_bytes:
-        entry["header_bytes"] = file.header_bytes
-    if file.digest:
-        entry["digest"] = file.digest
-    return entry
+    entry = {"path": file.path, "bytes": file.bytes, "header_bytes": file.header_bytes or None, "digest": file.digest}
+    return {key: value for key, value in entry.items() if value is not None}
 
 
 def _table_from_json(raw: Any) -> TableFile:

@@ -7,6 +7,7 @@ docs/format.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import numpy as safetensors
 
+from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest
 from lightning_shard.checkpoint.format.header import HeaderEntry, layout_fault, parse_header
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
@@ -58,10 +60,20 @@ class Rows(NamedTuple):
     digests: NDArray[np.uint8]
     """The digests of all chunks' blocks, ``(blocks, 16)``."""
 
+    def boxes(self, first: int, last: int, ndim: int) -> list[Box]:
+        """The boxes of the rows from ``first`` up to ``last`` (exclusive), of a tensor of ``ndim`` dims."""
+        boxes = zip(self.offsets[first:last, :ndim].tolist(), self.sizes[first:last, :ndim].tolist())
+        return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
+
     def encode(self) -> bytes:
         """The table's file."""
         columns = {name: np.ascontiguousarray(column) for name, column in zip(self._fields, self)}
         return safetensors.save(columns)
+
+
+def columns_of(numbers: Sequence[tuple[int, ...]], dims: int, fill: int) -> Integers:
+    """Offsets or sizes as an array of shape ``(n, dims)``, padded by ``fill``."""
+    return np.array([(*each, *(fill,) * (dims - len(each))) for each in numbers], np.int64).reshape(len(numbers), dims)
 
 
 def padded(numbers: Integers, dims: int, fill: int) -> Integers:
@@ -96,14 +108,11 @@ class Table:
         self.file = file
         self._source = source
         self._read = read
+        self.has_file = read is not None
         self._there = np.zeros(file.blocks, bool)
         self._given = data
         self._starts: dict[str, int] = {}
         """The position of each column in the file."""
-
-    @property
-    def has_file(self) -> bool:
-        return self._read is not None
 
     @cached_property
     def _memory(self) -> NDArray[np.uint8]:
@@ -146,10 +155,7 @@ class Table:
         if entry is None or entry.dtype != dtype or len(entry.shape) != ndim:
             raise self.corrupt(f"it has no column {name!r} of {dtype} with {ndim} dims")
         width = 8 if dtype == "I64" else 1
-        length = 1
-        for size in entry.shape:
-            length *= size
-        if length * width != entry.end - entry.begin:
+        if math.prod(entry.shape) * width != entry.end - entry.begin:
             raise self.corrupt(f"its column {name!r} of shape {entry.shape} has {entry.end - entry.begin:,} bytes")
         self._starts[name] = entry.begin
         column = self._memory[entry.begin : entry.end]

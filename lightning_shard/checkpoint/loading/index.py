@@ -96,7 +96,9 @@ def select(index: Any, shape: tuple[int, ...], name: str, *, item_bytes: int, ma
     cut = min(cuts, key=lambda dim: _length(cuts[dim]) / _length(runs[dim]), default=0)
     if cut in cuts:
         runs[cut] = cuts[cut]
-    boxes = [_box([*runs[:cut], [run], *runs[cut + 1 :]]) for run in runs[cut]] if axes else [Box((), ())]
+    others = [own[0] for own in runs]
+    spans = [[*others[:cut], run, *others[cut + 1 :]] for run in runs[cut]] if axes else [[]]
+    boxes = [Box(tuple(begin for begin, _ in span), tuple(end - begin for begin, end in span)) for span in spans]
     rows: list[tuple[int, Tensor]] = []
     final: list[Any] = []
     numbered = iter(enumerate(axes))
@@ -118,11 +120,6 @@ def select(index: Any, shape: tuple[int, ...], name: str, *, item_bytes: int, ma
 
 def _length(runs: Sequence[Run]) -> int:
     return sum(end - begin for begin, end in runs)
-
-
-def _box(runs: Sequence[Sequence[Run]]) -> Box:
-    """The box of one run per dim."""
-    return Box(tuple(begin for ((begin, _),) in runs), tuple(end - begin for ((begin, end),) in runs))
 
 
 def _runs(places: Tensor, max_gap: int) -> list[Run]:

@@ -171,8 +171,9 @@ def load(
     load into them succeeds, or :func:`declare_filled` declares that they were filled by other means.
     """
     naming = strip_prefix, rename
-    _refuse_without_names(optimizer, into)
     if into is None:
+        if optimizer is not None:
+            raise ConfigurationError("optimizer needs into=, the module or tensors by name that it optimizes: pass it.")
         return _whole(read_together(path, storage_options=storage_options, verify=verify, group=group), naming, group)
     start = time.perf_counter()
     ranks, attempt = Ranks.of(group), ""
@@ -228,19 +229,13 @@ def load(
     else:
         with all_or_none(group):  # a single collective, since each round trip takes time
             arrived = _fetch(_wanted(pairs(), cast), verify)
-        arrived.hand_over()
-        nbytes = arrived.nbytes
+        nbytes = arrived.hand_over()
     with all_or_none(group) if more_to_do else contextlib.nullcontext():
         if through is not None:
             through.load(set(missing), strict)
         for each in restored:
             each.finish()
     return LoadReport(missing, unexpected, nbytes, time.perf_counter() - start, attempt)
-
-
-def _refuse_without_names(optimizer: Any, into: Any) -> None:
-    if optimizer is not None and into is None:
-        raise ConfigurationError("optimizer needs into=, the module or tensors by name that it optimizes: pass it.")
 
 
 def _whole(checkpoint: Checkpoint, naming: Naming, group: Any) -> dict[str, Tensor]:
@@ -349,9 +344,7 @@ def load_tensors(pairs: Iterable[Pair], *, verify: bool = True, cast: bool = Fal
         StateMismatchError: Global shapes differ, or dtypes do without ``cast``; nothing has been written.
         CorruptCheckpointError: As :func:`read`; some of the tensors may have been written, as :func:`load` says.
     """
-    arrived = _fetch(_wanted(pairs, cast), verify)
-    arrived.hand_over()
-    return arrived.nbytes
+    return _fetch(_wanted(pairs, cast), verify).hand_over()
 
 
 def load_together(
@@ -418,11 +411,12 @@ class _Arrived:
         self.beside += [(read.target, *room) for read, room in zip(reads, rooms)]
         return [Read(read.name, read.entry, read.box, *room) for read, room in zip(reads, rooms)]
 
-    def hand_over(self) -> None:
-        """Copy to the targets and clear the marks. Called once all ranks have verified what they need."""
+    def hand_over(self) -> int:
+        """Copy to the targets, clear the marks, return ``nbytes``. Called once all ranks have verified their reads."""
         fill(self.beside)
         half_loaded.clear(self.in_place)
         half_loaded.clear(target for target, _, _ in self.beside)
+        return self.nbytes
 
 
 def _fetch(wanted: Iterable[Wanted], verify: bool) -> _Arrived:

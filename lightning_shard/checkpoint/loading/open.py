@@ -109,12 +109,7 @@ def _table(store: Store, manifest: Manifest, path: str, data: bytes | None = Non
 
 def to_tell(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) -> Found:
     """What the first rank broadcasts: ``found`` with the table's bytes, unless these are many."""
-    return found if ranks.alone else _with_table(found, storage_options, WHOLE_BYTES)
-
-
-def find_with_table(path: str) -> Found:
-    """As :func:`find`, and the table's bytes."""
-    return _with_table(find(path, None), None)
+    return found if ranks.alone else with_table(found, storage_options, WHOLE_BYTES)
 
 
 def in_reach(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) -> Found:
@@ -132,10 +127,11 @@ def in_reach(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks)
     (out_of_reach,) = ranks.any(not there)
     if not out_of_reach:
         return found
-    return together(ranks, lambda: None, lambda _: _with_table(found, storage_options))
+    return together(ranks, lambda: None, lambda _: with_table(found, storage_options))
 
 
-def _with_table(found: Found, storage_options: dict[str, Any] | None, most_bytes: int = 2**63) -> Found:
+def with_table(found: Found, storage_options: dict[str, Any] | None, most_bytes: int = 2**63) -> Found:
+    """What was found, with the table's bytes unless these are more than ``most_bytes``."""
     if found.table is not None:
         return found
     manifest = Manifest.from_bytes(found.manifest, f"{found.root}/{MANIFEST_NAME}")
@@ -190,7 +186,8 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
     try:
         store = open_store(path, storage_options)
         try:
-            return Found(path, _manifest(store))
+            store.links_lead_anywhere = False
+            return Found(path, store.read(MANIFEST_NAME))
         except NOT_A_FILE:
             found = foreign.find(path, storage_options)
     except CheckpointError:
@@ -205,32 +202,23 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
     return Found(found.store.root, found.manifest.to_bytes(), found.state, foreign=True, table=table)
 
 
-def _manifest(store: Store) -> bytes:
-    store.links_lead_anywhere = False
-    return store.read(MANIFEST_NAME)
-
-
 def _what_is_there(path: str, store: Store) -> str:
     try:
         names = store.names()
     except Exception:
         names = []
     if not names:
-        kind = "a single file" if os.path.isfile(path) else "a folder without files" if os.path.isdir(path) else ""
-        if kind == "a single file":
+        if os.path.isfile(path):
             return "It is a single file, and neither safetensors nor a zip of torch.save."
-        return f"It is {kind}." if kind else "Nothing is there: check the path."
+        return "It is a folder without files." if os.path.isdir(path) else "Nothing is there: check the path."
     if ".metadata" in names:
         return "It is a checkpoint of torch.distributed.checkpoint: load it with that."
     if "pytorch_model.bin.index.json" in names:
         return "It is a model in several files of torch.save: save it anew as safetensors (save_pretrained)."
-    single = [
-        name for name in names if name.endswith((".safetensors", ".bin", ".ckpt", ".pt", ".pth")) and "/" not in name
-    ]
-    if single:
+    endings = ".safetensors", ".bin", ".ckpt", ".pt", ".pth"
+    if single := [name for name in names if name.endswith(endings) and "/" not in name]:
         return f"But there is {single[0]} in it: pass that file's own path."
-    children = sorted({name.rpartition("/")[0] for name in names if name.endswith("/" + MANIFEST_NAME)})
-    if children:
+    if children := sorted({name.rpartition("/")[0] for name in names if name.endswith("/" + MANIFEST_NAME)}):
         return f"But there is one in {children[-1]!r} below it: did you mean that?"
     if any(name.startswith(("model/", "optimizer/", "trainer/")) for name in names):
         return "It has files of a save that was not completed: use an earlier checkpoint."

@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lightning_shard.checkpoint.boxes import Box
+from lightning_shard.checkpoint.boxes import Box, rows_of
 from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, check_digest, digest_at, digest_bytes
 from lightning_shard.checkpoint.format.chunks import Chunk, TensorEntry, overlaps
 from lightning_shard.checkpoint.format.header import DTYPES
@@ -99,7 +99,7 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
     batches = _batches(plan, batch_bytes)
     if threads <= 1 or (sum(sizes) <= FEW_BYTES and not store.is_remote):
         for path, batch in batches:
-            _fetch(store, path, batch, _scratch())
+            _fetch(store, path, batch)
     else:
         _fetch_together(store, batches, threads)
     return sum(sizes)
@@ -116,7 +116,7 @@ def _fetch_together(store: Store, batches: Iterator[tuple[str, list[_Job]]], thr
                     batch = next(batches, None)
                 if batch is None:
                     return
-                _fetch(store, *batch, _scratch())
+                _fetch(store, *batch)
         except BaseException:
             stop.set()
             raise
@@ -150,9 +150,13 @@ def _plan(
     read: Read, found: Sequence[tuple[Chunk, Box]], manifest: Manifest, verify: bool
 ) -> Iterator[tuple[int, _Job]]:
     block_bytes = manifest.block_bytes if verify else 0
-    if len(found) == 1 and found[0][0].sizes == read.box.sizes == found[0][1].sizes and _lies_alike(read):
+    is_alike = read.target.dtype == DTYPES[read.entry.dtype] and (read.memory is not None or is_plain(read.target))
+    if is_alike and len(found) == 1 and found[0][0].sizes == read.box.sizes == found[0][1].sizes:
         # fast path: same layout as the save, as nearly always
-        yield found[0][0].file, _whole_chunk(read, found[0][0], block_bytes)
+        chunk = found[0][0]
+        memory = byte_view(read.target) if read.memory is None else read.memory
+        digests = chunk.digests if block_bytes else b""
+        yield chunk.file, _Job(read.name, chunk.begin, chunk.end, memory, digests, block_bytes)
         return
     # chunks don't overlap, so the parts cover the box exactly if their sizes add up to it
     if sum(part.numel for _, part in found) != read.box.numel:
@@ -162,16 +166,6 @@ def _plan(
         inside = part.within(Box(chunk.offsets, chunk.sizes))
         for job in _jobs(read, chunk, inside, target, block_bytes if chunk.digests else 0):
             yield chunk.file, job
-
-
-def _lies_alike(read: Read) -> bool:
-    return read.target.dtype == DTYPES[read.entry.dtype] and (read.memory is not None or is_plain(read.target))
-
-
-def _whole_chunk(read: Read, chunk: Chunk, block_bytes: int) -> _Job:
-    memory = byte_view(read.target) if read.memory is None else read.memory
-    digests = chunk.digests if block_bytes else b""
-    return _Job(read.name, chunk.begin, chunk.end, memory, digests, block_bytes)
 
 
 def _jobs(read: Read, chunk: Chunk, region: Box, target: Tensor, block_bytes: int) -> Iterator[_Job]:
@@ -186,11 +180,9 @@ def _jobs(read: Read, chunk: Chunk, region: Box, target: Tensor, block_bytes: in
         dim = next(dim for dim, size in enumerate(region.sizes) if size > 1)
         rows = max(1, SPAN_BYTES // (math.prod(chunk.sizes[dim + 1 :]) * dtype.itemsize))
         for start in range(0, region.sizes[dim], rows):
-            offsets, sizes = list(region.offsets), list(region.sizes)
-            offsets[dim] += start
-            sizes[dim] = min(rows, sizes[dim] - start)
-            part = Box(tuple(offsets), tuple(sizes))
-            yield from _jobs(read, chunk, part, target.narrow(dim, start, sizes[dim]), block_bytes)
+            stop = min(start + rows, region.sizes[dim])
+            part, room = rows_of(region, dim, start, stop), target.narrow(dim, start, stop - start)
+            yield from _jobs(read, chunk, part, room, block_bytes)
 
 
 def _jobs_in_place(
@@ -214,18 +206,12 @@ def _span(region: Box, chunk_sizes: tuple[int, ...]) -> tuple[int, int]:
     """[first, last + 1) of a region's elements, as flat indices in the row-major chunk."""
     if region.sizes == chunk_sizes:
         return 0, region.numel
-    strides = _strides(chunk_sizes)
-    first = sum(offset * stride for offset, stride in zip(region.offsets, strides))
-    return first, first + sum((size - 1) * stride for size, stride in zip(region.sizes, strides)) + 1
+    first = region.first(chunk_sizes)
+    return first, first + sum((size - 1) * stride for size, stride in zip(region.sizes, _strides(chunk_sizes))) + 1
 
 
 def _scratch_job(
-    read: Read,
-    chunk: Chunk,
-    elements: tuple[int, int],
-    target: Tensor,
-    strides: tuple[int, ...],
-    block_bytes: int,
+    read: Read, chunk: Chunk, elements: tuple[int, int], target: Tensor, strides: tuple[int, ...], block_bytes: int
 ) -> _Job:
     """A job that reads a span of a chunk, extended to whole blocks, and copies some of its elements to ``target``."""
     dtype = DTYPES[read.entry.dtype]
@@ -307,18 +293,6 @@ def _cut(job: _Job, nbytes: int) -> Iterator[_Job]:
         yield _Job(job.name, job.begin + begin, job.begin + end, job.into[begin:end], digests, job.block_bytes)
 
 
-class _Scratch:
-    """One thread's scratch memory for ranges that can't be read in place; grows to the largest batch and is reused."""
-
-    def __init__(self) -> None:
-        self.tensor = torch.empty(0, dtype=torch.uint8)
-
-    def room(self, nbytes: int, pinned: bool) -> Tensor:
-        if self.tensor.numel() < nbytes or (pinned and not self.tensor.is_pinned()):
-            self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        return self.tensor
-
-
 @contextlib.contextmanager
 def naming_what_fails(store: Store, path: str, name: str) -> Iterator[None]:
     """Convert errors of reading a file for a tensor to our own: a missing or short file is a damaged checkpoint."""
@@ -339,27 +313,26 @@ def naming_what_fails(store: Store, path: str, name: str) -> Iterator[None]:
 _of_thread = threading.local()
 
 
-def _scratch() -> _Scratch:
-    if not hasattr(_of_thread, "scratch"):
-        _of_thread.scratch = _Scratch()
-    return _of_thread.scratch
+def _scratch(nbytes: int, pinned: bool) -> Tensor:
+    """This thread's memory for ranges that can't be read in place; grows to the largest batch and is reused."""
+    known: Tensor | None = getattr(_of_thread, "scratch", None)
+    if known is None or known.numel() < nbytes or (pinned and not known.is_pinned()):
+        known = _of_thread.scratch = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    return known
 
 
-def _fetch(store: Store, path: str, batch: Sequence[_Job], scratch: _Scratch) -> None:
+def _fetch(store: Store, path: str, batch: Sequence[_Job]) -> None:
     with naming_what_fails(store, path, batch[0].name):
         rest = [job for job in batch if not _copy_from_map(store, path, job)]
         if rest:
-            _read(store, path, rest, scratch)
+            _read(store, path, rest)
 
 
 def _copy_from_map(store: Store, path: str, job: _Job) -> bool:
     """Copy a job that can't be read in place from a memory map of the file; returns whether that was possible."""
     if job.target is None or job.target.device.type != "cpu" or job.begin % job.dtype.itemsize:
         return False
-    if job.end - job.begin < MAPPED_BYTES:
-        return False
-    memory = store.mapped(path, job.begin, job.end)
-    if memory is None:
+    if job.end - job.begin < MAPPED_BYTES or (memory := store.mapped(path, job.begin, job.end)) is None:
         return False
     _check(job, memory, f"{store.root}/{path}")
     _copy_out(job, torch.frombuffer(memory, dtype=job.dtype))
@@ -371,13 +344,13 @@ def _copy_out(job: _Job, elements: Tensor) -> None:
     job.target.copy_(elements.as_strided(job.target.shape, job.strides, elements.storage_offset() + job.offset))
 
 
-def _read(store: Store, path: str, jobs: Sequence[_Job], scratch: _Scratch) -> None:
+def _read(store: Store, path: str, jobs: Sequence[_Job]) -> None:
     places, total = [], 0
     for job in jobs:
         places.append(total)
         if job.into is None:
             total += -(-(job.end - job.begin) // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
-    room = scratch.room(total, any(job.target is not None and job.target.device.type == "cuda" for job in jobs))
+    room = _scratch(total, any(job.target is not None and job.target.device.type == "cuda" for job in jobs))
     memory = byte_view(room) if total else memoryview(b"")
     buffers = [
         memory[place : place + job.end - job.begin] if job.into is None else job.into

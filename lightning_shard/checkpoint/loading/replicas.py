@@ -137,16 +137,12 @@ def _with_replicas(wanted: Iterable[Wanted], ranks: Ranks) -> Iterator[tuple[Wan
         mesh, placements, device = item.spread.mesh, item.spread.placements, item.read.target.device
         key = id(mesh), placements, device.type
         if key not in known:
-            group = ranks.group if mesh is None else mesh.replicated_over(placements)
-            known[key] = _replicas(group, device, ranks)
+            group, known[key] = ranks.group if mesh is None else mesh.replicated_over(placements), None
+            if group is not None and f"{device.type}:" in dist.get_backend_config(group):
+                members = tuple(dist.get_process_group_ranks(group))
+                if set(members) <= set(ranks.members):
+                    known[key] = Replicas(members, group.group_name, group)
         yield item, known[key]
-
-
-def _replicas(group: Any, device: torch.device, ranks: Ranks) -> Replicas | None:
-    if group is None or f"{device.type}:" not in dist.get_backend_config(group):
-        return None
-    members = tuple(dist.get_process_group_ranks(group))
-    return Replicas(members, group.group_name, group) if set(members) <= set(ranks.members) else None
 
 
 # -- agreement on what is wanted, and assignment of reads -------------------------------------------------------------

@@ -115,11 +115,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     def full(self) -> dict[str, Tensor]:
         """Read all tensors into memory; tensors that shared memory when saved share it again."""
-        wholes = [
-            (name, self._section[name], Box.whole(self._section[name].shape))
-            for name in self
-            if self.alias_of(name) is None
-        ]
+        wholes = [(name, entry, Box.whole(entry.shape)) for name, entry in self._section.own()]
         targets = self._checkpoint.room_for(wholes)
         self._checkpoint.fetch(Read(*whole, target) for whole, target in zip(wholes, targets))
         tensors = {name: target for (name, _, _), target in zip(wholes, targets)}
@@ -187,10 +183,13 @@ class Checkpoint(StoredTensors):
         with self._naming(file):
             size = self.store.size(file.path)
         if size < file.bytes:
-            raise CorruptCheckpointError(
-                f"{self.path}/{file.path} has {size:,} bytes instead of {file.bytes:,}: use another checkpoint."
-            )
+            raise self._other_size(file, size)
         return size
+
+    def _other_size(self, file: FileEntry, size: int) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self.path}/{file.path} has {size:,} bytes instead of {file.bytes:,}: use another checkpoint."
+        )
 
     @contextlib.contextmanager
     def _naming(self, file: FileEntry) -> Iterator[None]:
@@ -211,9 +210,7 @@ class Checkpoint(StoredTensors):
         with self.saying_if_replaced(), self._naming(file):
             data = self.store.read(file.path)
         if len(data) != file.bytes:
-            raise CorruptCheckpointError(
-                f"{self.path}/{file.path} has {len(data):,} bytes instead of {file.bytes:,}: use another checkpoint."
-            )
+            raise self._other_size(file, len(data))
         if self.verify and file.digest is not None and digest(data) != file.digest:
             raise CorruptCheckpointError(f"{self.path}/{file.path} differs from its digest: use another checkpoint.")
         return parse(data, f"{self.path}/{file.path}")
@@ -251,15 +248,12 @@ class Checkpoint(StoredTensors):
         try:
             yield
         except CorruptCheckpointError as error:
-            if isinstance(error.__cause__, FileNotFoundError) and (change := self._change()):
-                raise CheckpointReplacedError(
-                    f"{self.path} was {change} while it was read: open it anew. ({error})"
-                ) from error
+            # another program's file has its state inside, and no manifest
+            ours = isinstance(error.__cause__, FileNotFoundError) and self._state is None
+            if ours and (change := change_since(self.store, self.manifest.attempt)):
+                text = f"{self.path} was {change} while it was read: open it anew. ({error})"
+                raise CheckpointReplacedError(text) from error
             raise
-
-    def _change(self) -> str:
-        # another program's file has its state inside, and no manifest
-        return change_since(self.store, self.manifest.attempt) if self._state is None else ""
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r}, {len(self)} model and {len(self.optimizer)} optimizer tensors)"

@@ -77,13 +77,11 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, 
             " and 'param_groups', which can't be sharded: have it keep that in its state, or save it in the trainer"
             " state (LightningModule.on_save_checkpoint) and leave it out of the optimizer's state_dict."
         )
-    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     return {
         "state": {names[id(p)]: dict(state) for p, state in optimizer.state.items() if isinstance(p, Tensor)},
         "shared": {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)},
-        "param_groups": groups,
-        "parameters": parameters,
+        "param_groups": [{**g, "params": [names[id(p)] for p in g["params"]]} for g in optimizer.param_groups],
+        "parameters": {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]},
     }
 
 
@@ -187,10 +185,10 @@ def name_numbered(
             named.append(state)
             continue
         saved = [group["params"] for group in state["param_groups"]]
-        if [len(numbers) for numbers in saved] != [len(group) for group in groups]:
+        if (theirs := [*map(len, saved)]) != (ours := [*map(len, groups)]):
             raise StateMismatchError(
-                f"The checkpoint's optimizer {index} has groups of {[len(numbers) for numbers in saved]} parameters,"
-                f" and the one here has groups of {[len(group) for group in groups]}: make the same groups."
+                f"The checkpoint's optimizer {index} has groups of {theirs} parameters, and the one here has groups of"
+                f" {ours}: make the same groups."
             )
         find = {number: name for numbers, group in zip(saved, groups) for number, name in zip(numbers, group)}
         by_number[str(index)] = find

@@ -7,6 +7,7 @@ load leaves it as it was.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,12 +58,8 @@ class Restored:
                     " list of them, or one mapping of names to tensors."
                 )
         self._names = parameter_names(self._optimizers, into)
-        self.asked = [
-            asked_as(index, self._names[id(parameter)])
-            for index, item in enumerate(self._optimizers)
-            for group in item.param_groups
-            for parameter in group["params"]
-        ]
+        self._listed = [[[self._names[id(p)] for p in g["params"]] for g in o.param_groups] for o in self._optimizers]
+        self.asked = [asked_as(i, name) for i, groups in enumerate(self._listed) for group in groups for name in group]
         self._plans: list[Plan] = []
 
     @classmethod
@@ -100,18 +97,9 @@ class Restored:
         if strip_prefix or rename:
             tensors, states = renamed(tensors, states, strip_prefix, rename)
         if any(state.get("numbered") for state in states):
-            names = [
-                [[self._names[id(parameter)] for parameter in group["params"]] for group in item.param_groups]
-                for item in self._optimizers
-            ]
-            tensors, states = name_numbered(tensors, states, names)
+            tensors, states = name_numbered(tensors, states, self._listed)
         self._plans = plan_optimizers(self._optimizers, self._names, tensors, states, asked_by_any)
-        return {
-            asked_as(index, name)
-            for index, state in enumerate(states)
-            for group in state["param_groups"]
-            for name in group["params"]
-        }
+        return {asked_as(index, name) for index, names in enumerate(listed_in(states)) for name in names}
 
     def pairs(self) -> list[tuple[StoredTensor, Tensor]]:
         """The stored tensors, each with the new tensor to read it into."""
@@ -173,24 +161,24 @@ def renamed(
     return found, named
 
 
+@dataclass
 class Plan:
     """The plan to restore one optimizer: ``pairs`` are read into new tensors, which :meth:`finish` makes its state."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], shared: Mapping[Any, Any]):
-        self._optimizer = optimizer
-        self._groups = groups
-        self._shared = shared
-        self.pairs: list[tuple[StoredTensor, Tensor]] = []
-        self.states: dict[Tensor, dict[str, Any]] = {}
+    optimizer: torch.optim.Optimizer
+    groups: list[dict[str, Any]]
+    shared: Mapping[Any, Any]
+    pairs: list[tuple[StoredTensor, Tensor]] = field(default_factory=list)
+    states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
 
     def finish(self) -> None:
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+        for group, saved in zip(self.optimizer.param_groups, self.groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in NAMES_OF_NOTHING_ELSE})
         for parameter, state in self.states.items():
-            self._optimizer.state.pop(parameter, None)
+            self.optimizer.state.pop(parameter, None)
             if state:
-                self._optimizer.state[parameter] = state
-        self._optimizer.state.update(self._shared)
+                self.optimizer.state[parameter] = state
+        self.optimizer.state.update(self.shared)
 
 
 def plan_optimizers(
@@ -213,7 +201,8 @@ def plan_optimizers(
         StateMismatchError: The checkpoint has other parameter groups.
     """
     by_parameter: dict[tuple[str, str], dict[str, Any]] = {}
-    tensor_names = TensorNames(listed_in(states))
+    listed = listed_in(states)
+    tensor_names = TensorNames(listed)
     for path, value in stored.items():
         owner, name, key = tensor_names.apart(path)
         by_parameter.setdefault((owner, name), {})[key] = value
@@ -221,8 +210,8 @@ def plan_optimizers(
     for index, (optimizer, rest_of) in enumerate(zip(optimizers, states, strict=True)):
         groups = _groups_of(index, optimizer, names, rest_of, asked_by_any)
         plan = Plan(optimizer, groups, rest_of.get("shared", {}))
-        known = {name for group in rest_of["param_groups"] for name in group["params"]}
-        for group, saved in zip(optimizer.param_groups, plan._groups):
+        known = set(listed[index])
+        for group, saved in zip(optimizer.param_groups, groups):
             # torch keeps step counts on the CPU, unless the step itself runs on the device
             hyperparameters = {**group, **saved}
             step_on_device = bool(hyperparameters.get("capturable") or hyperparameters.get("fused"))

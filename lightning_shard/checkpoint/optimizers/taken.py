@@ -13,6 +13,7 @@ from lightning_shard.checkpoint.optimizers.named import (
     OPTIMIZER_STATES,
     State,
     flatten_optimizer_states,
+    listed_in,
     merge_stages,
     named_optimizer_state,
 )
@@ -48,7 +49,13 @@ def take_apart(
 
     def complete(everyone: list[tuple[tuple[int, ...], list[dict[str, Any]]]]) -> None:
         nonlocal trainer_state
-        trainer_state = _with_states(trainer_state, _merged(everyone))
+        described = _merged(everyone)
+        if trainer_state is not None and (not isinstance(trainer_state, Mapping) or OPTIMIZER_STATES in trainer_state):
+            raise UnsupportedStateError(
+                f"trainer_state must be a dict without the key {OPTIMIZER_STATES!r} where an optimizer is saved: its"
+                " parameter groups are kept there."
+            )
+        trainer_state = {**(trainer_state or {}), OPTIMIZER_STATES: described}
 
     together(ranks, describe, complete)
     return tensors, trainer_state
@@ -157,22 +164,9 @@ def _merged(everyone: list[tuple[tuple[int, ...], list[dict[str, Any]]]]) -> lis
             "An optimizer's state_dict() numbers its parameters, and each pipeline stage numbers from 0: pass the"
             " optimizer itself, whose parameters have names."
         )
-    order: dict[str, int] = {}
-    for stage in stages:
-        for optimizer in stage:
-            for group in optimizer["param_groups"]:
-                for name in group["params"]:
-                    order.setdefault(name, len(order))
+    names = dict.fromkeys(name for stage in stages for listed in listed_in(stage) for name in listed)
+    order = {name: number for number, name in enumerate(names)}
     return merge_stages(stages, lambda _: order)
-
-
-def _with_states(trainer_state: Any, described: list[dict[str, Any]]) -> dict[Any, Any]:
-    if trainer_state is not None and (not isinstance(trainer_state, Mapping) or OPTIMIZER_STATES in trainer_state):
-        raise UnsupportedStateError(
-            f"trainer_state must be a dict without the key {OPTIMIZER_STATES!r} where an optimizer is saved: its"
-            " parameter groups are kept there."
-        )
-    return {**(trainer_state or {}), OPTIMIZER_STATES: described}
 
 
 def parameter_names(optimizers: Iterable[torch.optim.Optimizer], state: State) -> dict[int, str]:
@@ -199,22 +193,16 @@ def parameter_names(optimizers: Iterable[torch.optim.Optimizer], state: State) -
         elif located.local.layout is torch.strided and not located.local.is_meta:
             without_memory.append(located)
     found = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                known = by_id.get(id(parameter), by_memory.get(identity(locate("", parameter))))
-                own = _of_one_storage(parameter, without_memory) if known is None else [known]
-                if len(own) != 1:
-                    why = (
-                        f"whose shard is empty on this rank, so it may be any of {own}"
-                        if own
-                        else "that isn't in the state"
-                    )
-                    raise UnsupportedStateError(
-                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} {why}: pass"
-                        " the module that it optimizes, and make the optimizer after the module was sharded."
-                    )
-                (found[id(parameter)],) = own
+    for optimizer, parameter in ((o, p) for o in optimizers for group in o.param_groups for p in group["params"]):
+        known = by_id.get(id(parameter), by_memory.get(identity(locate("", parameter))))
+        own = _of_one_storage(parameter, without_memory) if known is None else [known]
+        if len(own) != 1:
+            why = f"whose shard is empty on this rank, so it may be any of {own}" if own else "that isn't in the state"
+            raise UnsupportedStateError(
+                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} {why}: pass the module"
+                " that it optimizes, and make the optimizer after the module was sharded."
+            )
+        (found[id(parameter)],) = own
     return found
 
 

@@ -29,15 +29,16 @@ class Account:
     mesh_ranks: tuple[int, ...]
     """The ranks that hold the same list of tensors as this one."""
     fingerprint: tuple[int, str] = (0, "")
-    """The number of tensors and a hash of their names, dtypes and shapes."""
+    """The number of tensors and a hash of their names, dtypes and shapes; equal on all ``mesh_ranks``."""
     written: dict[str, list[Written]] = field(default_factory=dict)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By section: name of a tensor that shares the memory of another, to that one's name."""
     state_file: FileEntry | None = None
     host: str = field(default_factory=socket.gethostname)
     replicated: bytes = b""
     """Names of the tensors that are replicated on all of ``mesh_ranks``, one to a line."""
     contents: bytes = b""
-    """A fingerprint of each replicated tensor's elements."""
+    """A fingerprint of each replicated tensor's elements; equal on all ``mesh_ranks``."""
 
     def add(self, section: str, written: Written) -> None:
         self.written.setdefault(section, []).append(written)
@@ -176,18 +177,14 @@ class _Tensors:
         """The number of each tensor of a file; ``text`` is its :attr:`Columns.tensors`."""
         found = self._texts.get((title, mesh, text))
         if found is None:
-            listed = [
-                self._number(Held(title, name, mesh, dtype, tuple(shape), rank))
-                for name, dtype, shape in json.loads(text)
-            ]
-            found = self._texts[title, mesh, text] = np.array(listed, np.int64)
+            numbers = []
+            for name, dtype, shape in json.loads(text):
+                held = Held(title, name, mesh, dtype, tuple(shape), rank)
+                numbers.append(self._known.setdefault(held[:-1], len(self.held)))
+                if numbers[-1] == len(self.held):
+                    self.held.append(held)
+            found = self._texts[title, mesh, text] = np.array(numbers, np.int64)
         return found
-
-    def _number(self, held: Held) -> int:
-        number = self._known.setdefault(held[:-1], len(self.held))
-        if number == len(self.held):
-            self.held.append(held)
-        return number
 
 
 def _rows(parts: Sequence[tuple[Written, int]]) -> Rows:
@@ -198,10 +195,9 @@ def _rows(parts: Sequence[tuple[Written, int]]) -> Rows:
     begins = [written.columns.begins + written.file.header_bytes for written, _ in parts]
     blocks = [-(-written.columns.nbytes // BLOCK_BYTES) * bool(written.digests) for written, _ in parts]
     counts = np.concatenate([none, *blocks])
+    numbers, lengths = [number for _, number in parts], [len(begin) for begin in begins]
     return Rows(
-        np.repeat(
-            np.array([number for _, number in parts], np.int64), [len(written.columns.begins) for written, _ in parts]
-        ),
+        np.repeat(np.array(numbers, np.int64), lengths),
         np.concatenate([none, *begins]),
         np.cumsum(counts) - counts,
         np.concatenate([no_box, *(padded(written.columns.offsets, dims, 0) for written, _ in parts)]),

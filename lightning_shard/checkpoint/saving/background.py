@@ -13,11 +13,12 @@ work once ``atexit`` callbacks run.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -106,18 +107,11 @@ class AsyncSaver:
         optimizer, trainer_state = take_apart(optimizer, state, trainer_state, mesh, ranks)
         with all_or_none(ranks.group):
             self.drain()
-            if waits and ranks.first:
+            if waits and ranks.first and not self._said:
                 self._say_that_it_waits()
             order = Order(absolute(path), dict(storage_options or {}), plain(layout), fsync, digests, own_disks)
-            part = plan_part(
-                state,
-                optimizer=optimizer,
-                trainer_state=trainer_state,
-                rank_state=rank_state,
-                mesh=mesh,
-                ranks=ranks,
-                attempt=new_attempt(),
-            )
+            what = state, optimizer, trainer_state, rank_state
+            part = plan_part(*what, mesh=mesh, ranks=ranks, attempt=new_attempt())
             part.files = self._copies.of(part.files)
         self._path = os.fspath(order.path)
         self._saving = self._thread.submit(_write, order, ranks, part, afterwards)
@@ -211,8 +205,6 @@ class AsyncSaver:
             )
 
     def _say_that_it_waits(self) -> None:
-        if self._said:
-            return
         self._said = True
         warnings.warn(
             f"The previous save, to {self._path}, was still being written, so the next one waited for it: saves are"
@@ -233,10 +225,6 @@ _unheard: dict[Future[SaveReport], str] = {}
 os.register_at_fork(after_in_child=_unheard.clear)  # a forked child lacks the threads that write them
 
 
-def _finish_before_exit() -> None:
-    futures.wait(list(_unheard))
-
-
 @atexit.register
 def _tell_at_exit() -> None:
     """Print failures that nobody has asked for."""
@@ -245,7 +233,7 @@ def _tell_at_exit() -> None:
             print(f"[lightning_shard] The save to {path} failed, and nobody waited for it: {error}", file=sys.stderr)
 
 
-threading._register_atexit(_finish_before_exit)  # type: ignore[attr-defined]
+threading._register_atexit(lambda: futures.wait(list(_unheard)))  # type: ignore[attr-defined]
 
 
 class _Copies:
@@ -255,25 +243,19 @@ class _Copies:
         self._memory = host_memory(0, pinned=False)
         self._pinned = False
 
-    def of(self, files: Iterable[PartFile]) -> list[PartFile]:
+    def of(self, files: list[PartFile]) -> list[PartFile]:
         """Copy the files' tensors; returns the files with the copies."""
-        files = list(files)
         everything = [data for file in files for data in file.data]
-        starts, total = [], 0
-        for data in everything:
-            starts.append(total)
-            total += -(-data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        sizes = (-(-data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for data in everything)
+        *starts, total = itertools.accumulate(sizes, initial=0)
         of_device = any(data.is_cuda for data in everything)
         if self._memory.numel() < total or (of_device and not self._pinned):
             self._memory = host_memory(0, pinned=False)  # free the old memory first
             self._memory, self._pinned = host_memory(total, pinned=of_device), of_device
-        places = iter(starts)
-        copies = [replace(file, data=[self._copied(data, next(places)) for data in file.data]) for file in files]
+        copies = (_copy(data, self._memory[at : at + data.nbytes]) for data, at in zip(everything, starts))
+        copied = [replace(file, data=list(itertools.islice(copies, len(file.data)))) for file in files]
         settle(everything)  # wait for device copies: later changes of the tensors don't reach them
-        return copies
-
-    def _copied(self, data: Tensor, start: int) -> Tensor:
-        return _copy(data, self._memory[start : start + data.nbytes])
+        return copied
 
 
 def _copy(data: Tensor, memory: Tensor) -> Tensor:

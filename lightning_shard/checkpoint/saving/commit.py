@@ -49,12 +49,7 @@ def look_before_saving(store: Store) -> Earlier:
 
 
 def check_files(
-    store: Store,
-    by_host: Mapping[str, Iterable[FileEntry]],
-    own_host: str,
-    began_s: float,
-    *,
-    own_disks: bool = False,
+    store: Store, by_host: Mapping[str, Iterable[FileEntry]], own_host: str, began_s: float, *, own_disks: bool = False
 ) -> None:
     """Check that all files that the manifest will name exist and have their sizes, just before the commit.
 
@@ -78,9 +73,15 @@ def check_files(
             lost = [fault for fault in looks if fault]
             if lost and host != own_host and len(lost) == len(entries):
                 if not own_disks:
-                    raise CheckpointError(_on_own_disk(store, host, own_host))
-            elif lost:
-                raise CheckpointError(_lost(store, lost))
+                    raise CheckpointError(
+                        f"{store.root}: none of the files that {host} has just written is there on {own_host}: it is a"
+                        " disk of each machine's own, and no machine could load what is saved so. Save to a path that"
+                        " all machines see; a disk of each one's own may be ShardedCheckpointIO's local= folder, from"
+                        " which saves are carried to such a path. Nothing has been committed, and an earlier checkpoint"
+                        " is as it was."
+                    )
+            else:
+                _refuse(store, lost)
 
 
 def check_own_files(store: Store, files: Iterable[FileEntry]) -> None:
@@ -89,8 +90,7 @@ def check_own_files(store: Store, files: Iterable[FileEntry]) -> None:
     Raises:
         CheckpointError: A file is missing or has another size.
     """
-    if lost := [fault for file in files if (fault := _fault(store, file))]:
-        raise CheckpointError(_lost(store, lost))
+    _refuse(store, [fault for file in files if (fault := _fault(store, file))])
 
 
 def _fault(store: Store, file: FileEntry) -> str:
@@ -101,22 +101,14 @@ def _fault(store: Store, file: FileEntry) -> str:
     return "" if size == file.bytes else f"{file.path} has {size:,} bytes instead of {file.bytes:,}"
 
 
-def _lost(store: Store, lost: list[str]) -> str:
-    more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-    return (
-        f"{store.root}: files that were just written are missing or have another size ({', '.join(lost[:3])}{more}):"
-        " another program may be removing files there. Nothing has been committed, and an earlier checkpoint is as it"
-        " was."
-    )
-
-
-def _on_own_disk(store: Store, host: str, own_host: str) -> str:
-    return (
-        f"{store.root}: none of the files that {host} has just written is there on {own_host}: it is a disk of each"
-        " machine's own, and no machine could load what is saved so. Save to a path that all machines see; a disk of"
-        " each one's own may be ShardedCheckpointIO's local= folder, from which saves are carried to such a path."
-        " Nothing has been committed, and an earlier checkpoint is as it was."
-    )
+def _refuse(store: Store, lost: list[str]) -> None:
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise CheckpointError(
+            f"{store.root}: files that were just written are missing or have another size"
+            f" ({', '.join(lost[:3])}{more}): another program may be removing files there. Nothing has been committed,"
+            " and an earlier checkpoint is as it was."
+        )
 
 
 def commit(store: Store, manifest: Manifest, earlier: Earlier, *, durable: bool) -> None:

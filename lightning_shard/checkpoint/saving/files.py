@@ -19,7 +19,7 @@ from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, digest, digest_bytes
 from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, dtype_name, header_of, tensor_table
 from lightning_shard.checkpoint.format.manifest import FileEntry
-from lightning_shard.checkpoint.format.table import Integers
+from lightning_shard.checkpoint.format.table import Integers, columns_of
 from lightning_shard.checkpoint.memory import byte_view, is_plain, resolved, settle
 from lightning_shard.checkpoint.store import Buffer, Store
 
@@ -48,10 +48,6 @@ class Piece:
     shape: tuple[int, ...]
     box: Box
     data: Tensor
-
-    @property
-    def outline(self) -> Outline:
-        return Outline(self.name, self.data.dtype, self.shape, self.box)
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,13 @@ def plan_file(outlines: Sequence[Outline]) -> FilePlan:
     Wider dtypes come first, so that each piece is aligned to its element size. Within a width, pieces whose size is a
     multiple of a page come first, so that most large ones begin on a page: their writes are a sixth faster.
     """
-    order = sorted(range(len(outlines)), key=lambda number: _position(outlines[number]))
+
+    def position(number: int) -> tuple[Any, ...]:
+        piece = outlines[number]
+        width = piece.dtype.itemsize
+        return -width, piece.box.numel * width % ALIGNMENT_BYTES != 0, piece.name, piece.box.offsets
+
+    order = sorted(range(len(outlines)), key=position)
     ordered = [outlines[number] for number in order]
     dtypes = [dtype_name(piece.dtype, piece.name) for piece in ordered]
     keys = _unambiguous([piece.name for piece in ordered])
@@ -127,11 +129,8 @@ def plan_file(outlines: Sequence[Outline]) -> FilePlan:
     }
     header, spans = tensor_table([(key, dtype, piece.box.sizes) for key, dtype, piece in zip(keys, dtypes, ordered)])
     dims = max((len(piece.shape) for piece in ordered), default=0)
-    boxes = [
-        (*box.offsets, *(0,) * (dims - len(box.sizes)), *box.sizes, *(1,) * (dims - len(box.sizes)))
-        for box in (piece.box for piece in ordered)
-    ]
-    offsets, sizes = np.array(boxes, np.int64).reshape(len(boxes), 2, dims).transpose(1, 0, 2)
+    offsets = columns_of([piece.box.offsets for piece in ordered], dims, 0)
+    sizes = columns_of([piece.box.sizes for piece in ordered], dims, 1)
     begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
     tensors = [(piece.name, dtype, piece.shape) for piece, dtype in zip(ordered, dtypes)]
     columns = Columns(json.dumps(tensors), begins, ends - begins, offsets, sizes)
@@ -139,9 +138,10 @@ def plan_file(outlines: Sequence[Outline]) -> FilePlan:
     return FilePlan(tuple(order), tuple(ordered), header, places, data_bytes, columns)
 
 
-def _position(piece: Outline) -> tuple[Any, ...]:
-    nbytes = piece.box.numel * piece.dtype.itemsize
-    return -piece.dtype.itemsize, nbytes % ALIGNMENT_BYTES != 0, piece.name, piece.box.offsets
+def arranged(pieces: Sequence[Piece]) -> tuple[FilePlan, list[Tensor]]:
+    """The plan of a file of pieces, and their elements in the plan's order."""
+    plan = plan_file([Outline(piece.name, piece.data.dtype, piece.shape, piece.box) for piece in pieces])
+    return plan, [pieces[number].data for number in plan.order]
 
 
 def file_metadata(attempt: str, section: str) -> dict[str, str]:
@@ -153,8 +153,7 @@ def write_pieces(
     store: Store, path: str, pieces: Sequence[Piece], metadata: dict[str, str], *, digests: bool, durable: bool
 ) -> Written:
     """Write one safetensors file of pieces, which may be in any order."""
-    plan = plan_file([piece.outline for piece in pieces])
-    data = [pieces[number].data for number in plan.order]
+    plan, data = arranged(pieces)
     settle(data)
     return write_file(store, path, plan, data, metadata, digests=digests, durable=durable)
 

@@ -6,7 +6,7 @@ several meshes hold are equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest, Sect
 from lightning_shard.checkpoint.format.table import Integers, Rows, padded
 from lightning_shard.checkpoint.saving.accounts import Alias, Held, Joined, Party
 from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES
+from lightning_shard.checkpoint.tensors import short
 from lightning_shard.errors import CheckpointError
 
 Name = tuple[str, str]
@@ -165,26 +166,23 @@ class Merged:
         named = [(name, tensor) for tensors in self._tensors.values() for name, tensor in tensors.items()]
         named += [(name, tensor) for (_, name, _), tensor in self._again.items()]
         name, shape = next((name, tensor.shape) for name, tensor in named if tensor.number == number)
-        fault = coverage_fault(shape, list(self._boxes(self._all[number])))
+        fault = coverage_fault(shape, self._boxes(self._all[number]))
         raise CheckpointError(
             f"The shards of {name!r} (global shape {shape}) don't cover the tensor exactly: {fault}. Either a rank that"
             " holds a shard isn't saving; or ranks hold different lists of tensors, as pipeline stages do: then pass"
             " mesh=, the mesh of the ranks that hold the same list."
         )
 
-    def _boxes(self, tensor: _Tensor) -> Iterable[Box]:
+    def _boxes(self, tensor: _Tensor) -> list[Box]:
         first, last = self._bounds[tensor.number : tensor.number + 2]
-        ndim = len(tensor.shape)
-        boxes = zip(self._rows.offsets[first:last, :ndim].tolist(), self._rows.sizes[first:last, :ndim].tolist())
-        return (Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes)
+        return self._rows.boxes(first, last, len(tensor.shape))
 
     def _digests(self, tensor: _Tensor) -> dict[Box, bytes]:
         """The chunks' block digests by box; without chunks of no bytes."""
         first, last = self._bounds[tensor.number : tensor.number + 2]
-        boxes, starts, found = list(self._boxes(tensor)), self._rows.block[first:last].tolist(), {}
-        for box, start in zip(boxes, starts):
-            blocks = -(-box.numel * item_bytes(tensor.dtype) // BLOCK_BYTES)
-            if blocks:
+        found = {}
+        for box, start in zip(self._boxes(tensor), self._rows.block[first:last].tolist()):
+            if blocks := -(-box.numel * item_bytes(tensor.dtype) // BLOCK_BYTES):
                 found[box] = self._rows.digests[start : start + blocks].tobytes()
         return found
 
@@ -222,7 +220,7 @@ class Merged:
                 raise self._differ(name, first, other)
 
     def _differ(self, name: str, first: _Tensor, other: _Tensor) -> CheckpointError:
-        ranks = {number: _short(members) for members, number in self._meshes.items()}
+        ranks = {number: short(members) for members, number in self._meshes.items()}
         what = "content" if first.kind == other.kind else "dtype or shape"
         return CheckpointError(
             f"{name!r} is on the ranks {ranks[first.mesh]} and on the ranks {ranks[other.mesh]}, which hold different"
@@ -311,8 +309,3 @@ def _check_contents(party: Party, other: Party, rank: int, other_rank: int) -> N
                 f" {max(rank, other_rank)}, so it isn't clear which to save. Make them equal, for example by a"
                 " broadcast before saving, or pass what belongs to each rank in rank_state=."
             )
-
-
-def _short(ranks: Iterable[int]) -> str:
-    listed = [*ranks]
-    return str(listed) if len(listed) <= 8 else f"[{', '.join(map(str, listed[:4]))}, … {listed[-1]}] ({len(listed)})"

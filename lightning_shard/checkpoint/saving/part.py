@@ -22,7 +22,8 @@ from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.format.header import check_name
 from lightning_shard.checkpoint.memory import settle
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.checkpoint.saving.files import FilePlan, Outline, Piece, plan_file
+from lightning_shard.checkpoint.saving.accounts import Account
+from lightning_shard.checkpoint.saving.files import FilePlan, Outline, Piece, arranged, plan_file
 from lightning_shard.checkpoint.saving.replicated import fingerprints
 from lightning_shard.checkpoint.shards import LocalBox
 from lightning_shard.checkpoint.sharing import Shared, share
@@ -63,25 +64,16 @@ class PartFile:
 
 @dataclass
 class RankPart:
-    """What one rank writes, and the metadata of it that the ranks compare.
+    """What one rank writes.
 
     Attributes:
-        mesh_ranks: The ranks that hold the same list of tensors as this one.
-        fingerprint: The number of tensors and a hash of their names, dtypes and shapes; equal on all ``mesh_ranks``.
-        aliases: By section: name of a tensor that shares the memory of another, to that one's name.
-        replicated: Names of the tensors that are replicated on all of ``mesh_ranks``, one to a line.
-        contents: A fingerprint of each replicated tensor's elements; equal on all ``mesh_ranks``.
+        account: What the ranks compare; the files are added to it when they are written.
         state: The trainer state as typed JSON, on the rank that writes it; None elsewhere.
     """
 
     attempt: str
-    rank: int
-    mesh_ranks: tuple[int, ...]
-    fingerprint: tuple[int, str]
+    account: Account
     files: list[PartFile] = field(default_factory=list)
-    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
-    replicated: bytes = b""
-    contents: bytes = b""
     state: Any = None
 
     @property
@@ -98,10 +90,10 @@ class RankPart:
 
 def plan_part(
     state: Mapping[str, Any] | torch.nn.Module,
+    optimizer: Mapping[str, Any] | None = None,
+    trainer_state: Any = None,
+    rank_state: Mapping[str, Tensor] | None = None,
     *,
-    optimizer: Mapping[str, Any] | None,
-    trainer_state: Any,
-    rank_state: Mapping[str, Tensor] | None,
     mesh: DeviceMesh | None,
     ranks: Ranks,
     attempt: str,
@@ -118,7 +110,10 @@ def plan_part(
     """
     if mesh is not None and not hasattr(mesh, "get_coordinate"):
         raise CheckpointError(f"mesh ({mesh!r:.80}) must be a DeviceMesh, or None.")
-    sections = {"model": _located(flatten(state)), "optimizer": _located(flatten(optimizer or {}))}
+    flat = {"model": flatten(state), "optimizer": flatten(optimizer or {})}
+    for name, tensor in (item for tensors in flat.values() for item in tensors.items()):
+        check_storable(name, tensor)
+    sections = {section: [locate(*item) for item in tensors.items()] for section, tensors in flat.items()}
     everything = [tensor for tensors in sections.values() for tensor in tensors]
     settle(tensor.local for tensor in everything)
     if not may_be_half_loaded:
@@ -132,13 +127,14 @@ def plan_part(
         for section, tensors in sections.items()
     )
     plan = _plan(frame, outline)
-    part = RankPart(attempt, ranks.rank, frame.ranks, plan.fingerprint, replicated=plan.replicated)
-    part.contents = fingerprints([sections[section][number].local for section, number in plan.shared])
+    contents = fingerprints([sections[section][number].local for section, number in plan.shared])
+    account = Account(ranks.rank, frame.ranks, plan.fingerprint, replicated=plan.replicated, contents=contents)
+    account.aliases = {section: found for section, found in aliases.items() if found}
+    part = RankPart(attempt, account)
     own = f"rank-{ranks.rank:05d}-{attempt}.safetensors"
     for section, (cuts, file) in plan.files.items():
         data = [cut.of(sections[section][cut.number]) for cut in cuts]
         part.files.append(PartFile(section, f"{section}/{own}", file, data))
-    part.aliases = {section: found for section, found in aliases.items() if found}
     if ranks.first and trainer_state is not None:
         part.state, tensors = encode(trainer_state)
         if tensors:
@@ -146,12 +142,6 @@ def plan_part(
     if rank_state:
         part.files.append(_whole("rank", f"trainer/{own}", flatten(rank_state)))
     return part
-
-
-def _located(tensors: Mapping[str, Tensor]) -> list[Located]:
-    for name, tensor in tensors.items():
-        check_storable(name, tensor)
-    return [locate(name, tensor) for name, tensor in tensors.items()]
 
 
 def _whole(section: str, path: str, tensors: Mapping[str, Tensor]) -> PartFile:
@@ -165,8 +155,7 @@ def _whole(section: str, path: str, tensors: Mapping[str, Tensor]) -> PartFile:
     pieces = [
         Piece(name, tuple(tensor.shape), Box.whole(tensor.shape), tensor.detach()) for name, tensor in tensors.items()
     ]
-    plan = plan_file([piece.outline for piece in pieces])
-    return PartFile(section, path, plan, [pieces[number].data for number in plan.order])
+    return PartFile(section, path, *arranged(pieces))
 
 
 def _find_aliases(tensors: Iterable[Located]) -> dict[str, str]:
@@ -177,9 +166,9 @@ def _find_aliases(tensors: Iterable[Located]) -> dict[str, str]:
         known = first_at.setdefault(tensor.local.data_ptr(), [])
         # seldom more than one; tensors that begin at one address are distinguished by shape, strides and so on
         key = identity(tensor) if known else None
-        same = next((other.name for other in known if identity(other) == key), None) if key is not None else None
-        if same is not None:
-            aliases[tensor.name] = same
+        same = (other.name for other in known if key is not None and identity(other) == key)
+        if (first := next(same, None)) is not None:
+            aliases[tensor.name] = first
         else:
             known.append(tensor)
     return aliases
@@ -222,7 +211,7 @@ class Cut:
 class _Plan:
     fingerprint: tuple[int, str]
     replicated: bytes
-    """See :class:`RankPart`."""
+    """See :class:`Account`."""
     shared: list[tuple[str, int]]
     """The tensors of ``replicated``, by section and number."""
     files: dict[str, tuple[list[Cut], FilePlan]] = field(default_factory=dict)
@@ -247,11 +236,8 @@ def _plan(frame: Frame, sections: tuple[tuple[str, tuple[Outlined, ...], tuple[t
         unique = sorted((t.name, number) for number, t in enumerate(tensors) if t.name not in others)
         cuts = my_cuts([(number, tensors[number]) for _, number in unique], frame)
         if cuts:
-            outlines = [
-                Outline(tensors[cut.number].name, tensors[cut.number].dtype, tensors[cut.number].spread.shape, cut.box)
-                for cut in cuts
-            ]
-            file = plan_file(outlines)
+            own = [(tensors[cut.number], cut.box) for cut in cuts]
+            file = plan_file([Outline(tensor.name, tensor.dtype, tensor.spread.shape, box) for tensor, box in own])
             plan.files[section] = [cuts[number] for number in file.order], file
     return plan
 

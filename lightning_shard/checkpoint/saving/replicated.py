@@ -6,7 +6,7 @@ replicas that have diverged differ nearly everywhere. It depends only on the ele
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import xxhash
@@ -24,14 +24,8 @@ FINGERPRINT_BYTES = 8
 def fingerprints(tensors: Sequence[Tensor]) -> bytes:
     """The fingerprints of tensors, concatenated, :data:`FINGERPRINT_BYTES` each."""
     sampled = iter(_sampled([tensor for tensor in tensors if not is_plain(tensor)]))
-    return b"".join(_digest(_parts(tensor) if is_plain(tensor) else [next(sampled)]) for tensor in tensors)
-
-
-def _digest(parts: Iterable[memoryview]) -> bytes:
-    hasher = xxhash.xxh3_64()
-    for part in parts:
-        hasher.update(part)
-    return hasher.digest()
+    samples = (b"".join(_parts(tensor)) if is_plain(tensor) else next(sampled) for tensor in tensors)
+    return b"".join(map(xxhash.xxh3_64_digest, samples))
 
 
 def _windows(tensor: Tensor) -> list[tuple[int, int]]:

@@ -123,19 +123,8 @@ def save(
     ranks = Ranks.of(group)
     order = Order(path, storage_options, layout, fsync, digests, own_disks)
     optimizer, trainer_state = take_apart(optimizer, state, trainer_state, mesh, ranks)
-
-    def plan() -> RankPart:
-        return plan_part(
-            state,
-            optimizer=optimizer,
-            trainer_state=trainer_state,
-            rank_state=rank_state,
-            mesh=mesh,
-            ranks=ranks,
-            attempt=new_attempt(),
-        )
-
-    return write_together(order, ranks, plan)
+    what = state, optimizer, trainer_state, rank_state
+    return write_together(order, ranks, lambda: plan_part(*what, mesh=mesh, ranks=ranks, attempt=new_attempt()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,99 +160,94 @@ class _Compare:
     names: list[Name]
 
 
+@dataclasses.dataclass
 class _Saving:
     """One save on one rank."""
 
-    def __init__(self, order: Order, ranks: Ranks, plan: Callable[[], RankPart]) -> None:
-        self._order = order
-        self._ranks = ranks
-        self._plan = plan
-        self._began_s = time.monotonic()
-        self._store: Store | None = None
-        self._part: RankPart | None = None
-        self._layout: Any = None
-        self._host = ""
-        self._rank_bytes = 0
-        # on the first rank only
-        self._earlier = Earlier()
-        self._merged: Merged | None = None
-        self._fault: BaseException | None = None
+    order: Order
+    ranks: Ranks
+    plan: Callable[[], RankPart]
+    began_s: float = dataclasses.field(default_factory=time.monotonic)
+    store: Store | None = None
+    part: RankPart | None = None
+    layout: Any = None
+    # on the first rank only
+    earlier: Earlier = dataclasses.field(default_factory=Earlier)
+    merged: Merged | None = None
+    fault: BaseException | None = None
 
     def run(self) -> SaveReport:
         # If a collective fails, or this rank is interrupted, the first rank may still commit. So the files stay, and a
         # later save removes those that no manifest names.
-        own, outcome = exchange_by_groups(self._ranks, self._write, file_count, joined, self._conclude)
+        own, outcome = exchange_by_groups(self.ranks, self._write, file_count, joined, self._conclude)
         if isinstance(outcome, _Compare):
-            own, outcome = exchange(self._ranks, partial(self._sums, outcome.names), self._settle)
+            own, outcome = exchange(self.ranks, partial(self._sums, outcome.names), self._settle)
         if not isinstance(outcome, _Committed):
             assert isinstance(outcome, Failure)
-            if self._store is not None and self._part is not None and not outcome.files_stay:
-                table = [table_path(self._part.attempt)] if self._ranks.first else []
-                abandon(self._store, [*self._part.paths(), *table])
-            raise_cause(own or self._fault, outcome, self._ranks.rank, self._order.path)
-        seconds = time.monotonic() - self._began_s
-        return SaveReport(os.fspath(self._order.path), outcome.attempt, self._rank_bytes, outcome.bytes, seconds)
+            if self.store is not None and self.part is not None and not outcome.files_stay:
+                table = [table_path(self.part.attempt)] if self.ranks.first else []
+                abandon(self.store, [*self.part.paths(), *table])
+            raise_cause(own or self.fault, outcome, self.ranks.rank, self.order.path)
+        assert self.part is not None
+        rank_bytes, seconds = sum(file.bytes for file in self.part.account.files()), time.monotonic() - self.began_s
+        return SaveReport(os.fspath(self.order.path), outcome.attempt, rank_bytes, outcome.bytes, seconds)
 
     def _write(self) -> Account:
-        order = self._order
-        self._layout = plain(order.layout)
-        self._store = open_store(order.path, order.storage_options)
-        if self._ranks.first:
-            self._earlier = look_before_saving(self._store)
-        self._part = self._plan()
-        account = write_part(self._part, self._store, order)
-        self._host = account.host
-        self._rank_bytes = sum(file.bytes for file in account.files())
-        return account
+        order = self.order
+        self.layout = plain(order.layout)
+        self.store = open_store(order.path, order.storage_options)
+        if self.ranks.first:
+            self.earlier = look_before_saving(self.store)
+        self.part = self.plan()
+        return write_part(self.part, self.store, order)
 
     def _conclude(self, parts: list[Joined]) -> _Committed | _Compare | Failure:
-        self._merged = Merged(parts)
-        unsettled = self._merged.unsettled()
+        self.merged = Merged(parts)
+        unsettled = self.merged.unsettled()
         return _Compare(unsettled) if unsettled else self._commit()
 
     def _sums(self, names: list[Name]) -> Sums:
-        assert self._part is not None
+        assert self.part is not None
         wanted = set(names)
         pieces: dict[Name, list[Any]] = {}
-        for file in self._part.files:
+        for file in self.part.files:
             for piece in file.pieces():
                 if (file.section, piece.name) in wanted:
                     pieces.setdefault((file.section, piece.name), []).append(piece)
         return {name: content_sum(of_one) for name, of_one in pieces.items()}
 
     def _settle(self, sums: list[Sums]) -> _Committed | Failure:
-        assert self._merged is not None
-        self._merged.settle(sums)
+        assert self.merged is not None
+        self.merged.settle(sums)
         return self._commit()
 
     def _commit(self) -> _Committed | Failure:
-        assert self._store is not None
-        assert self._part is not None
-        assert self._merged is not None
-        attempt, digests = self._part.attempt, self._order.digests
-        manifest = self._merged.manifest(attempt=attempt, layout=self._layout, writer=WRITER, digests=digests)
-        own_disks = self._order.own_disks
-        check_files(self._store, self._merged.files_by_host, self._host, self._began_s, own_disks=own_disks)
+        assert self.store is not None
+        assert self.part is not None
+        assert self.merged is not None
+        attempt, digests = self.part.attempt, self.order.digests
+        manifest = self.merged.manifest(attempt=attempt, layout=self.layout, writer=WRITER, digests=digests)
+        own_disks = self.order.own_disks
+        check_files(self.store, self.merged.files_by_host, self.part.account.host, self.began_s, own_disks=own_disks)
         try:
-            commit(self._store, manifest, self._earlier, durable=self._order.fsync)
+            commit(self.store, manifest, self.earlier, durable=self.order.fsync)
         except BaseException as error:
-            self._fault = error
-            return failed_commit(self._store, attempt, self._ranks.rank, error)
+            self.fault = error
+            return failed_commit(self.store, attempt, self.ranks.rank, error)
         return _Committed(attempt, sum(file.bytes for file in manifest.files))
 
 
 def write_part(part: RankPart, store: Store, order: Order) -> Account:
     """Write a rank's files, then check that all of them exist and have their sizes."""
-    account = Account(part.rank, part.mesh_ranks, part.fingerprint, aliases=part.aliases)
-    account.replicated, account.contents = part.replicated, part.contents
+    account = part.account
     if part.state is not None:
         account.state_file = write_json(store, part.state_path, part.state, digests=order.digests, durable=order.fsync)
     for file in part.files:
-        metadata, options = (
-            file_metadata(part.attempt, file.section),
-            {"digests": order.digests, "durable": order.fsync},
+        metadata = file_metadata(part.attempt, file.section)
+        written = write_file(
+            store, file.path, file.plan, file.data, metadata, digests=order.digests, durable=order.fsync
         )
-        account.add(file.section, write_file(store, file.path, file.plan, file.data, metadata, **options))
+        account.add(file.section, written)
     if order.fsync:
         store.sync(part.paths())
     check_own_files(store, account.files())

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_shard.checkpoint.arguments import check_options
 from lightning_shard.checkpoint.store.local import LocalStore
 from lightning_shard.checkpoint.store.paths import absolute, as_path, as_text, local_path, parted
-from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Reader, Segment, Stamp, Store
+from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Reader, Segment, Stamp, Store, read_range
 
 __all__ = [
     "ANYTHING",
@@ -29,6 +29,7 @@ __all__ = [
     "open_filesystem",
     "open_store",
     "parted",
+    "read_range",
 ]
 
 

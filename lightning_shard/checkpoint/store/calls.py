@@ -39,14 +39,7 @@ _LOOKS = {"ls", "find", "info", "modified"}
 """Calls that filesystems may answer from cached listings, which are invalidated first: other ranks and programs write,
 too."""
 
-_FINAL = (
-    FileNotFoundError,
-    PermissionError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    ValueError,
-)
+_FINAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, ValueError)
 _FINAL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _FINAL_ERRNOS |= {errno.ENAMETOOLONG, errno.ENOSYS, errno.ELOOP}
 _PASSING_STATUS = {408, 423, 425, 429}
@@ -130,7 +123,7 @@ class Calls:
         self.fs = fs
         self._place = place
         self._options = options or {}
-        self._stall_s = stall_s
+        self._stall_s = STALL_S if stall_s is None else stall_s
         self._given_up = threading.Event()
 
     def __call__(self, method: str, *args: Any, moving_bytes: float = 0, **kwargs: Any) -> Any:
@@ -144,9 +137,8 @@ class Calls:
     def tried(self, attempt: Callable[[float], Result], moving_bytes: float = 0) -> Result:
         """Retry an operation of several calls; ``attempt(limit_s)`` gets the timeout of each call in seconds."""
         slack_s = moving_bytes / MIN_BYTES_PER_S
-        stall_s = STALL_S if self._stall_s is None else self._stall_s
-        limit_s = (min(LAST_S, stall_s) if self._given_up.is_set() else stall_s) + slack_s
-        deadline_s = STALLS * stall_s + slack_s
+        limit_s = (min(LAST_S, self._stall_s) if self._given_up.is_set() else self._stall_s) + slack_s
+        deadline_s = STALLS * self._stall_s + slack_s
         begun = time.monotonic()
 
         def attempt_in_time() -> Result:
@@ -227,9 +219,8 @@ class Calls:
 
     def part(self, call: Callable[..., Result], *args: Any, moving_bytes: float) -> Result:
         """Call a function that can't be retried, such as a write to an open file."""
-        stall_s = STALL_S if self._stall_s is None else self._stall_s
         with self._clearly():
-            return self.bounded(call, *args, limit_s=stall_s + moving_bytes / MIN_BYTES_PER_S)
+            return self.bounded(call, *args, limit_s=self._stall_s + moving_bytes / MIN_BYTES_PER_S)
 
     def _stalled(self, what: str, limit_s: float) -> TimeoutError:
         return TimeoutError(errno.ETIMEDOUT, f"{self._place} doesn't answer: {what} took more than {limit_s:.3g} s")

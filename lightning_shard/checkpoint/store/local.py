@@ -56,7 +56,7 @@ class LocalStore:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self._base = root if os.path.isabs(root) else os.path.join(os.getcwd(), root)  # independent of later chdir
+        self.folder = root if os.path.isabs(root) else os.path.join(os.getcwd(), root)  # independent of later chdir
         self.links_lead_anywhere = True
         self._made: set[str] = set()
         """Parents in which a folder was created; they need a sync."""
@@ -67,15 +67,11 @@ class LocalStore:
     def requests(self) -> int:
         return thread_count()
 
-    @property
-    def folder(self) -> str:
-        return self._base
-
     def place(self) -> tuple[str, ...]:
-        return (os.path.realpath(self._base),)
+        return (os.path.realpath(self.folder),)
 
     def _path(self, name: str) -> str:
-        return os.path.join(self._base, name)
+        return os.path.join(self.folder, name)
 
     def _open(self, name: str) -> int:
         """Open a file for reading; returns its descriptor.
@@ -100,7 +96,7 @@ class LocalStore:
         folder = os.path.dirname(path)
         if folder in self._inside and not os.path.islink(path):
             return
-        root = os.path.realpath(self._base)
+        root = os.path.realpath(self.folder)
         if os.path.commonpath([root, os.path.realpath(path)]) != root:
             raise CorruptCheckpointError(
                 f"{path} is reached by a link that leads out of the checkpoint, which isn't followed: put the file"
@@ -162,11 +158,8 @@ class LocalStore:
         try:
             written = 0
             for buffer in buffers:
-                pending = buffer
-                while pending.nbytes:
-                    done = os.pwrite(fd, pending[:_MAX_CALL_BYTES], written)
-                    written += done
-                    pending = pending[done:]
+                pwrite(fd, buffer, written)
+                written += buffer.nbytes
             assert written == size_bytes, f"{name}: planned {size_bytes} bytes, wrote {written}"
             if durable:
                 os.fsync(fd)
@@ -182,9 +175,9 @@ class LocalStore:
             try:
                 return os.open(path, flags, 0o666)
             except FileNotFoundError:
-                if os.path.islink(self._base) and not os.path.exists(self._base):
+                if os.path.islink(self.folder) and not os.path.exists(self.folder):
                     with contextlib.suppress(OSError):
-                        os.unlink(self._base)
+                        os.unlink(self.folder)
                 # as written: "new/.." needs a folder "new", and after a link leads elsewhere
                 folder = missing = os.path.dirname(path)
                 while not os.path.exists(missing):
@@ -196,28 +189,21 @@ class LocalStore:
 
     def make(self, *, durable: bool) -> None:
         """Create the directory and its parents."""
-        parents, folder = [], self._base
+        parents, folder = [], self.folder
         while not os.path.exists(folder):
             folder = os.path.dirname(folder)
             parents.append(folder)
-        os.makedirs(self._base, exist_ok=True)
+        os.makedirs(self.folder, exist_ok=True)
         for parent in parents if durable else ():
             _fsync_folder(parent)
 
     def stamp(self, name: str) -> Stamp | None:
-        try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return digest(self.read(name))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        return None
 
     def publish(
-        self,
-        name: str,
-        buffers: Iterable[Buffer],
-        size_bytes: int,
-        *,
-        durable: bool,
-        replaces: Stamp | None = ANYTHING,
+        self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool, replaces: Stamp | None = ANYTHING
     ) -> None:
         temporary = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         try:
@@ -309,7 +295,7 @@ class LocalStore:
     def names(self) -> list[str]:
         found = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for entry in os.scandir(self._base):
+            for entry in os.scandir(self.folder):
                 if entry.is_dir(follow_symlinks=False):
                     found += [f"{entry.name}/{inner.name}" for inner in os.scandir(entry.path)]
                 else:
@@ -320,15 +306,21 @@ class LocalStore:
         folders = {os.path.dirname(self._path(name)) for name in names}
         if not folders:
             return  # a rank that writes nothing: there may be no folder yet
-        for folder in folders | self._made | {self._base, os.path.dirname(self._base)}:
+        for folder in folders | self._made | {self.folder, os.path.dirname(self.folder)}:
             _fsync_folder(folder)
 
 
 def _is_one_file(path: str, other: str) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         return os.path.samestat(os.lstat(path), os.lstat(other))
-    except OSError:
-        return False
+    return False
+
+
+def pwrite(fd: int, data: Buffer, at: int) -> None:
+    """Write all of ``data`` at position ``at``."""
+    while data.nbytes:
+        done = os.pwrite(fd, data[:_MAX_CALL_BYTES], at)
+        at, data = at + done, data[done:]
 
 
 def _preadv_all(fd: int, buffers: list[Buffer], offset: int, name: str) -> None:

@@ -77,13 +77,7 @@ class Store(Protocol):
         """The stamp of a file's current content; None if there is no such file."""
 
     def publish(
-        self,
-        name: str,
-        buffers: Iterable[Buffer],
-        size_bytes: int,
-        *,
-        durable: bool,
-        replaces: Stamp | None = ANYTHING,
+        self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool, replaces: Stamp | None = ANYTHING
     ) -> None:
         """Write a file, replacing an old one atomically: readers see all of the old bytes or all of the new ones.
 
@@ -146,6 +140,14 @@ def adjacent(
         stop = offset + buffer.nbytes
     if joined:
         yield start, stop, joined
+
+
+def read_range(store: Store, name: str, begin: int, end: int) -> Buffer:
+    """Read bytes ``begin`` to ``end`` of a file into new memory."""
+    buffer = memoryview(bytearray(end - begin))
+    with store.reading(name) as read:
+        read([(begin, buffer)])
+    return buffer
 
 
 def conflict(root: str, name: str) -> CheckpointConflictError:

@@ -98,7 +98,12 @@ class RemoteStore:
             # `Calls` alone retries; and a server may be slow with a large file
             options = {"retry": False, "timeout": stall_s or STALL_S, **options}
         if root.partition("://")[0] in _HTTP:
-            options["client_kwargs"] = {"timeout": _silence(stall_s or STALL_S), **options.get("client_kwargs", {})}
+            import aiohttp
+
+            # of a silent server, without a total limit
+            silence_s = stall_s or STALL_S
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence_s, sock_read=silence_s)
+            options["client_kwargs"] = {"timeout": timeout, **options.get("client_kwargs", {})}
         try:
             self.fs, self.base = fsspec.core.url_to_fs(root, **options)
         except (ImportError, ValueError, TypeError) as error:
@@ -201,25 +206,19 @@ class RemoteStore:
         calls.part(file.close, moving_bytes=size_bytes)
 
     def stamp(self, name: str) -> Stamp | None:
-        if _keeps_copies(self.fs):
+        cached: Any = sys.modules.get("fsspec.implementations.cached")
+        if cached is not None and isinstance(self.fs, cached.CachingFileSystem):  # simplecache:: and filecache::
             # a save that looks after its commit would see the old manifest, and remove the files of the new one
             raise CheckpointError(
                 f"{self.root} goes through a cache, which shows files as they were when they were first read:"
                 f" {self.root.partition('::')[2]} can be saved to, and be removed from."
             )
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return digest(self.read(name))
-        except FileNotFoundError:
-            return None
+        return None
 
     def publish(
-        self,
-        name: str,
-        buffers: Iterable[Buffer],
-        size_bytes: int,
-        *,
-        durable: bool,
-        replaces: Stamp | None = ANYTHING,
+        self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool, replaces: Stamp | None = ANYTHING
     ) -> None:
         if replaces == ANYTHING:
             self._put(name, buffers, size_bytes, durable=durable)
@@ -313,10 +312,9 @@ class RemoteStore:
         return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
     def exists(self, name: str) -> bool:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return self._calls("info", self._path(name))["type"] == "file"
-        except FileNotFoundError:
-            return False
+        return False
 
     def names(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
@@ -327,19 +325,6 @@ class RemoteStore:
 
     def sync(self, names: Iterable[str]) -> None:
         """Does nothing: a remote store is as durable as it gets when a write returns."""
-
-
-def _keeps_copies(fs: Any) -> bool:
-    """Whether a filesystem answers from copies of files, as those of ``simplecache::`` and ``filecache::`` do."""
-    cached: Any = sys.modules.get("fsspec.implementations.cached")
-    return cached is not None and isinstance(fs, cached.CachingFileSystem)
-
-
-def _silence(limit_s: float) -> Any:
-    """aiohttp's timeout for a silent server, without a total limit."""
-    import aiohttp
-
-    return aiohttp.ClientTimeout(total=None, sock_connect=limit_s, sock_read=limit_s)
 
 
 def in_parts(buffers: Iterable[Buffer], size_bytes: int, part_bytes: int) -> Iterator[bytearray]:

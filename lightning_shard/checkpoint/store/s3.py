@@ -83,10 +83,9 @@ class S3Store(RemoteStore):
     # -- conditional puts -----------------------------------------------------------------------------------------
 
     def stamp(self, name: str) -> Stamp | None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return str(self._call("head_object", **self._where(name))["ETag"])
-        except FileNotFoundError:
-            return None
+        return None
 
     def _put_over(self, name: str, data: bytes, replaces: Stamp | None) -> Stamp:
         stamp = self._calls.tried(lambda limit_s: self._put_if(name, data, replaces, limit_s), len(data))
@@ -151,17 +150,13 @@ class S3Store(RemoteStore):
         running: collections.deque[Future[Any]] = collections.deque()
         pool = ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="checkpoint-upload")
 
-        def put(number: int, part: bytearray) -> str:
-            where = _named(upload)
-            answer = self._call("upload_part", **where, PartNumber=number, Body=part)
-            return answer["ETag"]
-
         try:
             for number, part in enumerate(in_parts(buffers, size_bytes, part_bytes), start=first):
                 if len(running) == PARTS_IN_FLIGHT:
-                    tags.append(running.popleft().result())
-                running.append(pool.submit(put, number, part))
-            return tags + [future.result() for future in running]
+                    tags.append(running.popleft().result()["ETag"])
+                where = {**_named(upload), "PartNumber": number}
+                running.append(pool.submit(self._call, "upload_part", **where, Body=part))
+            return tags + [future.result()["ETag"] for future in running]
         finally:
             pool.shutdown(wait=True, cancel_futures=True)  # bounded, since each call has a timeout
 

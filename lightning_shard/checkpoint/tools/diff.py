@@ -145,19 +145,14 @@ def diff(
     )
     report = DiffReport(ours.path, theirs.path)
     comparison = _Comparison(ours, theirs, rtol, atol, report)
-    for section in ("model", "optimizer"):
-        if section in sections:
-            comparison.section(section, ours.manifest.sections()[section], theirs.manifest.sections()[section])
-    if "trainer" in sections:
-        comparison.trainer_state()
-    if "ranks" in sections:
-        nothing = Section()
-        for rank in sorted({*ours.manifest.ranks, *theirs.manifest.ranks}):
-            pair = (checkpoint.manifest.ranks.get(rank, nothing) for checkpoint in (ours, theirs))
-            comparison.section(f"rank {rank}", *pair)
+    mine, other = ours.manifest.sections(), theirs.manifest.sections()
+    for title in sorted({**mine, **other}, key=lambda title: (len(title), title)):  # ranks by their numbers
+        if title == "trainer" and title in sections:
+            comparison.trainer_state()
+        elif title != "trainer" and (title if title in SECTIONS else "ranks") in sections:
+            comparison.section(title, mine.get(title, Section()), other.get(title, Section()))
     comparison.values(progress)
-    order = ("model", "optimizer", "trainer")
-    report.differences.sort(key=lambda found: order.index(found.section) if found.section in order else len(order))
+    report.differences.sort(key=lambda found: SECTIONS.index(found.section if found.section in SECTIONS else "ranks"))
     return report
 
 
@@ -244,7 +239,9 @@ class _Comparison:
         elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
             for index, items in enumerate(zip(a, b)):
                 self.state(*items, f"{path}[{index}]")
-        elif type(a) is not type(b) or (a != b and not self.is_close(a, b)):
+        elif type(a) is not type(b) or (
+            a != b and not (type(a) is float and abs(a - b) <= self.atol + self.rtol * abs(b))
+        ):
             self.differ("trainer", path or "the state", "value", _text(a), _text(b))
 
     def mapping(self, a: dict[str, tuple[str, Any]], b: dict[str, tuple[str, Any]], path: str) -> None:
@@ -256,9 +253,6 @@ class _Comparison:
                 self.differ("trainer", inner, "only in b", b=_text(b[key][1]))
             else:
                 self.state(a[key][1], b[key][1], inner)
-
-    def is_close(self, a: Any, b: Any) -> bool:
-        return type(a) is float and abs(a - b) <= self.atol + self.rtol * abs(b)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -285,18 +279,10 @@ class _Comparison:
         self.report.bytes = total
         for pair in self.pairs:
             if pair.different or pair.a.dtype != pair.b.dtype:
-                self.report.differences.append(
-                    Difference(
-                        pair.section,
-                        pair.name,
-                        "value" if pair.a.dtype == pair.b.dtype else "dtype",
-                        _shown(pair.a),
-                        _shown(pair.b),
-                        pair.different,
-                        math.prod(pair.a.shape),
-                        pair.max_difference,
-                    )
-                )
+                kind: Kind = "value" if pair.a.dtype == pair.b.dtype else "dtype"
+                values = pair.different, math.prod(pair.a.shape), pair.max_difference
+                found = Difference(pair.section, pair.name, kind, _shown(pair.a), _shown(pair.b), *values)
+                self.report.differences.append(found)
 
     def boxes(self, pair: _Pair) -> Iterator[Box]:
         """The boxes of a tensor that must be read to compare it."""

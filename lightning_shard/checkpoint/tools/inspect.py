@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shard.arguments import check_count
-from lightning_shard.checkpoint.format.manifest import OWN_FILE
+from lightning_shard.checkpoint.format.manifest import writer_of
 from lightning_shard.checkpoint.loading.open import read
 
 
@@ -79,8 +79,7 @@ def inspect(
     state = tree if isinstance(tree, dict) else {}
     rank_bytes: dict[int, int] = {}
     for file in manifest.files:
-        match = OWN_FILE.fullmatch(file.path)
-        rank = int(match[2].removeprefix("rank-")) if match and match[2] not in (None, "state") else 0
+        rank = writer_of(file.path) or 0
         rank_bytes[rank] = rank_bytes.get(rank, 0) + file.bytes
     return InspectReport(
         path=checkpoint.path,

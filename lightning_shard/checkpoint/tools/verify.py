@@ -17,7 +17,7 @@ from lightning_shard.checkpoint.format.header import CARRIERS, HeaderEntry, layo
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.stored import Checkpoint
-from lightning_shard.checkpoint.store import as_path
+from lightning_shard.checkpoint.store import as_path, read_range
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -95,7 +95,9 @@ def verify(
         return report
     report.faults += [Fault(manifest.table.path, label(table, number), what) for number, what in wrong.items()]
     total = sum(file.bytes for file in manifest.files)
-    found = _Found()
+    overlaps: list[Fault] = []
+    headers: list[Fault] = []
+    contents: list[Fault] = []
 
     def advance(nbytes: int) -> None:
         report.bytes += nbytes
@@ -105,20 +107,19 @@ def verify(
     with ThreadPoolExecutor(checkpoint.store.requests, thread_name_prefix="checkpoint-verify") as pool:
         ahead = 2 * checkpoint.store.requests
 
-        def stretches() -> Iterator[_Stretch]:
+        def stretches() -> Iterator[Claim]:
             numbers = range(len(manifest.files))
             for number, looked in in_order(pool, partial(_check_file, checkpoint), numbers, ahead):
-                file = manifest.files[number]
-                found.overlaps += looked.overlaps
-                found.headers += looked.faults
-                own = list(_stretches(checkpoint, file, looked.claims)) if looked.readable else []
-                advance(file.bytes - sum(stretch.end - stretch.begin for stretch in own))
+                overlaps.extend(looked.overlaps)
+                headers.extend(looked.faults)
+                own = list(_stretches(checkpoint, looked.claims)) if looked.readable else []
+                advance(manifest.files[number].bytes - sum(stretch.nbytes for stretch in own))
                 yield from own
 
         for stretch, faults in in_order(pool, partial(_check_stretch, checkpoint), stretches(), ahead):
-            found.bytes += faults
-            advance(stretch.end - stretch.begin)
-    report.faults += found.overlaps + found.headers + found.bytes
+            contents += faults
+            advance(stretch.nbytes)
+    report.faults += overlaps + headers + contents
     if not report.faults:
         try:
             checkpoint.trainer_state(lenient=True)
@@ -127,32 +128,22 @@ def verify(
     return report
 
 
-@dataclass
-class _Found:
-    """Faults by kind, in the order of the report."""
-
-    overlaps: list[Fault] = field(default_factory=list)
-    headers: list[Fault] = field(default_factory=list)
-    bytes: list[Fault] = field(default_factory=list)
-
-
 class Claim(NamedTuple):
-    """A chunk, with its tensor's name and dtype (by the format's name)."""
+    """A chunk, or a part of one that is read at once, with its tensor's name and dtype (by the format's name)."""
 
     name: str
     dtype: str
     chunk: Chunk
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunk.end - self.chunk.begin
 
 
 def label(table: ChunkTable, number: int) -> str:
     """A tensor's name, with its section if that isn't the model."""
     title, name = table.names[number]
     return name if title == "model" else f"{title}: {name}"
-
-
-def _claims(table: ChunkTable, file: int) -> list[Claim]:
-    found = table.in_file(file)
-    return [Claim(label(table, number), table.entries[number].dtype, chunk) for number, chunk in found]
 
 
 @dataclass
@@ -173,22 +164,17 @@ class _Looked:
 
 
 def _check_file(checkpoint: Checkpoint, number: int) -> _Looked:
-    file, own = checkpoint.manifest.files[number], _claims(checkpoint.manifest.chunks, number)
-    looked = _apart(own, file) if checkpoint.manifest.block_bytes else _Looked(own)
-    looked.faults, looked.readable = _check_ends(checkpoint, file, looked.claims)
-    return looked
-
-
-def _apart(claims: list[Claim], file: FileEntry) -> _Looked:
+    file, table = checkpoint.manifest.files[number], checkpoint.manifest.chunks
     looked = _Looked([])
     kept = looked.claims
-    for claim in claims:
-        chunk = claim.chunk
-        if kept and chunk.begin < kept[-1].chunk.end:
+    for tensor, chunk in table.in_file(number):
+        claim = Claim(label(table, tensor), table.entries[tensor].dtype, chunk)
+        if checkpoint.manifest.block_bytes and kept and chunk.begin < kept[-1].chunk.end:
             what = f"bytes {chunk.begin:,} to {chunk.end:,} are also those of {kept[-1].name!r}"
             looked.overlaps.append(Fault(file.path, claim.name, what))
         else:
             kept.append(claim)
+    looked.faults, looked.readable = _check_ends(checkpoint, file, kept)
     return looked
 
 
@@ -203,9 +189,12 @@ def _check_ends(checkpoint: Checkpoint, file: FileEntry, claims: list[Claim]) ->
                 return faults, False
         if not file.header_bytes:
             if file.path.endswith(".json"):
-                faults += _check_json(checkpoint, file)
+                data = checkpoint.store.read(file.path)
+                if file.digest is not None and digest(data) != file.digest:
+                    return [*faults, Fault(file.path, None, "differs from its digest")], False
+                parse(data, file.path)
             return faults, False
-        header = _bytes(checkpoint, file, 0, file.header_bytes)
+        header = read_range(checkpoint.store, file.path, 0, file.header_bytes)
         if file.digest is not None and digest(header) != file.digest:
             what = f"its header (the first {file.header_bytes} bytes) differs from its digest"
             return [*faults, Fault(file.path, None, what)], False
@@ -217,41 +206,31 @@ def _check_ends(checkpoint: Checkpoint, file: FileEntry, claims: list[Claim]) ->
         return [*faults, Fault(file.path, None, str(error))], False
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """A byte range of one chunk that is read at once, and the digests of its blocks."""
-
-    file: FileEntry
-    name: str
-    begin: int
-    end: int
-    digests: tuple[bytes, ...]
-
-
-def _stretches(checkpoint: Checkpoint, file: FileEntry, claims: list[Claim]) -> Iterator[_Stretch]:
+def _stretches(checkpoint: Checkpoint, claims: list[Claim]) -> Iterator[Claim]:
+    """The parts of chunks to read at once, of whole blocks, each with the digests of its blocks."""
     grid = checkpoint.manifest.block_bytes
-    blocks = max(1, checkpoint.store.step_bytes // grid) if grid else 0
-    for name, _, chunk in claims:
-        count = len(chunk.digests) // DIGEST_BYTES
-        for first in range(0, count, blocks or 1):
-            last = min(first + blocks, count)
-            begin, end = chunk.begin + first * grid, min(chunk.begin + last * grid, chunk.end)
-            yield _Stretch(file, name, begin, end, tuple(chunk.block_digest(block) for block in range(first, last)))
+    blocks = max(1, checkpoint.store.step_bytes // grid) if grid else 1
+    for claim in claims:
+        chunk = claim.chunk
+        for first in range(0, len(chunk.digests) // DIGEST_BYTES, blocks):
+            digests = chunk.digests[first * DIGEST_BYTES : (first + blocks) * DIGEST_BYTES]
+            begin = chunk.begin + first * grid
+            end = min(begin + blocks * grid, chunk.end)
+            yield claim._replace(chunk=chunk._replace(begin=begin, end=end, digests=digests))
 
 
-def _check_stretch(checkpoint: Checkpoint, stretch: _Stretch) -> list[Fault]:
-    grid = checkpoint.manifest.block_bytes
+def _check_stretch(checkpoint: Checkpoint, stretch: Claim) -> list[Fault]:
+    grid, chunk, faults = checkpoint.manifest.block_bytes, stretch.chunk, []
+    path = checkpoint.manifest.files[chunk.file].path
     try:
-        data = _bytes(checkpoint, stretch.file, stretch.begin, stretch.end)
+        data = read_range(checkpoint.store, path, chunk.begin, chunk.end)
     except (OSError, CheckpointError) as error:
-        return [Fault(stretch.file.path, stretch.name, str(error))]
-    faults = []
-    for index, expected in enumerate(stretch.digests):
-        block = data[index * grid : (index + 1) * grid]
-        if digest_bytes(block) != expected:
-            begin = stretch.begin + index * grid
+        return [Fault(path, stretch.name, str(error))]
+    for number, at in enumerate(range(0, data.nbytes, grid)):
+        block, begin = data[at : at + grid], chunk.begin + at
+        if digest_bytes(block) != chunk.block_digest(number):
             what = f"bytes {begin:,} to {begin + block.nbytes:,} differ from their digest"
-            faults.append(Fault(stretch.file.path, stretch.name, what))
+            faults.append(Fault(path, stretch.name, what))
     return faults
 
 
@@ -267,18 +246,3 @@ def _check_header(file: FileEntry, entries: list[HeaderEntry], claims: list[Clai
         if (chunk.begin, chunk.end, carrier, (*chunk.sizes, *extra)) not in declared:
             where = f"bytes {chunk.begin:,} to {chunk.end:,}"
             yield Fault(file.path, name, f"the header has no {carrier} of shape {chunk.sizes} at {where}")
-
-
-def _check_json(checkpoint: Checkpoint, file: FileEntry) -> Iterator[Fault]:
-    data = checkpoint.store.read(file.path)
-    if file.digest is not None and digest(data) != file.digest:
-        yield Fault(file.path, None, "differs from its digest")
-    else:
-        parse(data, file.path)
-
-
-def _bytes(checkpoint: Checkpoint, file: FileEntry, begin: int, end: int) -> memoryview:
-    buffer = memoryview(bytearray(end - begin))
-    with checkpoint.store.reading(file.path) as read_into:
-        read_into([(begin, buffer)])
-    return buffer
