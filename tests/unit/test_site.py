@@ -14,7 +14,7 @@ SHORT = [page for page in PAGES if page.parent.name in ("start", "guides", "movi
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[^)]*)?\)")
 FENCE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 WORDS = 25_000
-"""Of all pages, code included: what has a letter or a digit."""
+"""Of all pages but the list of architectures, code included: what has a letter or a digit."""
 
 
 def anchors(page: Path) -> set[str]:
@@ -43,5 +43,6 @@ def test_guides_and_the_readme_are_short_and_all_pages_together_too() -> None:
     assert len(SHORT) >= 18
     assert [page.name for page in SHORT if len(page.read_text().splitlines()) > 80] == []
     assert len(TOP[0].read_text().splitlines()) <= 120
-    words = [word for page in (*TOP, *PAGES) for word in page.read_text().split() if re.search(r"\w", word)]
+    written = [page for page in (*TOP, *PAGES) if page.name != "models.md"]
+    words = [word for page in written for word in page.read_text().split() if re.search(r"\w", word)]
     assert len(words) <= WORDS
