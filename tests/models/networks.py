@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models import adapted, images
+from tests.models import adapted, vision
 
 WIDTH, LENGTH, VOCABULARY, SAMPLES, STEPS = 16, 8, 32, 8, 2
 EPSILON = 1e-5
@@ -334,12 +334,12 @@ NETWORKS: dict[str, Network] = {
     "backbone, head on the LightningModule": Network(WithItsHead, _TEXT),
     "blocks on the LightningModule": Network(ItsOwnNetwork, _TEXT),
     "network called twice in a step": Network(lambda: TwoViews(mlp()), _VECTORS),
-    "ResNet with GroupNorm": Network(images.ResNet, _LABELLED),
-    "ResNet with BatchNorm": Network(partial(images.ResNet, nn.BatchNorm2d), _LABELLED),
-    "ConvNeXt": Network(images.ConvNeXt, _LABELLED),
-    "EfficientNet with squeeze and excitation": Network(images.EfficientNet, _LABELLED),
-    "Swin": Network(images.Swin, _LABELLED),
-    "U-Net": Network(images.UNet, _IMAGES),
+    "ResNet with GroupNorm": Network(vision.ResNet, _LABELLED),
+    "ResNet with BatchNorm": Network(partial(vision.ResNet, nn.BatchNorm2d), _LABELLED),
+    "ConvNeXt": Network(vision.ConvNeXt, _LABELLED),
+    "EfficientNet with squeeze and excitation": Network(vision.EfficientNet, _LABELLED),
+    "Swin": Network(vision.Swin, _LABELLED),
+    "U-Net": Network(vision.UNet, _IMAGES),
     "diffusion transformer": Network(DiffusionTransformer, _NOISY),
     "Llama with LoRA (peft)": Network(adapted.lora_llama, _TEXT),
     "GPT-2 with LoRA (peft)": Network(adapted.lora_gpt2, _TEXT),
