@@ -277,7 +277,7 @@ ALONE: dict[str, tuple[Callable[[], Way], Callable[[dict[str, int]], dict[str, A
     "SystemExit in a hook": (lambda: Raised(SystemExit(3), 1), lambda _: {}, "SystemExit"),
     "an error in a validation": (FailsInValidation, lambda _: {"val_check_interval": 3}, "ValueError"),
     "an error in a loader's worker": (Way, lambda sizes: worker(ValueError("rank 1's own"), sizes), "ValueError"),
-    "SystemExit in a loader's worker": (Way, lambda sizes: worker(SystemExit(3), sizes), "RuntimeError"),
+    "SystemExit in a loader's worker": (Way, lambda sizes: worker(SystemExit(3), sizes), "RuntimeError FileNotFoundError"),
     "Ctrl+C twice": (HangsAndIsInterruptedTwice, lambda _: {}, "SystemExit"),
 }
 
@@ -328,7 +328,8 @@ def test_what_one_rank_meets_ends_all_without_a_save_and_the_reason_is_told_once
     assert last in ((2, 4) if "worker" in way else (2,))  # of those that are saved regularly
     accounts = {int(path.stem): json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     own = accounts[1]
-    assert own["raised"] == ALONE[way][2], own
+    # torch finds the worker gone, or where it was to hand over a batch's memory
+    assert own["raised"] in ALONE[way][2].split(), own
     said = [line for each in accounts.values() for line in each["printed"].splitlines() if "Nothing was saved" in line]
     assert len(said) == 1 or (last == 4 and not said), accounts  # none if it fails at the step that was saved
     assert all(f"step={last}.ckpt" in line for line in said)
