@@ -277,7 +277,11 @@ ALONE: dict[str, tuple[Callable[[], Way], Callable[[dict[str, int]], dict[str, A
     "SystemExit in a hook": (lambda: Raised(SystemExit(3), 1), lambda _: {}, "SystemExit"),
     "an error in a validation": (FailsInValidation, lambda _: {"val_check_interval": 3}, "ValueError"),
     "an error in a loader's worker": (Way, lambda sizes: worker(ValueError("rank 1's own"), sizes), "ValueError"),
-    "SystemExit in a loader's worker": (Way, lambda sizes: worker(SystemExit(3), sizes), "RuntimeError FileNotFoundError"),
+    "SystemExit in a loader's worker": (
+        Way,
+        lambda sizes: worker(SystemExit(3), sizes),
+        "RuntimeError FileNotFoundError",
+    ),
     "Ctrl+C twice": (HangsAndIsInterruptedTwice, lambda _: {}, "SystemExit"),
 }
 
