@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_shard import HybridShardStrategy, ModelCheckpoint, checkpoint
 from lightning_shard.checkpoint.saving.accounts import Account
-from lightning_shard.checkpoint.saving.save import write_part
+from lightning_shard.checkpoint.saving.save import plan_part
 from lightning_shard.errors import CheckpointError, ConfigurationError
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET, Model, loader
@@ -27,7 +27,7 @@ STATE = {"weight": torch.arange(400_000.0)}
 def save(folder: Path, own_disks: bool) -> list[str]:
     path = folder / f"{dist.get_rank()}"
     path.mkdir()
-    with mock.patch(f"{write_part.__module__}.Account", partial(Account, host=f"machine-{dist.get_rank()}")):
+    with mock.patch(f"{plan_part.__module__}.Account", partial(Account, host=f"machine-{dist.get_rank()}")):
         checkpoint.save(STATE, path, own_disks=own_disks)
     return sorted(file.name for file in path.rglob("*") if file.is_file())
 

@@ -21,7 +21,7 @@ from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint import tiers
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.saving.accounts import Account
-from lightning_shard.checkpoint.saving.save import write_part
+from lightning_shard.checkpoint.saving.save import plan_part
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.checkpoint.store.s3 import S3Store
 from lightning_shard.checkpoint.tiers import LocalTier, Source
@@ -103,7 +103,7 @@ def own_disk(folder: str | Path, rank: int) -> str:
 
 def as_a_machine_of_its_own() -> Any:
     """A rank's files are then looked for by itself alone, as where no other machine sees them."""
-    return mock.patch(f"{write_part.__module__}.Account", partial(Account, host=f"machine-{dist.get_rank()}"))
+    return mock.patch(f"{plan_part.__module__}.Account", partial(Account, host=f"machine-{dist.get_rank()}"))
 
 
 def tier_of(folder: str, rank: int) -> LocalTier:

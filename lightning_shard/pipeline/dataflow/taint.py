@@ -153,7 +153,7 @@ class Unknown(torch.Tensor):
         if name in AS_TEXT:
             return _as_text(func, unknown[0])
         is_written = bool(args) and writes(name)
-        if is_written and isinstance(args[0], Unknown) and has_no_memory(args[0]) and isinstance(args[0], Hollow):
+        if is_written and isinstance(args[0], Unknown if follower is None else Hollow) and has_no_memory(args[0]):
             return args[0]  # the user's code initialises or changes another stage's parameter: ignored
         if name in AS_NUMBERS:
             miss([unknown[0]], f"The step asks for {origin.text} as a number ({name}). {REMEDY}")
