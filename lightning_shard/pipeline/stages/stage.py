@@ -114,7 +114,7 @@ class Stage:
     entrances: list[nn.Module] = field(default_factory=list)
     in_backward: bool = False
     given: dict[int, Any] = field(default_factory=dict)
-    draws: Callable[[int], Callable[[], None]] | None = None
+    draws: Callable[[int], Callable[[], None] | None] | None = None
 
     def __post_init__(self) -> None:
         self.passage = Passage(self.index, self.hollow)
@@ -126,7 +126,7 @@ class Stage:
         self._trace: Trace | None = None
         self._compiled = CompiledFunctions()
         self._root: nn.Module | None = None
-        self._drawn: dict[int, Callable[[], None]] = {}
+        self._drawn: dict[int, Callable[[], None] | None] = {}
         self._own_call: OwnCall | None = None
         self._parts_before: list[Attributes] = []
         self._shared: set[str] = set()
@@ -463,8 +463,8 @@ class Stage:
         if not self.is_shown:
             return None
         passage, places = self.passage, self.places[name]
-        if places[0] in self._drawn:
-            self._drawn.pop(places[0])()
+        if (put_back := self._drawn.pop(places[0], None)) is not None:
+            put_back()
         if not passage.active:
             return None
         index = self._running.pop()

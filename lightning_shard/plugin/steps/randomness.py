@@ -103,11 +103,6 @@ def remember_torch(device: torch.device) -> Callable[[], None]:
     return put_back
 
 
-def drop_numpys_second_number() -> None:
-    """Drop the second Gaussian number that numpy may have cached, as :func:`remember` does with a generator."""
-    _numpy.set_bit_generator(_numpy.get_bit_generator())
-
-
 def where_others_stand() -> Any:
     """The states of numpy's and Python's generators, for comparison."""
     return random.getstate(), repr(_numpy.get_state())

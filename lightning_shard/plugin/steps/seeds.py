@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.plugin.steps import randomness, unseeded
 from lightning_shard.plugin.steps.state.python_state import own_generators
+
+_numpy: Any = np.random
 
 
 class Seeds:
@@ -77,23 +80,23 @@ class Seeds:
         """
         self.seed(randomness.derive(self.of_part(last, draw, 0), "call", calls))
 
-    def _seed_block(self, stage: Stage, seed: int, index: int) -> Callable[[], None]:
+    def _seed_block(self, stage: Stage, seed: int, index: int) -> Callable[[], None] | None:
         """Seed the generators for a block; returns a function that restores them for the code around it.
 
         For a block of another stage only the second Gaussian number that numpy may have cached is dropped, as it is for
-        the stage's own.
+        the stage's own, and there is nothing to restore.
 
         Numpy's and Python's generators take most of the time. In evaluations they are skipped for a block that didn't
         draw from them in the first microbatch of its kind, unless modules have generators of their own.
         """
         if index not in stage.owned and len(stage.places[stage.blocks[index]]) == 1:
-            randomness.drop_numpys_second_number()
-            return lambda: None
+            _numpy.set_bit_generator(_numpy.get_bit_generator())
+            return None
         calls = stage.calls.count if stage.calls is not None else 0
         own = randomness.derive(seed, "block", index, *([calls] if calls else []))
         skips = not torch.is_grad_enabled() and not self._generators.own
         if skips and index in self._draw_from_torch and not stage.passage.searching:
-            randomness.drop_numpys_second_number()  # as a replacement of numpy's generator does below
+            _numpy.set_bit_generator(_numpy.get_bit_generator())  # as a replacement of numpy's generator does below
             made, put_torch_back = unseeded.STATE.next, randomness.remember_torch(self._device)
             unseeded.seed(own)
             randomness.seed_torch(own)
