@@ -128,6 +128,7 @@ def train_all(stages: int, folder: Path) -> dict[str, list[float]]:
     return losses
 
 
+@pytest.mark.long
 def test_two_stages_of_every_kind_compute_and_save_what_one_process_does(tmp_path: Path) -> None:
     plain = train_all(1, tmp_path)
     assert all(losses[2] != losses[0] for losses in plain.values())  # they train

@@ -224,6 +224,7 @@ def row(how: signal.Signals) -> str:
     return f"torchrun on two machines with a store in common: one {fate}, the other goes on"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_when_a_machine_is_lost_the_rest_goes_on_from_the_last_checkpoint(
     tmp_path: Path, server: Server, undisturbed: Lineage, ledger: Callable[..., None]

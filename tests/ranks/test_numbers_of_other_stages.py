@@ -85,5 +85,6 @@ def texts() -> list[Tensor]:
     return [torch.tensor([2, 5] * 4), torch.tensor([3, 5] * 4)]
 
 
+@pytest.mark.long
 def test_what_an_earlier_stages_part_gave_is_kept_without_its_parameters() -> None:
     assert_trains_alike(Keeps, texts, "pp2")

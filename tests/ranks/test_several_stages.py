@@ -127,6 +127,7 @@ def check(ours: Seen, plain: Seen) -> None:
     assert largest_difference(ours.parameters, plain.parameters) < 2e-5
 
 
+@pytest.mark.long
 def test_training_and_predictions_are_those_of_one_process() -> None:
     """With accumulation, validation within it, clipping, a tied embedding, hooks, counters, a metric and logs."""
     plain, counted, mean = fit()

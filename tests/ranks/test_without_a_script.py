@@ -72,11 +72,10 @@ def fit(devices: int, nodes: int = 1) -> str:
 
 
 def test_ranks_are_forks_and_bring_back_what_they_trained() -> None:
-    one, two, of_text = run("-c", fit(1)), run("-", given=fit(2)), run("-c", fit(2))
-    assert one.returncode == two.returncode == of_text.returncode == 0, one.stderr + two.stderr + of_text.stderr
-    seen = [[float(number) for number in each.stdout.splitlines()[-1].split()] for each in (one, two, of_text)]
+    one, two = run("-c", fit(1)), run("-", given=fit(2))
+    assert one.returncode == two.returncode == 0, one.stderr + two.stderr
+    seen = [[float(number) for number in each.stdout.splitlines()[-1].split()] for each in (one, two)]
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
-    assert seen[2] == pytest.approx(seen[0], rel=1e-5)
 
 
 def test_several_machines_need_a_script() -> None:
