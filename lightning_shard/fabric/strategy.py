@@ -37,7 +37,7 @@ from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
 from lightning_shard.plugin.running.environment import ComputingSettings
 from lightning_shard.plugin.running.launchers import check_number_of_ranks, compute_alone, launcher_of
-from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
+from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, sharded
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.schedule_choice import candidates
@@ -147,12 +147,7 @@ class HybridShardStrategy(ModelParallelStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        if not isinstance(io, ShardedCheckpointIO):
-            raise ConfigurationError(
-                f"checkpoint_io ({type(io).__name__}) must be a lightning_shard.ShardedCheckpointIO: sharded state is"
-                " written by every rank."
-            )
-        self._io = io
+        self._io = sharded(io)
 
     # Ranks
 

@@ -334,3 +334,17 @@ class ShardedCheckpointIO(CheckpointIO):
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close()
+
+
+def sharded(io: object) -> ShardedCheckpointIO:
+    """A strategy's ``checkpoint_io``, as it is set.
+
+    Raises:
+        ConfigurationError: It is another one.
+    """
+    if not isinstance(io, ShardedCheckpointIO):
+        raise ConfigurationError(
+            f"checkpoint_io ({type(io).__name__}) must be a lightning_shard.ShardedCheckpointIO: sharded state is"
+            " written by every rank."
+        )
+    return io

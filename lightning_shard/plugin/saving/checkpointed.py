@@ -24,7 +24,7 @@ from lightning_shard.checkpoint.optimizers.named import listed_in, merge_stages,
 from lightning_shard.checkpoint.optimizers.restored import Plan, asked_as, described, plan_optimizers, renamed
 from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.checkpoint.store import as_path
-from lightning_shard.errors import CheckpointError, ConfigurationError, StateMismatchError
+from lightning_shard.errors import CheckpointError, StateMismatchError
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.assembly.assemble import Assembly
@@ -32,7 +32,7 @@ from lightning_shard.plugin.data.resume import reopen_epoch
 from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
 from lightning_shard.plugin.running.last_words import say
-from lightning_shard.plugin.saving.checkpoint_io import WEIGHTS_ALONE, ShardedCheckpointIO, Site
+from lightning_shard.plugin.saving.checkpoint_io import WEIGHTS_ALONE, ShardedCheckpointIO, Site, sharded
 from lightning_shard.plugin.saving.drift import Drift
 from lightning_shard.plugin.saving.frozen import Frozen
 from lightning_shard.plugin.saving.kept_by_name import of_holders
@@ -99,12 +99,7 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        if not isinstance(io, ShardedCheckpointIO):
-            raise ConfigurationError(
-                f"checkpoint_io ({type(io).__name__}) must be a lightning_shard.ShardedCheckpointIO: sharded state is"
-                " written by every rank."
-            )
-        self._checkpoint_io = io
+        self._checkpoint_io = sharded(io)
 
     @property
     def lightning_restore_optimizer(self) -> bool:
