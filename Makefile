@@ -4,15 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check bench reliability docs docs-serve
+.PHONY: demo test quick check bench reliability docs docs-serve
 
 # Train on 4 processes, stop, resume on another layout, gather to one file, compare with a plain model.
 demo: $(INSTALLED)
 	$(BIN)/python recipes/demo.py
 
-# Two files at a time: much of a test of several ranks is waiting for processes to start.
+# All of it, or of one room: make test ROOM=checkpoint. A room is a folder of tests.
+# Three files at a time on two cores: much of a test of several ranks is waiting for processes to start.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(ROOM:%=tests/%)
+
+# The tests that need neither other processes nor a server nor a GPU.
+quick: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not ranks and not server and not gpu and not long" $(ROOM:%=tests/%)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -39,11 +44,11 @@ docs-serve: $(DOCS)/.installed
 
 # All tests of faults, the long ones too, and the page of what they counted; in about an hour.
 LEDGER := $(CURDIR)/.cache/reliability
-FAULTS := tests/faults tests/ranks/test_elastic.py tests/ranks/test_preemption.py
+FAULTS := tests/checkpoint/faults tests/training/running/test_elastic.py tests/training/running/test_preemption.py
 reliability: $(INSTALLED)
 	@rm -rf $(LEDGER) && mkdir -p $(LEDGER)
 	@RELIABILITY_LEDGER=$(LEDGER) $(BIN)/python -m pytest $(FAULTS) -m "long or not long" -n 2 --dist worksteal; \
-	status=$$?; $(BIN)/python tests/faults/report.py $(LEDGER) docs/reliability.md "make reliability" && exit $$status
+	status=$$?; $(BIN)/python tests/checkpoint/faults/report.py $(LEDGER) docs/reliability.md "make reliability" && exit $$status
 
 # Every version is pinned: an open range of torch may take several GB of another build.
 $(INSTALLED): pyproject.toml constraints.txt

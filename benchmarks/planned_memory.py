@@ -24,7 +24,7 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -216,7 +216,21 @@ def _said(settings: dict[str, Any]) -> str:
 
 
 class RunsLedger(Ledger):
-    """Also counts tensors that were made before, and storages that are resized in place, as FSDP2 does to free them."""
+    """Also counts tensors that were made before, and storages that are resized in place, as FSDP2 does to free them.
+
+    Args:
+        on_peak: Called whenever ``live`` reaches a new maximum.
+    """
+
+    def __init__(self, on_peak: Callable[[Ledger], None]) -> None:
+        super().__init__()
+        self._peak, self._on_peak = 0, on_peak
+
+    def _grow(self, nbytes: int) -> None:
+        super()._grow(nbytes)
+        if self.live > self._peak:
+            self._peak = self.live
+            self._on_peak(self)
 
     def adopt(self, tensor: Tensor, label: Hashable) -> None:
         self._enter(tensor, label)

@@ -37,12 +37,13 @@ from lightning_shard.checkpoint.format.header import header_of
 from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest
 from lightning_shard.checkpoint.format.table import Table
 from lightning_shard.checkpoint.loading.ranges import BATCH_BYTES, Read, _batches, plan_reads
+from lightning_shard.checkpoint.loading.stored import StoredTensor
 from lightning_shard.checkpoint.saving.accounts import Account, joined
-from lightning_shard.checkpoint.saving.files import Outline, Piece, Written, plan_file
+from lightning_shard.checkpoint.saving.files import Piece, Written, plan_file
 from lightning_shard.checkpoint.saving.merge import Merged
 from lightning_shard.checkpoint.saving.part import my_cuts, outlined
 from lightning_shard.checkpoint.shards import LocalBox, Split, local_boxes, local_shape, shard_strided_last
-from lightning_shard.checkpoint.tensors import Frame, Located, Place, Spread, locate, place_of
+from lightning_shard.checkpoint.tensors import Frame, KnownMesh, Located, Spread, known_mesh, locate
 
 SECOND = Target("seconds", 1, most=True)
 PLAN_SAVE = "plan a save, each rank"
@@ -81,6 +82,7 @@ class Parameter:
 
 
 Parameters = dict[str, Parameter]
+Pieces = list[tuple[Piece, Tensor]]
 
 
 def gpt(layers: Iterable[int], width: int, *, first: bool, last: bool) -> Parameters:
@@ -144,18 +146,18 @@ def dtensors(parameters: Parameters, mesh: Any, layout: Layout) -> dict[str, dic
     }
 
 
-def plan_save(state: dict[str, dict[str, Tensor]], mesh: Any, rank: int) -> dict[str, list[Piece]]:
-    frame = Frame.of(place_of(mesh), tuple(range(dist.get_world_size())), rank)
+def plan_save(state: dict[str, dict[str, Tensor]], mesh: Any, rank: int) -> dict[str, Pieces]:
+    frame = Frame.of(known_mesh(mesh), tuple(range(dist.get_world_size())), rank)
     return {
         title: pieces([locate(name, tensor) for name, tensor in sorted(section.items())], frame)
         for title, section in state.items()
     }
 
 
-def pieces(tensors: list[Located], frame: Frame) -> list[Piece]:
-    cuts = my_cuts(list(enumerate(map(outlined, tensors))), frame)
+def pieces(tensors: list[Located], frame: Frame) -> Pieces:
+    cuts = my_cuts(list(enumerate(outlined(tensors))), frame)
     return [
-        Piece(tensor.name, tensor.spread.shape, cut.box, cut.of(tensor))
+        (Piece(tensor.name, tensor.local.dtype, tensor.spread.shape, cut.box), cut.of(tensor))
         for cut in cuts
         for tensor in [tensors[cut.number]]
     ]
@@ -176,10 +178,10 @@ def boxes_of(
     return tuple(local_boxes(runs)), local_shape(runs)
 
 
-def pieces_of(parameters: Parameters, layout: Layout, stage: int, data: int, tensor: int) -> dict[str, list[Piece]]:
+def pieces_of(parameters: Parameters, layout: Layout, stage: int, data: int, tensor: int) -> dict[str, Pieces]:
     ranks = layout.stage_ranks(stage)
     frame = Frame(ranks, int(ranks[data, tensor]))
-    mesh = Place(lambda: None, ranks, (data, tensor))
+    mesh = KnownMesh(lambda: None, ranks, (data, tensor))
 
     def located(name: str, parameter: Parameter | None) -> Located:
         if parameter is None:
@@ -194,15 +196,15 @@ def pieces_of(parameters: Parameters, layout: Layout, stage: int, data: int, ten
     }
 
 
-def account_of(pieces: dict[str, list[Piece]], rank: int, mesh_ranks: tuple[int, ...]) -> Account:
+def account_of(pieces: dict[str, Pieces], rank: int, mesh_ranks: tuple[int, ...]) -> Account:
     """What the rank would tell after writing; the digests are made up."""
     account = Account(rank, mesh_ranks)
     for section, parts in pieces.items():
         if not parts:
             continue
-        plan = plan_file([Outline(p.name, p.data.dtype, p.shape, p.box) for p in parts])
+        plan = plan_file([piece for piece, _ in parts])
         header = header_of(plan.header, plan.places)
-        digests = bytes(DIGEST_BYTES * sum(-(-part.data.nbytes // BLOCK_BYTES) for part in parts))
+        digests = bytes(DIGEST_BYTES * sum(-(-data.nbytes // BLOCK_BYTES) for _, data in parts))
         path = f"{section}/rank-{rank:05d}-{ATTEMPT}.safetensors"
         file = FileEntry(path, len(header) + plan.data_bytes, len(header), "00" * DIGEST_BYTES)
         account.add(section, Written(file, plan.columns, digests))
@@ -234,7 +236,7 @@ def reads_of(manifest: Manifest, parameters: Parameters, layout: Layout, data: i
                 view = local
                 for dim, (offset, size) in enumerate(zip(place.local_offsets, place.box.sizes)):
                     view = view.narrow(dim, offset, size)
-                yield Read(name, stored[title][name], place.box, view)
+                yield Read(StoredTensor(name, stored[title][name], None), place.box, view)  # type: ignore[arg-type]
 
 
 def parsed(data: bytes, table: bytes) -> Manifest:
@@ -324,10 +326,10 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _check_same(own: dict[str, list[Piece]], reckoned: dict[str, list[Piece]]) -> None:
+def _check_same(own: dict[str, Pieces], reckoned: dict[str, Pieces]) -> None:
     """What the arithmetic gives for the rank that was planned for is what its DTensors gave."""
     for section, pieces in own.items():
-        left, right = ({(p.name, p.box, tuple(p.data.shape)) for p in part} for part in (pieces, reckoned[section]))
+        left, right = ({(p.name, p.box, tuple(data.shape)) for p, data in part} for part in (pieces, reckoned[section]))
         assert left == right, f"{section}: {sorted(left ^ right, key=str)[:4]}"
 
 

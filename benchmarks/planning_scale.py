@@ -113,10 +113,9 @@ def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[
 
         boxes_of.cache_clear()
         timed(PLAN_SAVE, lambda: account(layout.data // 2, layout.tensor // 2))
-        sent_on, files_before = [], 0
+        sent_on = []
         for start in range(0, len(sent), GROUP_RANKS):
-            part = timed(JOIN, partial(_join, sent[start : start + GROUP_RANKS], files_before))
-            files_before += len(part.files)
+            part = timed(JOIN, partial(_join, sent[start : start + GROUP_RANKS]))
             sent_on.append(pickle.dumps(part))
         seconds[JOIN] /= len(sent_on)
         merged = timed(MERGE, partial(_merge, sent_on))
@@ -147,8 +146,8 @@ def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[
     return {what: min(seconds[what] for seconds in tried) for what in tried[0]}, facts
 
 
-def _join(sent: Sequence[bytes], files_before: int) -> Joined:
-    return joined([pickle.loads(data) for data in sent], files_before)
+def _join(sent: Sequence[bytes]) -> Joined:
+    return joined([pickle.loads(data) for data in sent])
 
 
 def _merge(sent: Sequence[bytes]) -> Merged:
@@ -165,10 +164,13 @@ def _ask(asked: bytes, groups: int) -> Asked:
     return all_asked([pickle.loads(asked) for _ in range(groups)])
 
 
-def _generators() -> list[Piece]:
+def _generators() -> list[tuple[Piece, torch.Tensor]]:
     sizes = {torch.uint8: (5056,), torch.int64: (627,), torch.float64: ()}
     return [
-        Piece(name, sizes[dtype], Box.whole(sizes[dtype]), torch.empty(sizes[dtype], dtype=dtype, device="meta"))
+        (
+            Piece(name, dtype, sizes[dtype], Box.whole(sizes[dtype])),
+            torch.empty(sizes[dtype], dtype=dtype, device="meta"),
+        )
         for name, dtype in GENERATORS.items()
     ]
 

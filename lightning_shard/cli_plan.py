@@ -144,6 +144,11 @@ def _search(arguments: argparse.Namespace, settings: dict[str, Any], *, is_recip
     for name in ("devices", "device"):
         if getattr(arguments, name) is None:
             raise ConfigurationError(f"--search needs --{name}: say it, such as --devices 512 --device h100.")
+    if settings.get("cpu_offload"):
+        raise ConfigurationError(
+            "cpu_offload=True can't be searched, since an optimizer's step on the host isn't timed: leave it out, and"
+            " plan the layout that was found with it."
+        )
     batch = settings["batch"]
     known = inspect.signature(search_module).parameters
     found = search_module(

@@ -38,6 +38,14 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor.to_dense()]  # such as torch._mkldnn
 
 
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether its elements share one: expanded from less, as a hollow parameter is, or an alias of one."""
+    if not is_dense(tensor):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.size()))
+
+
 def have_equal_values(one: Tensor, other: Tensor) -> bool:
     """``torch.equal`` for tensors of any layout and dtype. Sparse ones have to list their entries equally."""
     if one.layout is not other.layout or one.shape != other.shape:

@@ -1,7 +1,5 @@
 """The exception classes of this package: every error that it raises on purpose.
 
-::
-
     ShardError                                what users catch
     ├── ConfigurationError (ValueError)       a setting that can't work; raised at setup
     │   ├── LayoutError                       axis sizes and ranks
@@ -60,8 +58,21 @@ class ShardError(Exception):
     """Base class of this package's errors."""
 
 
-class ConfigurationError(ShardError, ValueError):
-    """A setting that can't work; raised at setup."""
+class _Refusal(ShardError):
+    """What can't be run in parallel as it is.
+
+    Attributes:
+        breaks: The number of the contract's sentence that it breaks (``docs/contract.md``); the message ends with it;
+            ``None`` if an axis or a setting asks more than the contract, as the message then says.
+    """
+
+    def __init__(self, message: str = "", *, breaks: int | None = None) -> None:
+        super().__init__(message if breaks is None else f"{message} (Sentence {breaks} of the contract.)")
+        self.breaks = breaks
+
+
+class ConfigurationError(_Refusal, ValueError):
+    """A setting, or a module, that can't work; raised at setup."""
 
 
 class LayoutError(ConfigurationError):
@@ -76,7 +87,7 @@ class PlanError(ConfigurationError):
     """A tensor-parallel plan that doesn't fit the model."""
 
 
-class StepError(ShardError, RuntimeError):
+class StepError(_Refusal, RuntimeError):
     """A step that can't be run in parallel as it is written."""
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 _MACHINERY = sys.stdlib_module_names - {"__main__"} | {
     *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
-    *("lightning_shard", "numpy", "functorch", "fsspec"),
+    *("lightning_shard", "numpy", "functorch", "fsspec", "mlflow", "wandb"),
 }
 """Top-level packages whose classes and functions aren't searched."""
 _OUTSIDE_STEPS = {"__init__", "setup", "prepare_data", "configure_model", "configure_optimizers"}

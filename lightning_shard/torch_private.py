@@ -1,31 +1,61 @@
-"""What is replaced in torch's modules and classes (torch 2.11 to 2.14), each for as long as a context lasts.
+"""Private parts of torch (2.11 to 2.14) that others build on, and what is replaced in its modules and classes.
 
-* ``torch.distributed``'s collective calls: which ones users' code makes is seen.
+Each is replaced for as long as a context lasts:
+
+* ``torch.distributed``'s collective calls, for all modules or for all but some: which ones users' code makes is seen.
 * ``distributed_c10d.ProcessGroupGloo``: torch creates groups by it, without a way to pass options (``gloo.py``).
 * ``F.scaled_dot_product_attention``: blocks call it, and it attends over ranks (``parallel/context/attention.py``).
+* ``torch.autograd._engine_run_backward``, the one function that runs all backwards; torch's compiler replaces it too.
+  ``torch.autograd.grad`` itself isn't replaced, since user code may have imported it by name.
+* ``CheckpointFunction.apply`` and ``_CheckpointFrame.__init__``, which are given the function of a reentrant and of
+  another checkpoint, whichever way code has imported ``checkpoint``; or what ``checkpoint`` calls with the user's
+  function, where it is to be known which checkpoints run (:func:`checkpoint_calls_within`).
 * ``Optimizer.__init__``: it refuses no parameters, and a stage may train none.
-* ``torch.nn.utils.clip_grad``'s functions, and Lightning's ``grad_norm`` (``gradient_norms.py``).
+* ``torch.nn.utils.clip_grad``'s functions, and Lightning's ``grad_norm`` (``gradient_norms.py``); in Fabric's loops
+  only ``_get_total_norm``, between a training step on stages and the optimizer's (:func:`total_norms_checked`).
 * ``torch.nn.utils.parametrize._maybe_set``: see :func:`parametrizations_leaving_what_is_given`.
 
-Others (``dtensor_writes.py``, ``opaque_functions.py``) say themselves what they replace.
+For good, as long as there are sharded parameters: how DTensors behave (``as_tensors.py``), ``nn.Parameter.data``
+(``data_writes.py``). What else is private is in units (``parallel/fsdp/units.py``) and in the files that
+``tests/house/test_private_parts.py`` lists.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch import apis, eager_transforms
 from torch.distributed import distributed_c10d
-from torch.nn.utils import parametrize
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils import clip_grad, parametrize
+from torch.overrides import _get_current_function_mode
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
+BatchNorm = _BatchNorm
+NormOfChannels = _NormBase
+"""The base class of BatchNorm's layers and of InstanceNorm's."""
+StridedShard = _StridedShard
+"""Placement of a shard of each of several parts of a dim, as FSDP2's over tensor-parallel shards."""
+without_dispatch_modes = _disable_current_modes
+dispatch_mode, function_mode = _get_current_dispatch_mode, _get_current_function_mode
+"""Each returns the innermost mode that is on."""
+is_in_transform = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is one within ``torch.func``'s transforms, which has no memory of its own."""
+TRANSFORMS: tuple[tuple[Any, str], ...] = ((apis, "vmap_impl"), (eager_transforms, "_jvp_with_argnums"))
+"""The functions that ``torch.func``'s transforms call, each by its holder and name."""
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
     *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
@@ -74,14 +104,21 @@ def functions_replaced(pairs: Iterable[tuple[Any, Any]]) -> AbstractContextManag
     return replaced(*held)
 
 
-def calls_replaced(by: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[None]:
+def calls_replaced(
+    by: Callable[[str, Callable[..., Any]], Callable[..., Any]], but_of: tuple[str, ...] = ()
+) -> AbstractContextManager[None]:
     """Context in which other functions replace the collective calls of ``torch.distributed``.
 
     Args:
         by: Makes such a function of a call's name and the call.
+        but_of: Beginnings of the names of modules whose calls aren't replaced: these hold a copy of
+            ``torch.distributed`` meanwhile.
     """
+    plain = SimpleNamespace(**vars(dist))
+    holders = (module for name, module in [*sys.modules.items()] if but_of and name.startswith(but_of))
+    kept = ((module, key, plain) for module in holders for key, value in [*vars(module).items()] if value is dist)
     calls = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
-    return replaced(*((dist, name, by(name, call)) for name, call in calls.items()))
+    return replaced(*kept, *((dist, name, by(name, call)) for name, call in calls.items()))
 
 
 def attention_replaced(by: Callable[..., Tensor]) -> AbstractContextManager[None]:
@@ -103,6 +140,18 @@ def allowing_empty_optimizers() -> AbstractContextManager[None]:
     return replaced((torch.optim.Optimizer, "__init__", make))
 
 
+def total_norms_checked(check: Callable[[list[Tensor]], object]) -> AbstractContextManager[None]:
+    """Inside, ``clip_grad_norm_`` first calls a function with the gradients whose norm it takes."""
+    own: Any = clip_grad._get_total_norm
+
+    def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        check(given)
+        return own(given, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return replaced((clip_grad, "_get_total_norm", total_norm))
+
+
 def parametrizations_leaving_what_is_given() -> AbstractContextManager[None]:
     """Inside, a parametrization that is registered for a call, and then removed, leaves the parameter as it was.
 
@@ -118,3 +167,120 @@ def parametrizations_leaving_what_is_given() -> AbstractContextManager[None]:
             plain(parameter, value)
 
     return replaced(*([] if plain is None else [(parametrize, "_maybe_set", set_others)]))
+
+
+def backwards_replaced(by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[None]:
+    """Context in which ``by(torch's own function)`` runs all backwards, those of ``torch.autograd.grad`` too."""
+    autograd: Any = torch.autograd
+    return replaced((autograd, "_engine_run_backward", by(autograd._engine_run_backward)))
+
+
+def checkpointed_functions_replaced(
+    by: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> AbstractContextManager[None]:
+    """Context in which checkpoints run ``by(function)``, in the forward and in the backward."""
+    reentrant: Any = checkpoint.CheckpointFunction
+    other: Any = checkpoint._CheckpointFrame
+    apply, make = reentrant.apply, other.__init__
+
+    def run(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if not torch.is_grad_enabled():  # as in trial runs of a block, where torch warns of missing gradients
+            return function(*args)
+        return apply(by(function), preserve, *args)
+
+    def begin(frame: Any, function: Callable[..., Any], *rest: Any, **others: Any) -> None:
+        make(frame, by(function), *rest, **others)
+
+    return replaced((reentrant, "apply", run), (other, "__init__", begin))
+
+
+def checkpoint_calls_within(
+    context: Callable[[Callable[..., Any]], AbstractContextManager[None]],
+) -> AbstractContextManager[None]:
+    """Context in which the forward of a checkpoint of a function runs within ``context(function)``."""
+    reentrant: Any = checkpoint.CheckpointFunction
+    plain: Any = checkpoint._checkpoint_without_reentrant_generator
+
+    def run(function: Callable[..., Any], *rest: Any) -> Any:
+        with context(function):
+            return reentrant.apply(function, *rest)
+
+    def around(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        with context(function):
+            yield from plain(function, *args, **kwargs)
+
+    return replaced(
+        (checkpoint, "CheckpointFunction", SimpleNamespace(apply=run)),
+        (checkpoint, "_checkpoint_without_reentrant_generator", around),
+    )
+
+
+def is_in_function() -> bool:
+    """Whether an autograd function's ``forward`` runs: unlike ``torch.no_grad()``, it also switches off forward-mode
+    gradients. So does inference mode, which has a flag of its own.
+    """
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def is_in_backward() -> bool:
+    """Whether a backward runs this code, on whichever thread: on a GPU it has one of its own."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def set_version(tensor: Tensor, version: int) -> None:
+    """Set the number by which a graph that saved a tensor detects that it was changed in place."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def swap(one: Tensor, other: Tensor) -> None:
+    """Exchange what two tensors are, for all that refer to them, by weak references too, unlike ``swap_tensors``."""
+    torch._C._swap_tensor_impl(one, other)  # type: ignore[attr-defined]
+
+
+def saves_by_hooks() -> bool:
+    """Whether hooks take what operations save for the backward, as within an activation checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """An alias with the tensor's version, as torch's own contexts of checkpoints make it."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def handlers_of_dtensors() -> dict[Any, Callable[..., Any]]:
+    """By operation, what DTensors run in its place, looked up in each call; called with (operation, args, kwargs)."""
+    sharded: Any = DTensor
+    return sharded._op_dispatcher._custom_op_handlers  # type: ignore[no-any-return]
+
+
+def patch_dtensors(attributes: Mapping[str, Any], plans: Callable[[Any], Any], ends: Callable[[Any], Any]) -> None:
+    """Set attributes of the class DTensor, and wrap two methods of its dispatcher (torch 2.13); for good.
+
+    Args:
+        plans: Wraps what plans an operation the first time that it occurs, or returns its result. A failed plan isn't
+            cached.
+        ends: Wraps what in-place operations pass through last.
+    """
+    sharded: Any = DTensor
+    for name, value in attributes.items():
+        setattr(sharded, name, value)
+    dispatcher = type(sharded._op_dispatcher)
+    methods = {"_propagate_op_sharding_dispatch_slow_path": plans, "_dispatch_fast_path_python_tail": ends}
+    for name, wrap in methods.items():
+        plain = getattr(dispatcher, name, None)
+        if plain is not None and not hasattr(plain, "__wrapped__"):
+            setattr(dispatcher, name, wrap(plain))
+
+
+@functools.cache
+def written_by(operation: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operation of torch's writes to, by its schema."""
+    schema = getattr(operation, "_schema", None)  # not of higher-order operators
+    if schema is None or not schema.is_mutable:
+        return ()
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )

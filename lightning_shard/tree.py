@@ -91,6 +91,13 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return rebuild(tree, [map_leaves(function, child) for _, child in children(tree)])
 
 
+def detached(tree: Any) -> Any:
+    """The same nesting with tensors that keep no graph alive."""
+    if isinstance(tree, Tensor):
+        return tree.detach()
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+
+
 def is_node(tree: Any) -> bool:
     """Whether a value is a node; :class:`torch.Size` is a leaf."""
     return _kind_of_node(type(tree)) is not None
@@ -169,10 +176,11 @@ def split(batch: Any, parts: int) -> list[Any]:
         raise BatchError(
             f"A batch of {size} samples can't be cut into {parts} equal microbatches: use a batch_size that is a"
             f" multiple of {parts} (with drop_last=True if it is the last, smaller batch), or set microbatches to a"
-            f" divisor of {size}."
+            f" divisor of {size}.",
+            breaks=1,
         )
     step = size // parts
-    return [_slice(batch, size, start, start + step) for start in range(0, size, step)]
+    return _sliced(batch, size, [slice(start, start + step) for start in range(0, size, step)])
 
 
 def batch_size(batch: Any) -> int:
@@ -188,7 +196,8 @@ def batch_size(batch: Any) -> int:
         raise BatchError(
             f"A batch without tensors of at least one dimension ({type(batch).__name__}) can't be cut into"
             " microbatches: put the samples into tensors, in tuples, lists, dicts or dataclasses, or use"
-            f" {_UNCUT}."
+            f" {_UNCUT}.",
+            breaks=1,
         )
     sizes: dict[int, Path] = {}
     for path, leaf in walk(batch):
@@ -199,7 +208,8 @@ def batch_size(batch: Any) -> int:
         f"The batch's tensors differ in their first dimension ({seen}), so it isn't clear how to cut it into"
         " microbatches: put the sample dimension first in all of them, or make constants 0-dimensional. Graphs joined"
         " into one can't be cut: use"
-        f" {_UNCUT}."
+        f" {_UNCUT}.",
+        breaks=1,
     )
 
 
@@ -266,7 +276,8 @@ def _list_of_samples(node: Any, alike: str) -> BatchError:
         f"The batch has a {type(node).__name__} of {len(node)} entries, and the size of their tensors' dim 0 is"
         f" {alike}. It is ambiguous which of the two counts the samples, and so how to cut it into microbatches. Stack"
         " them into tensors (torch's own collate function does), or use another batch_size, or"
-        f" {_UNCUT}."
+        f" {_UNCUT}.",
+        breaks=1,
     )
 
 
@@ -293,20 +304,20 @@ def _outline(tree: Any) -> tuple[Any, ...]:
     return tuple((path, leaf.ndim, leaf.dtype) for path, leaf in walk(tree) if isinstance(leaf, Tensor) and leaf.ndim)
 
 
-def _slice(tree: Any, size: int, start: int, stop: int) -> Any:
+def _sliced(tree: Any, size: int, slices: list[slice]) -> list[Any]:
     if isinstance(tree, Tensor):
         if tree.layout != torch.strided or tree.is_nested:
-            return _sparse_slice(tree, start, stop)
+            return [_sparse_slice(tree, each.start, each.stop) for each in slices]
+        parts = [tree[each] if tree.ndim else tree for each in slices]
         # .data gives the part a version counter of its own: a step may change its microbatch in place
-        part = tree[start:stop] if tree.ndim else tree
-        return part if part.requires_grad else part.data
-    if isinstance(tree, np.ndarray):
-        return tree[start:stop] if tree.ndim and len(tree) == size else tree
-    if _is_a_column(tree, size):
-        return tree[start:stop]
-    if not is_node(tree):
-        return tree
-    return rebuild(tree, [_slice(child, size, start, stop) for _, child in children(tree)])
+        return [part if part.requires_grad else part.data for part in parts]
+    is_array = isinstance(tree, np.ndarray)
+    if (tree.ndim and len(tree) == size) if is_array else _is_a_column(tree, size):
+        return [tree[each] for each in slices]
+    if is_array or not is_node(tree):
+        return [tree] * len(slices)
+    parts_of_children = [_sliced(child, size, slices) for _, child in children(tree)]
+    return [rebuild(tree, [parts[number] for parts in parts_of_children]) for number in range(len(slices))]
 
 
 def joined(tree: Any, other: Any, size: int) -> Any:
@@ -317,7 +328,7 @@ def joined(tree: Any, other: Any, size: int) -> Any:
     """
     if isinstance(tree, Tensor):
         if tree.shape != other.shape or tree.layout != torch.strided or tree.is_nested:
-            raise BatchError("The batches hold tensors of other shapes, or that aren't dense.")
+            raise BatchError("The batches hold tensors of other shapes, or that aren't dense.", breaks=1)
         return torch.cat([tree, other]) if tree.ndim else tree
     if isinstance(tree, np.ndarray):
         return np.concatenate([tree, other]) if tree.ndim and len(tree) == size else tree
@@ -327,7 +338,7 @@ def joined(tree: Any, other: Any, size: int) -> Any:
         return tree
     pairs = list(zip(children(tree), children(other)))
     if type(tree) is not type(other) or len(children(tree)) != len(children(other)):
-        raise BatchError("The batches are of different structures.")
+        raise BatchError("The batches are of different structures.", breaks=1)
     return rebuild(tree, [joined(child, twin, size) for (_, child), (_, twin) in pairs])
 
 
@@ -335,7 +346,8 @@ def _sparse_slice(tensor: Tensor, start: int, stop: int) -> Tensor:
     if tensor.layout != torch.sparse_coo:
         kind = f"{'nested ' * tensor.is_nested}tensor of layout {tensor.layout}"
         raise BatchError(
-            f"A batch with a {kind} can't be cut into microbatches: use a dense or sparse_coo tensor, or {_UNCUT}."
+            f"A batch with a {kind} can't be cut into microbatches: use a dense or sparse_coo tensor, or {_UNCUT}.",
+            breaks=1,
         )
     return tensor.index_select(0, torch.arange(start, stop, device=tensor.device))
 

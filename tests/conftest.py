@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.testing import preload
-from tests import on_gpu
+from tests import needs, on_gpu
 
 preload(
     "s3fs",
@@ -38,6 +38,24 @@ torch.set_num_threads(1)  # tests run beside each other, and ranks have one thre
 # a loaded machine is no failure
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+needs.watch()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function):
+            needs.mark(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    needs.running[:] = [item]
+    try:
+        return (yield)
+    finally:
+        needs.running.clear()
+
 
 LEDGER = "RELIABILITY_LEDGER"
 """The variable that names a folder to keep the ledger in; without it nothing is kept."""

@@ -1,6 +1,6 @@
 """Ranks of tests on CUDA devices, over NCCL.
 
-``TESTS_ON_GPU=1 pytest tests/ranks/test_parity.py`` has Trainers of rank tests take CUDA devices, not the CPU.
+``TESTS_ON_GPU=1 pytest tests/training/whole/test_parity.py`` has Trainers of rank tests take CUDA devices, not the CPU.
 
 Where there are fewer devices than ranks, all ranks share the first one. NCCL allows that from 2.31 on, with
 ``NCCL_MULTI_RANK_GPU_ENABLE=1``; an older torch is given a newer NCCL by ``LD_PRELOAD=…/libnccl.so.2``.

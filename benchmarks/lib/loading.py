@@ -114,6 +114,8 @@ def _on_rank(options: Options) -> tuple[Timed, int]:
     quiet()
     ranks = dist.get_world_size()
     readings = SAME_LAYOUT | (OTHER_LAYOUT if ranks > 1 else {})
+    if options.bare:
+        readings = {name: reading for name, reading in readings.items() if reading.source in (saving.RAW, saving.OURS)}
     shapes = gpt_shapes(options.state_bytes)
     states = {layout: State.of(shapes, layout) for layout in {reading.layout(ranks) for reading in readings.values()}}
     root = Path(options.folder, f"load-{ranks}")

@@ -20,8 +20,8 @@ HEADLINES = [
     ("a training step, dp2", "Lightning's ModelParallelStrategy"),
     ("a training step, tp2", "Lightning's ModelParallelStrategy"),
     ("a training step, pp2", "plain torch, by hand"),
-    ("saving 1 GiB, 4 ranks", "raw writes of its bytes"),
-    ("saving 1 GiB, 4 ranks", "torch.distributed.checkpoint"),
+    ("saving 1 GiB, 4 ranks, fsync", "raw writes and fsync"),
+    ("saving 1 GiB, 4 ranks, fsync", "torch.distributed.checkpoint"),
     ("loading it, each byte verified", "raw reads"),
     ("loading it, each byte verified", "torch.distributed.checkpoint"),
     ("waiting for an asynchronous save", "torch.distributed.checkpoint"),
@@ -29,6 +29,7 @@ HEADLINES = [
 """The README's rows, of CPU processes."""
 BEGIN, END = "<!-- numbers -->\n", "<!-- end of numbers -->\n"
 OURS = "lightning_shard"
+OTHER_LAYOUT = "load what rows wrote, 4 ranks, warm page cache"
 DCP = "torch DCP FileSystemWriter", "torch DCP FileSystemReader", "torch DCP async_save"
 
 
@@ -55,7 +56,8 @@ def _speeds(rows: list[dict[str, Any]], what: str) -> dict[str, float]:
 
 def _checkpoints(rows: list[dict[str, Any]], names: dict[str, tuple[str, str, str]]) -> Iterator[Comparison]:
     for what, (shown, contender, reference) in names.items():
-        speeds = _speeds(rows, what)
+        if not (speeds := _speeds(rows, what)):
+            continue  # not measured in that run
         yield Comparison(shown, reference, speeds[contender])
         for other in DCP:
             if other in speeds:
@@ -75,8 +77,13 @@ def comparisons() -> dict[str, list[Comparison]]:
     on_disk = _checkpoints(
         saving["rows"],
         {
-            "save, 4 ranks, no fsync": ("saving 1 GiB, 4 ranks", ours, "raw writes of its bytes"),
+            "save, 4 ranks, with fsync": ("saving 1 GiB, 4 ranks, fsync", ours, "raw writes and fsync"),
+            "save, 1 rank, with fsync": ("saving it, one rank, fsync", ours, "raw writes and fsync"),
+            "save, 4 ranks, no fsync": ("without fsync", ours, "raw writes"),
+            "save, 1 rank, no fsync": ("one rank, without fsync", ours, "raw writes"),
             "load, 4 ranks, warm page cache": ("loading it, each byte verified", ours, "raw reads"),
+            "load, 1 rank, warm page cache": ("loading it, one rank", ours, "raw reads"),
+            OTHER_LAYOUT: ("loading it as data × tensor", f"{ours}, onto data × tensor", "as saved"),
             "stall of a save, 4 ranks": ("waiting for an asynchronous save", asynchronous, "memcpy"),
             "gather 1 GiB of 4 ranks, no fsync": ("gathering it to one file", f"{OURS} gather", "cat"),
         },

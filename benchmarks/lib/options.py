@@ -29,6 +29,8 @@ class Options:
     """Whether to measure without, with, or both."""
     cold: bool
     results: Path | None
+    bare: bool = False
+    """Only this package and the bare disk take part in saves and loads."""
 
     @property
     def caching(self) -> str:
@@ -54,6 +56,7 @@ def parse(questions: Sequence[str], description: str, arguments: Sequence[str] |
     add("--folder", type=Path, help="on the disk to measure (the system's for temporary files)")
     add("--fsync", action=argparse.BooleanOptionalAction, help="only with, or only without (both)")
     add("--cold", action="store_true", help="drop what is loaded from the page cache before")
+    add("--bare", action="store_true", help="of saves and loads, only this package and the bare disk")
     add("--results", type=Path, default=RESULTS, help="where the result goes (benchmarks/results)")
     if parser.parse_known_args(arguments)[0].quick:
         parser.set_defaults(**QUICK)
@@ -69,4 +72,5 @@ def parse(questions: Sequence[str], description: str, arguments: Sequence[str] |
         fsync=(False, True) if given.fsync is None else (given.fsync,),
         cold=given.cold,
         results=given.results,
+        bare=given.bare,
     )

@@ -166,7 +166,8 @@ def _on_rank(options: Options, fsync: bool) -> tuple[Timed, int]:
     quiet()
     ranks = dist.get_world_size()
     state = State.of(gpt_shapes(options.state_bytes), rows(ranks))
-    contenders = {name: CONTENDERS[name] for name in (SYNCED if fsync else CONTENDERS)}
+    names = (RAW, OURS) if options.bare else SYNCED if fsync else CONTENDERS
+    contenders = {name: CONTENDERS[name] for name in names}
     with fresh_folders(f"{options.folder}/save") as fresh:
         timed = in_turn(contenders, options.rounds, lambda name: Task(state, fresh(), fsync))
     return timed, sum(everyone(state.local_bytes))

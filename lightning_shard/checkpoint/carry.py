@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from lightning_shard.checkpoint.engine import each, files_at_once, read_blocks
 from lightning_shard.checkpoint.folder import Earlier
-from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, check_digest, digest_bytes
+from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, check_digest
 from lightning_shard.checkpoint.format.chunks import Chunk
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from lightning_shard.checkpoint.loading.stored import Checkpoint
@@ -21,7 +22,6 @@ from lightning_shard.checkpoint.saving.commit import (
     check_files,
     check_own_files,
     commit,
-    failed_commit,
     look_before_saving,
 )
 from lightning_shard.checkpoint.saving.save import raise_cause
@@ -66,40 +66,42 @@ def carry(
     earlier = together(ranks, lambda: None, lambda _: look())
     if earlier is None:
         return
-    fault: list[BaseException] = []
 
     def carry_own() -> None:
         there = {file: size for file in own_files if (size := _size_of(store, file)) is not None}
         whole = _whole(Checkpoint(path, store, manifest, True), [file for file in there if there[file] == file.bytes])
-        for file, blocks in _with_blocks(checkpoint, [file for file in own_files if file not in whole]):
+
+        def put(item: tuple[FileEntry, Iterator[Buffer]]) -> None:
+            file, blocks = item
             # an incomplete file is replaced, not removed first: another process may complete and commit it meanwhile
-            put = store.publish if file in there else store.write
-            put(file.path, blocks, file.bytes, durable=fsync)
+            write = store.publish if file in there else store.write
+            write(file.path, blocks, file.bytes, durable=fsync)
+
+        rest = _with_blocks(checkpoint, [file for file in own_files if file not in whole])
+        for _ in each(put, rest, files_at_once()):
+            pass
         if fsync:
             store.sync(file.path for file in own_files)
         check_own_files(store, own_files)
 
-    def conclude(_: list[None]) -> Failure | None:
+    def conclude(_: list[None]) -> None:
         check_files(store, {"": manifest.files}, "", began_s)
         try:
             commit(store, manifest, earlier, durable=fsync)
-        except BaseException as error:
-            if isinstance(error, CheckpointConflictError) and attempt_at(store) == manifest.attempt:
-                return None  # another process has copied and committed the same attempt
-            fault.append(error)
-            return failed_commit(store, manifest.attempt, ranks.rank, error)
-        return None
+        except CheckpointConflictError:
+            if attempt_at(store) != manifest.attempt:  # else another process has copied and committed the same attempt
+                raise
 
     own, outcome = exchange(ranks, carry_own, conclude)
     if isinstance(outcome, Failure):
-        raise_cause(own or next(iter(fault), None), outcome, ranks.rank, path)
+        raise_cause(own, outcome, ranks.rank, path)
 
 
 def damage(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> str:
     """Read files and verify all digests. Returns why a file is damaged or can't be read, or an empty text."""
     try:
-        for _, blocks in _with_blocks(checkpoint, files):
-            deque(blocks, maxlen=0)
+        for _ in each(_read_through, _with_blocks(checkpoint, files), files_at_once()):
+            pass
     except CorruptCheckpointError as error:
         return str(error)
     return ""
@@ -107,13 +109,19 @@ def damage(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> str:
 
 def _whole(carried: Checkpoint, files: Iterable[FileEntry]) -> set[FileEntry]:
     """The undamaged ones of files that may have been copied before."""
-    whole: set[FileEntry] = set()
-    # one pass over the manifest's chunks for all files: a large run has millions of chunks
-    for file, blocks in _with_blocks(carried, files):
+
+    def is_whole(item: tuple[FileEntry, Iterator[Buffer]]) -> bool:
         with contextlib.suppress(CorruptCheckpointError):
-            deque(blocks, maxlen=0)
-            whole.add(file)
-    return whole
+            _read_through(item)
+            return True
+        return False
+
+    # one pass over the manifest's chunks for all files: a large run has millions of chunks
+    return {item[0] for item, whole in each(is_whole, _with_blocks(carried, files), files_at_once()) if whole}
+
+
+def _read_through(item: tuple[FileEntry, Iterator[Buffer]]) -> None:
+    deque(item[1], maxlen=0)
 
 
 def _size_of(store: Store, file: FileEntry) -> int | None:
@@ -152,9 +160,10 @@ def _checked(checkpoint: Checkpoint, file: FileEntry, chunks: list[tuple[str, Ch
                 if memory.nbytes < end - begin:
                     memory = memoryview(bytearray(end - begin))
                 block = memory[: end - begin]
-                read_into([(begin, block)])
-                if expected:
-                    check_digest(digest_bytes(block), expected, name, begin, end, source)
+                step_bytes = checkpoint.store.step_bytes
+                for _, _, found in read_blocks(read_into, begin, block, max(block.nbytes, 1), step_bytes):
+                    if expected:
+                        check_digest(found, expected, name, begin, end, source)
                 yield block
     except OSError as error:
         raise CorruptCheckpointError(f"{source} can't be read: {error}. Use another checkpoint.") from error

@@ -14,12 +14,12 @@ import posixpath
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from lightning_shard.arguments import check_count
+from lightning_shard.arguments import check_count, few
+from lightning_shard.checkpoint.engine import each
 from lightning_shard.checkpoint.folder import exists, remove_attempt
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.loading.open import read
@@ -100,12 +100,11 @@ def commits(
             hidden.append(name)
             return None
 
-    with naming(root), ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-list") as pool:
-        times = list(pool.map(look, names))
+    with naming(root):
+        times = [when for _, when in each(look, names, REQUESTS)]
     if hidden := sorted(set(hidden) - _OF_FILE_SYSTEMS):
-        more = f" and {len(hidden) - 1} more" if len(hidden) > 1 else ""
         warnings.warn(
-            f"{posixpath.join(root, hidden[0])}{more} can't be looked into (permission denied): a checkpoint there"
+            f"{posixpath.join(root, few(hidden, 1))} can't be looked into (permission denied): a checkpoint there"
             " isn't counted.",
             stacklevel=3,
         )
@@ -206,8 +205,7 @@ def list_checkpoints(folder: str | os.PathLike[str], *, storage_options: dict[st
         size = sum(file.bytes for file in checkpoint.manifest.files)
         return Entry(path, name, committed, checkpoint.manifest.attempt, step_of(tree), size)
 
-    with ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-list") as pool:
-        return [entry for entry in pool.map(look, found) if entry is not None]
+    return [entry for _, entry in each(look, found, REQUESTS) if entry is not None]
 
 
 def step_of(tree: Any) -> int | None:

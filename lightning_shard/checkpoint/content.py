@@ -31,9 +31,9 @@ _STORED_SLAB_ELEMENTS = 2**22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def content_sum(pieces: Iterable[Piece]) -> int:
+def content_sum(pieces: Iterable[tuple[Piece, Tensor]]) -> int:
     """The sum over some chunks of one tensor. Over all of its chunks, however cut, the sums add up to its hash."""
-    return sum(_sum(piece.data, piece.box, piece.shape) for piece in pieces) % 2**64
+    return sum(_sum(data, piece.box, piece.shape) for piece, data in pieces) % 2**64
 
 
 def content_of_all(
@@ -53,8 +53,8 @@ def content_of_all(
         part = plan_part(tensors, mesh=mesh, ranks=ranks, attempt="0" * 12, may_be_half_loaded=True)
         sums: dict[str, int] = dict.fromkeys(tensors, 0)
         for file in part.files:
-            for piece in file.pieces():
-                sums[piece.name] += content_sum([piece])
+            for piece, data in file.pieces():
+                sums[piece.name] += content_sum([(piece, data)])
         for name, target in part.account.aliases.get("model", {}).items():
             sums[name] = sums[target]
         return part.account.mesh_ranks, sums

@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import (
@@ -73,21 +74,22 @@ from lightning_shard.checkpoint.format.manifest import table_path
 from lightning_shard.checkpoint.format.registered import TAG
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
-from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensors
+from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
+from lightning_shard.checkpoint.memory import settle
+from lightning_shard.checkpoint.ranks import FILES_STAY
 from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.commit import (
     check_files,
-    check_own_files,
     commit,
     look_before_saving,
-    may_be_committed,
     new_attempt,
 )
-from lightning_shard.checkpoint.saving.files import Piece, file_metadata, write_json, write_pieces
+from lightning_shard.checkpoint.saving.files import Piece, arranged
 from lightning_shard.checkpoint.saving.merge import Merged
-from lightning_shard.checkpoint.saving.save import WRITER, abandon
-from lightning_shard.checkpoint.storable import check_storable
+from lightning_shard.checkpoint.saving.part import PartFile, RankPart
+from lightning_shard.checkpoint.saving.save import WRITER, Order, abandon, write_part
 from lightning_shard.checkpoint.store import Store, as_path, open_store
+from lightning_shard.checkpoint.store.calls import told_as
 from lightning_shard.checkpoint.tensors import is_dtensor, locate
 from lightning_shard.errors import CheckpointError, StateMismatchError, UnsupportedStateError
 
@@ -137,9 +139,7 @@ class DcpWriter(_AtPath, StorageWriter):
         digests: bool = True,
     ) -> None:
         self.checkpoint_id = path
-        self.storage_options = storage_options
-        self.fsync = fsync
-        self.digests = digests
+        self._order = Order("", storage_options, None, fsync, digests)
         self._store: Store | None = None
         self._earlier = Earlier()
         self._attempt = ""
@@ -151,7 +151,7 @@ class DcpWriter(_AtPath, StorageWriter):
                 "use_collectives=False would have every rank commit a checkpoint of its own to one directory: leave it"
                 " at True."
             )
-        self._store = open_store(_path(self.checkpoint_id), self.storage_options)
+        self._store = open_store(_path(self.checkpoint_id), self._order.storage_options)
         if is_coordinator:
             self._earlier = look_before_saving(self._store)
         self._attempt = new_attempt()
@@ -170,35 +170,28 @@ class DcpWriter(_AtPath, StorageWriter):
         if mark != self._attempt:
             # a planner that caches plans returns an earlier save's, whose files mustn't be overwritten
             attempt = self._attempt
-        part = _Part(Account(_rank(), ()), {})
-        sections: dict[str, list[Piece]] = {"model": [], "optimizer": []}
+        values: dict[str, Any] = {}
+        sections: dict[str, list[tuple[Piece, Tensor]]] = {"model": [], "optimizer": []}
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
-                part.values.update(_encoded(planner, item))
+                values.update(_encoded(planner, item))
             else:
-                piece = _piece(planner, item)
-                if piece is not None:
+                for piece, data in _pieces(planner, item):
                     section = "optimizer" if piece.name.startswith(OPTIMIZER_PREFIX) else "model"
-                    own = dataclasses.replace(piece, name=piece.name.removeprefix(OPTIMIZER_PREFIX))
-                    sections[section].append(own)
-        names: list[str] = []
-        try:
-            for section, pieces in sections.items():
-                if not pieces:
-                    continue
-                names.append(f"{section}/rank-{_rank():05d}-{attempt}.safetensors")
-                metadata, options = file_metadata(attempt, section), {"digests": self.digests, "durable": self.fsync}
-                part.account.add(section, write_pieces(self._store, names[-1], pieces, metadata, **options))
-            if self.fsync and names:
-                self._store.sync(names)
-            check_own_files(self._store, part.account.files())
-        except BaseException as error:
-            abandon(self._store, names)
-            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-                raise self._failed(error) from error
-            raise
+                    own = piece._replace(name=piece.name.removeprefix(OPTIMIZER_PREFIX))
+                    sections[section].append((own, data))
+        settle(data for pieces in sections.values() for _, data in pieces)
+        name = f"rank-{_rank():05d}-{attempt}.safetensors"
+        files = [PartFile(title, f"{title}/{name}", *arranged(own)) for title, own in sections.items() if own]
+        part = RankPart(attempt, Account(_rank(), ()), files)
+        with told_as(f"The checkpoint {_path(self.checkpoint_id)} could not be written"):
+            try:
+                sent = _Part(write_part(part, self._store, self._order), values)
+            except BaseException:
+                abandon(self._store, part.paths())
+                raise
         future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(item.index, _nbytes(item), part) for item in plan.items])
+        future.set_result([WriteResult(item.index, _nbytes(item), sent) for item in plan.items])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -214,31 +207,23 @@ class DcpWriter(_AtPath, StorageWriter):
         for account in accounts.values():
             account.mesh_ranks = tuple(accounts)
         values = {name: value for part in parts for name, value in part.values.items()}
-        committing = False
+        state = RankPart(self._attempt, own, state=values or None)
         names = [file.path for account in accounts.values() for file in account.files()]
-        names.append(table_path(self._attempt))
-        try:
-            if values:
-                state_path = f"trainer/state-{self._attempt}.json"
-                names.append(state_path)
-                own.state_file = write_json(self._store, state_path, values, digests=self.digests, durable=self.fsync)
-                if self.fsync:
-                    self._store.sync([state_path])
-            merged = Merged([joined(list(accounts.values()))])
-            manifest = merged.manifest(attempt=self._attempt, layout=None, writer=WRITER, digests=self.digests)
-            manifest.world_size = len(results)
-            check_files(self._store, merged.files_by_host, own.host, self._began_s)
-            committing = True
-            commit(self._store, manifest, self._earlier, durable=self.fsync)
-        except BaseException as error:
-            if not (committing and may_be_committed(self._store, self._attempt, error)):
-                abandon(self._store, names)
-            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-                raise self._failed(error) from error
-            raise
-
-    def _failed(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"The checkpoint {_path(self.checkpoint_id)} could not be written: {error}.")
+        names += [table_path(self._attempt), *state.paths()]
+        with told_as(f"The checkpoint {_path(self.checkpoint_id)} could not be written"):
+            try:
+                write_part(state, self._store, self._order)
+                merged = Merged([joined(list(accounts.values()))])
+                manifest = merged.manifest(
+                    attempt=self._attempt, layout=None, writer=WRITER, digests=self._order.digests
+                )
+                manifest.world_size = len(results)
+                check_files(self._store, merged.files_by_host, own.host, self._began_s)
+                commit(self._store, manifest, self._earlier, durable=self._order.fsync)
+            except BaseException as error:
+                if not getattr(error, FILES_STAY, False):
+                    abandon(self._store, names)
+                raise
 
 
 class DcpReader(_AtPath, StorageReader):
@@ -264,7 +249,7 @@ class DcpReader(_AtPath, StorageReader):
         self.storage_options = storage_options
         self.verify = verify
         self._checkpoint: Checkpoint | None = None
-        self._tensors: dict[str, TensorEntry] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         self._values: dict[str, Any] = {}
 
     def read_metadata(self) -> Metadata:
@@ -274,15 +259,14 @@ class DcpReader(_AtPath, StorageReader):
             CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`~.reader.read`.
         """
         self._checkpoint = read(_path(self.checkpoint_id), storage_options=self.storage_options, verify=self.verify)
-        manifest = self._checkpoint.manifest
         # a model may have a submodule named "optimizer": then the model's names take precedence
-        self._tensors = {OPTIMIZER_PREFIX + name: entry for name, entry in manifest.optimizer.items()}
-        self._tensors.update(manifest.model)
+        self._tensors = {OPTIMIZER_PREFIX + name: stored for name, stored in self._checkpoint.optimizer.items()}
+        self._tensors.update(self._checkpoint)
         tree = self._checkpoint.state_json()
         plain = isinstance(tree, dict) and TAG not in tree
         self._values = {name: value for name, value in tree.items() if name not in self._tensors} if plain else {}
         return Metadata(
-            {name: _metadata(entry) for name, entry in self._tensors.items()}
+            {name: _metadata(stored.entry) for name, stored in self._tensors.items()}
             | {name: BytesStorageMetadata() for name in self._values},
             planner_data={name: (name,) for name in (*self._tensors, *self._values)},
         )
@@ -319,9 +303,9 @@ class DcpReader(_AtPath, StorageReader):
                     f"{name!r}: the plan reads {tuple(item.lengths)} elements into {tuple(target.shape)}."
                 )
             box = Box(tuple(a + b for a, b in zip(offset, item.storage_offsets, strict=True)), tuple(item.lengths))
-            reads.append(Read(name, self._tensors[name], box, target))
+            reads.append(Read(self._tensors[name], box, target))
             targets.append((item, target))
-        changing = [locate(read.name, read.target).local for read in reads]
+        changing = [locate(read.stored.name, read.target).local for read in reads]
         half_loaded.mark(changing)
         self._checkpoint.fetch(reads)
         half_loaded.clear(changing)
@@ -341,8 +325,8 @@ class DcpReader(_AtPath, StorageReader):
                 " kind: load it with DefaultLoadPlanner, or by checkpoint.read(path).trainer_state()."
             )
         assert self._checkpoint is not None
-        tensors = StoredTensors(self._checkpoint.manifest.trainer, self._checkpoint)
-        value = decode(self._values[item.storage_index.fqn], lambda key: tensors[key].full())
+        trainer = self._checkpoint.trainer
+        value = decode(self._values[item.storage_index.fqn], lambda key: trainer[key].full())
         if planner.flatten_state_dict:
             set_element(planner.original_state_dict, planner.mappings[name], value)
         else:
@@ -359,25 +343,25 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _piece(planner: SavePlanner, item: WriteItem) -> Piece | None:
-    """The piece of a tensor to write; None for an empty part, unless the whole tensor is empty."""
+def _pieces(planner: SavePlanner, item: WriteItem) -> list[tuple[Piece, Tensor]]:
+    """The piece of a tensor to write; none for an empty part, unless the whole tensor is empty."""
     name, planned = item.index.fqn, item.tensor_data
     assert planned is not None, f"the plan has no place for {name!r}"
     shape, offsets, sizes = tuple(planned.size), tuple(planned.chunk.offsets), tuple(planned.chunk.sizes)
     tensor: Any = planner.resolve_data(item)
-    check_storable(name, tensor)
-    half_loaded.refuse({name: locate(name, tensor).local})
+    half_loaded.refuse([locate(name, tensor, to_save=True)])
     if 0 in shape:
-        return None if any(offsets) else Piece(name, shape, Box.whole(shape), tensor.new_empty(shape))
+        whole = Piece(name, tensor.dtype, shape, Box.whole(shape)), tensor.new_empty(shape)
+        return [] if any(offsets) else [whole]
     if 0 in sizes:
-        return None
+        return []
     _check_place(planner, item.index)
     if tuple(tensor.shape) != sizes:
         raise CheckpointError(
             f"{name!r}: DCP expects this rank's shard to have shape {sizes} at offset {offsets} of {shape}, but its"
             f" shape is {tuple(tensor.shape)}: save it with checkpoint.save, which knows such shards."
         )
-    return Piece(name, shape, Box(offsets, sizes), tensor.detach())
+    return [(Piece(name, tensor.dtype, shape, Box(offsets, sizes)), tensor.detach())]
 
 
 def _check_place(planner: SavePlanner | LoadPlanner, index: MetadataIndex) -> None:

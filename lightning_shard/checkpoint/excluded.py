@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from lightning_shard.checkpoint.content import content_of_stored
 from lightning_shard.checkpoint.loading.open import read
-from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, StoredTensors
+from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import CheckpointError, StateMismatchError
 
@@ -60,27 +58,7 @@ class Completed(Checkpoint):
 
     def __init__(self, checkpoint: Checkpoint, others: Mapping[str, StoredTensor]) -> None:
         super().__init__(checkpoint.path, checkpoint.store, checkpoint.manifest, checkpoint.verify, checkpoint._state)
-        self._others = others
-
-    def __getitem__(self, name: str) -> StoredTensor:
-        return self._others[name] if name in self._others else super().__getitem__(name)
-
-    def __iter__(self) -> Iterator[str]:
-        yield from super().__iter__()
-        yield from self._others
-
-    def __len__(self) -> int:
-        return super().__len__() + len(self._others)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._others or super().__contains__(name)
-
-    def alias_of(self, name: str) -> str | None:
-        return None if name in self._others else super().alias_of(name)
-
-    def full(self) -> dict[str, Tensor]:
-        own = StoredTensors(self.manifest.model, self).full()
-        return {**own, **{name: stored.full() for name, stored in self._others.items()}}
+        self._tensors.update(others)
 
     def state_json(self) -> Any:
         """The trainer state without the record of left-out tensors, whose names may change when it is written anew."""
@@ -109,12 +87,13 @@ def complete(
     if record is None:
         return checkpoint
     names = list(record["tensors"])
-    origins = [path for path in record["origins"].values() if os.path.isdir(path)]
-    source = base or record["base"] or (origins[0] if len(origins) == 1 else None)
+    origins = {path for path in record["origins"].values() if os.path.isdir(path)}
+    source = base or record["base"] or (origins.pop() if len(origins) == 1 else None)
     if source is None:
         raise CheckpointError(
             f"{checkpoint.path} leaves out {len(names)} frozen tensors ({names[0]!r} …), which the module had"
-            f" {_source(record)}: pass base=, a checkpoint, safetensors file or transformers folder that holds them."
+            f" {_source(record)}: pass base=, a checkpoint, safetensors file or transformers folder that holds them;"
+            " load_from_checkpoint, which has no such argument, opens what gather(path, out, base=) writes."
         )
     try:
         stored = read(source, storage_options=storage_options, verify=checkpoint.verify)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_shard.checkpoint.tensors import flatten, locate
+from lightning_shard.checkpoint.tensors import Located, flatten, locate
 from lightning_shard.dense import dense_parts
 from lightning_shard.errors import CheckpointError
 
@@ -83,13 +83,13 @@ def clear(tensors: Iterable[Tensor]) -> None:
                 _marked[key] = storage, left
 
 
-def refuse(tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError if one of the (local) tensors is marked."""
+def refuse(tensors: Iterable[Located]) -> None:
+    """Raise CheckpointError if one of the tensors is marked."""
     for key in [key for key, (storage, _) in _marked.items() if storage.expired()]:
         del _marked[key]
     if not _marked:
         return
-    for name, tensor in tensors.items():
+    for name, tensor, _ in tensors:
         _, spans = _marked.get(StorageWeakRef(tensor.untyped_storage()).cdata, (None, ()))
         if spans and any(span.overlaps(_Span.of(tensor)) for span in spans):
             raise CheckpointError(

@@ -47,6 +47,8 @@ def renamed_among(names: Iterable[str], strip_prefix: str | None, rename: Rename
         raise ConfigurationError(f"rename ({rename!r:.80}) must map prefixes to what replaces them, or be a function.")
     if isinstance(rename, Mapping) and not all(isinstance(each, str) for pair in rename.items() for each in pair):
         raise ConfigurationError(f"rename ({rename!r:.80}) must map prefixes to what replaces them, all of them str.")
+    if rename is None and not strip_prefix:
+        return {name: name for name in names}
     found: dict[str, str] = {}
     for name in names:
         new = _renamed(name.removeprefix(strip_prefix or ""), rename)

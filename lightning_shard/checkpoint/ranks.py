@@ -106,6 +106,10 @@ class Ranks:
             ) from error
 
 
+FILES_STAY = "_lightning_shard_files_stay"
+"""Attribute of an error: whether the commit may have succeeded despite it."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """An error in the form that is sent between ranks."""
@@ -118,7 +122,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        return cls(rank, type(error).__name__, str(error) or type(error).__name__)
+        return cls(rank, type(error).__name__, str(error) or type(error).__name__, getattr(error, FILES_STAY, False))
 
     @classmethod
     def first(cls, reports: Iterable[Any]) -> Failure | None:

@@ -39,6 +39,8 @@ def share(items: Sequence[Shared], holders: int, index: int) -> list[Box | None]
     Returns:
         For each item the part that this holder writes, or None.
     """
+    if holders == 1:
+        return [item.box for item in items]
     cuts = _Cuts(items, holders)
     return [cuts.part(number, index) for number in range(len(items))]
 

@@ -22,8 +22,10 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_shard.checkpoint.boxes import Box
+from lightning_shard.checkpoint.format.header import dtype_name
 from lightning_shard.checkpoint.shards import (
     LocalBox,
     Runs,
@@ -56,7 +58,7 @@ class Spread:
 
     shape: tuple[int, ...]
     boxes: tuple[LocalBox, ...]
-    mesh: Place | None = None
+    mesh: KnownMesh | None = None
     placements: tuple[Any, ...] = ()
 
 
@@ -90,7 +92,7 @@ class Frame:
         self._holders: dict[tuple[int, tuple[int, ...]], tuple[Tensor, tuple[int, ...]]] = {}
 
     @classmethod
-    def of(cls, mesh: Place | None, ranks: tuple[int, ...], rank: int) -> Frame:
+    def of(cls, mesh: KnownMesh | None, ranks: tuple[int, ...], rank: int) -> Frame:
         """The frame of a mesh, or of all ranks that save if there is none. Cached per mesh, so it can be a key."""
         if mesh is None:
             return _frame_of_ranks(ranks, rank)
@@ -164,20 +166,24 @@ def is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def locate(name: str, tensor: Tensor) -> Located:
+def _local_of(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def locate(name: str, tensor: Tensor, *, to_save: bool = False) -> Located:
     """Convert a tensor or DTensor to normal form.
+
+    Args:
+        to_save: Check that its elements can be saved (:func:`check_storable`).
 
     Raises:
         UnsupportedStateError: A placement under which ranks hold no part of the tensor (``Partial``).
         CheckpointError: The local tensor doesn't have the shape that the placements imply.
     """
-    if is_dtensor(tensor):
-        value: Any = tensor
-        local: Tensor = value._local_tensor
-        spread = _spread(name, value, tuple(local.shape))
-    else:
-        local = tensor
-        spread = _plain(tuple(tensor.shape))
+    local = _local_of(tensor)
+    if to_save:
+        _check_storable(name, local)
+    spread = _plain(tuple(local.shape)) if local is tensor else _spread(name, tensor, tuple(local.shape))
     if local.requires_grad or type(local) is not Tensor:
         local = local.detach()
     return Located(name, local, spread)
@@ -189,35 +195,35 @@ def _plain(shape: tuple[int, ...]) -> Spread:
 
 
 def _spread(name: str, tensor: Any, local: tuple[int, ...]) -> Spread:
-    place = place_of(tensor.device_mesh)
+    mesh = known_mesh(tensor.device_mesh)
     key = tensor.placements, tuple(tensor.shape), local
-    if (known := place.spreads.get(key)) is not None:
+    if (known := mesh.spreads.get(key)) is not None:
         return known
     placements, shape, _ = key
     boxes: tuple[LocalBox, ...] = ()
     if 0 in shape:
         boxes = _plain(shape).boxes
-    elif place.coordinate is not None:
-        splits = _splits(name, placements, place.sizes, place.coordinate)
+    elif mesh.coordinate is not None:
+        splits = _splits(name, placements, mesh.sizes, mesh.coordinate)
         found = _boxes(shape, splits, local)
         if found is None:
             raise CheckpointError(
-                f"{name!r} of shape {shape} with placements {placements} on {place.mesh()} has a local tensor of shape"
+                f"{name!r} of shape {shape} with placements {placements} on {mesh.mesh()} has a local tensor of shape"
                 f" {local}, which isn't what these placements give ({local_shape(shard(shape, splits))})."
             )
         boxes = found
-    place.spreads[key] = Spread(shape, boxes, place, tuple(placements))
-    return place.spreads[key]
+    mesh.spreads[key] = Spread(shape, boxes, mesh, tuple(placements))
+    return mesh.spreads[key]
 
 
-def common_mesh(tensors: Iterable[Located], ranks: tuple[int, ...]) -> Place | None:
+def common_mesh(tensors: Iterable[Located], ranks: tuple[int, ...]) -> KnownMesh | None:
     """A mesh of exactly ``ranks`` among the DTensors' root meshes and meshes; None if there is none."""
     meshes = {id(tensor.spread.mesh): tensor.spread.mesh for tensor in tensors}
-    for place in meshes.values():
-        mesh = place.mesh() if place is not None else None
+    for known in meshes.values():
+        mesh = known.mesh() if known is not None else None
         for candidate in (mesh._get_root_mesh(), mesh) if mesh is not None else ():
             if sorted(candidate.mesh.flatten().tolist()) == sorted(ranks):
-                return place_of(candidate)
+                return known_mesh(candidate)
     return None
 
 
@@ -261,7 +267,7 @@ def _splits(
 
 
 @dataclass(eq=False)
-class Place:
+class KnownMesh:
     """Per-mesh cache: this rank's coordinate (None if it isn't in the mesh), which DeviceMesh computes on each call.
 
     It also keeps what is computed once for all tensors on the mesh: their spreads, and the frame if it is the mesh of
@@ -294,25 +300,66 @@ class Place:
 
 
 # Keyed by identity: after a new init_process_group an equal mesh may give this process another rank.
-_places: dict[int, Place] = {}
+_known: dict[int, KnownMesh] = {}
 
 
-def place_of(mesh: DeviceMesh) -> Place:
-    """The cached :class:`Place` of a mesh: always the same object for the same mesh."""
-    known = _places.get(id(mesh))
+def known_mesh(mesh: DeviceMesh) -> KnownMesh:
+    """The cached :class:`KnownMesh` of a mesh: always the same object for the same mesh."""
+    known = _known.get(id(mesh))
     if known is not None and known.mesh() is mesh:
         return known
     coordinate = mesh.get_coordinate()
-    place = Place(
+    known = KnownMesh(
         ref(mesh, partial(_forget, id(mesh))), mesh.mesh.cpu(), None if coordinate is None else tuple(coordinate)
     )
-    _places[id(mesh)] = place
-    return place
+    _known[id(mesh)] = known
+    return known
 
 
-def _forget(key: int, _: object, places: dict[int, Place] = _places) -> None:
+def _forget(key: int, _: object, meshes: dict[int, KnownMesh] = _known) -> None:
     # bound as a default, since at exit a module's names are gone before the last meshes are
-    places.pop(key, None)
+    meshes.pop(key, None)
+
+
+_storable: set[tuple[Any, ...]] = set()
+"""Kinds of tensors that passed. ``is_quantized`` isn't part of the kind: quantized tensors have their own dtypes."""
+
+
+def check_storable(name: str, tensor: Tensor) -> None:
+    """Raise UnsupportedStateError for a tensor without bytes to write, or whose layout or dtype the format lacks."""
+    _check_storable(name, _local_of(tensor))
+
+
+def _check_storable(name: str, tensor: Tensor) -> None:
+    known = type(tensor), tensor.dtype, tensor.layout, tensor.is_nested, tensor.is_meta
+    if known in _storable:
+        return
+    if is_lazy(tensor):
+        raise UnsupportedStateError(
+            f"{name!r} is not initialized yet, as in a lazy module: run the module once before saving."
+        )
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # type: ignore[comparison-overlap]
+        kind = type(tensor)
+        parts = ", ".join(tensor.__tensor_flatten__()[0]) if hasattr(tensor, "__tensor_flatten__") else ""
+        raise UnsupportedStateError(
+            f"{name!r} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass whose values aren't stored as"
+            f" plain elements: save its inner tensors{parts and f' ({parts})'}, or a plain tensor of its values. In"
+            f" trainer_state a codec does so: checkpoint.register_codec({kind.__qualname__}, encode, decode)."
+        )
+    if tensor.is_quantized:
+        raise UnsupportedStateError(f"{name!r} is a quantized tensor: save its int_repr() and its scales.")
+    if tensor.is_nested:
+        raise UnsupportedStateError(f"{name!r} is a nested tensor: save its values and lengths.")
+    if tensor.layout is not torch.strided:
+        sparse = str(tensor.layout).startswith("torch.sparse")
+        raise UnsupportedStateError(
+            f"{name!r} has layout {tensor.layout}, which the checkpoint can't hold: save"
+            f" {'its indices and values' if sparse else 'it as a plain tensor, by to_dense()'}."
+        )
+    if tensor.device.type == "meta":
+        raise UnsupportedStateError(f"{name!r} is on the meta device and has no data: materialize it before saving.")
+    dtype_name(tensor.dtype, name)
+    _storable.add(known)
 
 
 def short(ranks: Any) -> str:

@@ -17,12 +17,12 @@ import os
 import posixpath
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from typing import Any
 
 from lightning_shard.checkpoint.carry import attempt_at, carry, damage
-from lightning_shard.checkpoint.catalog import commits, committed_at, names_in, step_of
+from lightning_shard.checkpoint.catalog import UNTOLD, commits, committed_at, names_in, step_of
 from lightning_shard.checkpoint.folder import look, remove
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.manifest import FileEntry, writer_of
@@ -44,7 +44,6 @@ KEPT = 2
 CARRIED = ".carried"
 """Folder beside the copies, with a file for each copy that was carried: the copy's name, containing its attempt id."""
 
-LONG_AGO = datetime.min.replace(tzinfo=UTC)
 Commit = tuple[datetime, str]
 """The time of a commit, and the checkpoint's name."""
 
@@ -199,7 +198,7 @@ class LocalTier:
         except (CheckpointError, OSError) as error:
             return _Copy(rank, fault=str(error))
         attempt, digests, carried = copy.manifest.attempt, _has_digests(copy), _was_carried(copy)
-        return _Copy(rank, attempt, committed or LONG_AGO, _step(copy), digests, carried)
+        return _Copy(rank, attempt, committed or UNTOLD, _step(copy), digests, carried)
 
     def _look(self, path: str, copies: list[_Copy]) -> _Look:
         """Compare the newest of the ranks' copies with the checkpoint in the store (on the first rank)."""
@@ -266,7 +265,7 @@ class _Copy:
 
     rank: int
     attempt: str = ""
-    committed: datetime = LONG_AGO
+    committed: datetime = UNTOLD
     step: int | None = None
     """None also if the trainer state is on another machine's disk."""
     digests: bool = False

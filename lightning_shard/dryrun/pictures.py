@@ -68,6 +68,10 @@ def page(title: str, text: str, timelines: Mapping[str, Timeline], foot: str) ->
     return f"{head}<style>{_STYLE}</style></head><body>\n{body}\n<p>{escape(foot)}</p></body></html>\n"
 
 
+def summary(timeline: Timeline) -> str:
+    return f"{seconds_text(timeline.duration)}, {100 * timeline.bubble:.1f} % idle"
+
+
 def _svg(timeline: Timeline, until: float) -> Iterator[str]:
     scale = (_WIDTH - _LEFT) / until
     rows = len(timeline.schedule.rows)
@@ -123,8 +127,7 @@ def save(made: Plan | Found, html: str | None, trace_path: str | None) -> None:
 
 def _said(timeline: Timeline) -> str:
     order = timeline.schedule
-    idle = f"{seconds_text(timeline.duration)}, {100 * timeline.bubble:.1f} % idle"
-    return f"{order.name}, {order.stages} stages, {order.microbatches} microbatches, {idle}"
+    return f"{order.name}, {order.stages} stages, {order.microbatches} microbatches, {summary(timeline)}"
 
 
 def _curve(timeline: Timeline, rank: int, stage: StageMemory) -> Curve:

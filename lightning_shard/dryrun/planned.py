@@ -92,7 +92,7 @@ class Plan:
             "microbatches": self.run.microbatches,
             "samples_per_microbatch": self.counts.samples,
             "tokens_per_microbatch": self.counts.tokens,
-            "settings": dataclasses.asdict(self.run.held),
+            "settings": dict(vars(self.run.held)),
             "optimizers": list(self.optimizer.names) if self.optimizer is not None else None,
             "counted": self.counts.counted,
             "assumed": list(self.counts.assumed),
@@ -156,24 +156,22 @@ class Plan:
         yield ", ".join(facts)
 
     def _table(self) -> str:
-        several = len(self.stages) < self.schedule.stages
-        names = ["stages" if several else "stage", "ranks", "blocks", "in flight"]
-        header = [*names, "parameters", *_COLUMNS.values(), "peak", "at"]
-        rows = []
-        for memory, ranks in zip(self.stages, self.layout.stages()):
-            rows.append(
-                [
-                    ", ".join(map(str, memory.stages)),
-                    f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]),
-                    ", ".join(map(range_text, self._blocks(memory))),
-                    " + ".join(map(str, memory.in_flight)) if self.layout.pipeline_parallel_size > 1 else "",
-                    count_text(memory.parameters),
-                    *(self._cell(kind, memory.peak.bytes[kind]) for kind in _COLUMNS),
-                    size_text(memory.peak.total) + (" +?" if self.unknown else ""),
-                    short(_last_names(str(memory.peak)), 48),
-                ]
-            )
-        return table(header, rows, to_the_right=("parameters", *_COLUMNS.values(), "peak"))
+        several, is_pipeline = len(self.stages) < self.schedule.stages, self.layout.pipeline_parallel_size > 1
+        rows = [
+            {
+                "stages" if several else "stage": ", ".join(map(str, memory.stages)),
+                "ranks": f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]),
+                "blocks": ", ".join(map(range_text, self._blocks(memory))),
+                "in flight": " + ".join(map(str, memory.in_flight)) if is_pipeline else "",
+                "parameters": count_text(memory.parameters),
+                **{name: self._cell(kind, memory.peak.bytes[kind]) for kind, name in _COLUMNS.items()},
+                "peak": size_text(memory.peak.total) + (" +?" if self.unknown else ""),
+                "at": short(_last_names(str(memory.peak)), 48),
+            }
+            for memory, ranks in zip(self.stages, self.layout.stages())
+        ]
+        numbers = ("parameters", *_COLUMNS.values(), "peak")
+        return table([*rows[0]], [[*row.values()] for row in rows], to_the_right=numbers)
 
     def _cell(self, kind: str, nbytes: int) -> str:
         is_unknown = not self.counts.counted and kind in _FROM_THE_STEP

@@ -13,18 +13,17 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_shard.dryrun.pictures import page, trace
+from lightning_shard.dryrun.pictures import page, summary, trace
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.pipeline.placement import seconds_text, table
 from lightning_shard.pipeline.schedules.recorded import (
-    UNWATCHED,
     RecordedStep,
     Recording,
     Span,
     StopWatch,
     measured_costs,
 )
-from lightning_shard.pipeline.schedules.simulate import Costs, Timeline, simulate
+from lightning_shard.pipeline.schedules.simulate import Costs, simulate
 from lightning_shard.plugin.strategy import HybridShardStrategy
 
 
@@ -77,7 +76,7 @@ class RecordTimeline(pl.Callback):
         self._batches += 1
         if self._batches <= self.after or len(self._seen) == self.steps:
             return
-        self._name = strategy.watch_actions(UNWATCHED)
+        self._name = strategy.watch_actions(None)
         if self._name is None:
             if self._batches == self.after + 1:
                 rank_zero_warn("RecordTimeline: there is one pipeline stage, and so no actions to record.")
@@ -93,7 +92,7 @@ class RecordTimeline(pl.Callback):
             return
         strategy = trainer.strategy
         assert isinstance(strategy, HybridShardStrategy)
-        strategy.watch_actions(UNWATCHED)
+        strategy.watch_actions(None)
         spans, self._watch = self._watch.spans(), None
         if spans:  # otherwise the pipeline was rebuilt meanwhile, on all ranks
             self._seen.append((self._batches - 1, self._skew_s, spans))
@@ -112,22 +111,19 @@ class RecordTimeline(pl.Callback):
     def _gather(self, strategy: HybridShardStrategy) -> None:
         """Gather the records to rank 0, which writes the files. A collective call over all ranks."""
         layout, group = strategy.layout, strategy.groups.host
-        everyone: list[Any] = [None] * strategy.world_size
-        mine = (layout.data_rank, layout.tensor_rank, layout.pipeline_rank, self._seen)
-        dist.gather_object(mine, everyone if strategy.global_rank == 0 else None, dst=0, group=group)
-        if strategy.global_rank != 0:
+        everyone: list[Any] | None = [None] * strategy.world_size if strategy.global_rank == 0 else None
+        mine = (layout.data_rank, layout.tensor_rank), layout.pipeline_rank, self._seen
+        dist.gather_object(mine, everyone, dst=0, group=group)
+        if everyone is None:
             return
         assert self._name is not None
-        pipelines: dict[tuple[int, int], dict[int, list[tuple[int, float, list[Span]]]]] = {}
-        for data_rank, tensor_rank, stage, seen in everyone:
-            pipelines.setdefault((data_rank, tensor_rank), {})[stage] = seen
         self.recording = Recording(strategy.root_device.type)
-        for number in range(len(self._seen)):
+        for number, (batch, *_) in enumerate(self._seen):
             skew_s = max(seen[number][1] for *_, seen in everyone)
-            for (data_rank, tensor_rank), of_stage in sorted(pipelines.items()):
-                spans = {stage: seen[number][2] for stage, seen in of_stage.items()}
-                facts = {"skew_s": skew_s, "data_rank": data_rank, "tensor_rank": tensor_rank}
-                self.recording.steps.append(RecordedStep.of(self._name, spans, step=self._seen[number][0], **facts))
+            for one in sorted({pipeline for pipeline, *_ in everyone}):
+                spans = {stage: seen[number][2] for pipeline, stage, seen in everyone if pipeline == one}
+                facts = {"skew_s": skew_s, "data_rank": one[0], "tensor_rank": one[1]}
+                self.recording.steps.append(RecordedStep.of(self._name, spans, step=batch, **facts))
         write(self.recording, self.folder)
         rank_zero_info(f"RecordTimeline: {len(self._seen)} steps are in {self.folder / 'timeline.html'}")
 
@@ -154,8 +150,8 @@ def write(recording: Recording, folder: str | Path) -> None:
     costs = measured_costs([recorded.timeline for recorded in steps])
     expected = simulate(shown.timeline.schedule, costs)
     timelines = {
-        f"{shown.timeline.schedule.name}, batch {shown.step}, as it ran: {_said(shown.timeline)}": shown.timeline,
-        f"The same, simulated from the stages' median costs: {_said(expected)}": expected,
+        f"{shown.timeline.schedule.name}, batch {shown.step}, as it ran: {summary(shown.timeline)}": shown.timeline,
+        f"The same, simulated from the stages' median costs: {summary(expected)}": expected,
     }
     ratio = shown.timeline.duration / expected.duration if expected.duration else 1.0
     lead = (
@@ -169,10 +165,6 @@ def write(recording: Recording, folder: str | Path) -> None:
     (folder / "trace.json").write_text(json.dumps(trace(timelines)), encoding="utf-8")
 
 
-def _said(timeline: Timeline) -> str:
-    return f"{seconds_text(timeline.duration)}, {100 * timeline.bubble:.1f} % idle"
-
-
 def _costs_table(costs: Costs) -> str:
     split = any(costs.backward_weight)
     head = ["stage", "forward", *(["backward, inputs", "backward, weights"] if split else ["backward"])]
@@ -182,5 +174,6 @@ def _costs_table(costs: Costs) -> str:
 
 
 def _steps_table(steps: list[RecordedStep]) -> str:
-    rows = [[str(r.step), *_said(r.timeline).removesuffix(" idle").split(", "), seconds_text(r.skew_s)] for r in steps]
+    said = ((step, summary(step.timeline).removesuffix(" idle").split(", ")) for step in steps)
+    rows = [[str(step.step), *duration_and_idle, seconds_text(step.skew_s)] for step, duration_and_idle in said]
     return table(["batch", "duration", "idle", "clocks differ by at most"], rows)

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import atexit
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies import ModelParallelStrategy, ParallelStrategy
-from lightning.fabric.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.wrappers import is_wrapped
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_shard.errors import ConfigurationError, LayoutError, StepError
-from lightning_shard.fabric.saving import Saving, load
-from lightning_shard.gloo import one_worker
-from lightning_shard.layout import Layout, check_sizes
+from lightning_shard import tree
+from lightning_shard.errors import ConfigurationError, StepError
+from lightning_shard.fabric.pipelined import BACKWARD, FabricLoop, LossFunction, Pipelined
+from lightning_shard.fabric.ranks import FabricRanks
+from lightning_shard.fabric.saving import States
+from lightning_shard.lightning_private import within_fabrics_backward
 from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.parallel.batch_norm import broadcast_statistics
 from lightning_shard.parallel.clip import clip_by_value, gradient_norm, scale_to_norm
@@ -31,39 +35,37 @@ from lightning_shard.parallel.experts.stacked import ExpertPlan
 from lightning_shard.parallel.fsdp import dtensor_mixed
 from lightning_shard.parallel.fsdp.shard import average_gradients, no_gradient_sync, reshard, scalar_parameters
 from lightning_shard.parallel.tensor.plan import Plan
-from lightning_shard.plugin.assembly.assemble import assemble
-from lightning_shard.plugin.groups import Groups, set_timeout
+from lightning_shard.plugin.assembly.assemble import Assembly, assemble
+from lightning_shard.plugin.assembly.steps import make_steps
+from lightning_shard.plugin.limits import refuse_network
 from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
-from lightning_shard.plugin.running.environment import ComputingSettings
-from lightning_shard.plugin.running.launchers import check_number_of_ranks, compute_alone, launcher_of
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, sharded
+from lightning_shard.plugin.saving.drift import on_several_stages
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.schedule_choice import candidates
-
-_ONE_STAGE = (
-    "A loop of Fabric calls the network itself, and a pipeline has to run it once for each microbatch, so"
-    " pipeline_parallel_size must be 1 (it is {size}): use a Trainer (strategy=lightning_shard.HybridShardStrategy),"
-    " or data, tensor and expert ranks."
-)
+from lightning_shard.plugin.steps.checks.agreement import check_copies
+from lightning_shard.plugin.steps.loss_scaling import agree_on_overflows
+from lightning_shard.plugin.steps.loss_weight import LossWeights, loss_of, weighted_for_backward
+from lightning_shard.torch_private import allowing_empty_optimizers
 
 
-class HybridShardStrategy(ModelParallelStrategy):
-    """Fully sharded data, tensor and expert parallelism of the modules that ``fabric.setup`` gets.
+class HybridShardStrategy(FabricRanks):
+    """Fully sharded data, tensor, expert and pipeline parallelism of the modules that ``fabric.setup`` gets.
 
     A batch is split over data ranks; ranks that hold parts of the same layers get the same batch, so their code must
-    do the same. Each module is sharded in place and called as a whole; its blocks are gathered while they run.
-    ``no_backward_sync``, clipping, ``init_module(empty_init=True)`` and both orders of making a module's optimizer
-    are supported. Checkpoints are those of ``lightning_shard.checkpoint``: a Trainer's load here, and these there.
+    do the same. Each module is sharded in place; its blocks are gathered while they run. ``no_backward_sync``,
+    clipping, ``init_module(empty_init=True)`` and both orders of making a module's optimizer are supported.
+    Checkpoints are those of ``lightning_shard.checkpoint``: a Trainer's load here, and these there.
+
+    With one stage a module is called as a whole, or by `training_step` and `evaluation_step`. With several
+    pipeline stages it is called by these only.
+
+    Arguments that aren't named here are those of `lightning_shard.HybridShardStrategy`.
 
     Args:
-        tensor_parallel_size, expert_parallel_size, data_parallel_size, data_parallel_replicas, pipeline_blocks,
-        tensor_parallel_plan, expert_parallel_plan, activation_checkpointing, cpu_offload, compile_blocks,
-        reshard_after_forward, process_group_backend, timeout: As for
-            :class:`lightning_shard.HybridShardStrategy`.
-        pipeline_parallel_size: 1. A pipeline needs a Trainer.
-        checkpoint_io: A :class:`~lightning_shard.ShardedCheckpointIO`.
+        loss_weight: As there; for `training_step`.
+        checkpoint_io: A `lightning_shard.ShardedCheckpointIO`.
         save_distributed_checkpoint: ``False``: ``fabric.save`` writes one file, as Fabric's other strategies read it.
             It is put together in the memory of rank 0.
 
@@ -73,25 +75,29 @@ class HybridShardStrategy(ModelParallelStrategy):
 
     def __init__(
         self,
+        pipeline_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
         expert_parallel_size: int = 1,
         data_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_replicas: int = 1,
-        pipeline_blocks: str | list[str] | None = None,
+        microbatches: int | None = None,
+        schedule: str | os.PathLike[str] = "1F1B",
+        placement: Literal["auto", "even"] | Sequence[int] = "auto",
+        pipeline_blocks: str | Sequence[str] | None = None,
         tensor_parallel_plan: Plan | None = None,
         expert_parallel_plan: ExpertPlan | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
         activation_checkpointing: Recomputing = None,
         cpu_offload: bool = False,
         compile_blocks: bool | str = False,
+        reduce_each_microbatch: bool = False,
         reshard_after_forward: bool | None = None,
         checkpoint_io: ShardedCheckpointIO | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        pipeline_parallel_size: int = 1,
+        rehearse: bool = True,
     ) -> None:
-        if pipeline_parallel_size != 1:
-            raise LayoutError(_ONE_STAGE.format(size=pipeline_parallel_size))
         super().__init__(
             lambda module, _: module,
             data_parallel_size=data_parallel_size,
@@ -100,15 +106,16 @@ class HybridShardStrategy(ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._sizes: dict[str, Any] = {
+        sizes: dict[str, Any] = {
+            "pipeline_parallel_size": pipeline_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
             "data_parallel_size": data_parallel_size,
             "data_parallel_replicas": data_parallel_replicas,
             "expert_parallel_size": expert_parallel_size,
         }
-        check_sizes(pipeline_parallel_size=1, **self._sizes)
-        self._settings = Settings(
-            "auto",
+        self._lay_out_by(sizes)
+        settings = Settings(
+            placement,
             pipeline_blocks,
             tensor_parallel_plan,
             expert_parallel_plan,
@@ -116,30 +123,18 @@ class HybridShardStrategy(ModelParallelStrategy):
             cpu_offload=cpu_offload,
             compile_blocks=compile_blocks,
             reshard_after_forward=reshard_after_forward,
+            rehearse=rehearse,
         )
-        self._settings.check_beside(pipeline=1, tensor=tensor_parallel_size, expert_parallel_size=expert_parallel_size)
+        self._settle(settings, schedule, microbatches, loss_weight, reduce_each_microbatch)
         self._io = checkpoint_io or ShardedCheckpointIO()
-        self._layout: Layout | None = None
-        self._groups: Groups | None = None
-        self._expert_mesh: DeviceMesh | None = None
-        self._computing = ComputingSettings()
-        self._seed = 0
         self._set_up: WeakKeyDictionary[nn.Module, Built] = WeakKeyDictionary()
-        self._saving: Saving | None = None
+        self._pipelined: WeakKeyDictionary[nn.Module, Pipelined] = WeakKeyDictionary()
+        self._owners: WeakKeyDictionary[Optimizer, nn.Module] = WeakKeyDictionary()
+        self._states: States | None = None
         self._backward_sync_control = self  # type: ignore[assignment]
         self._holds_back: set[nn.Module] = set()
-
-    @property
-    def layout(self) -> Layout:
-        """The sizes of the axes and this rank's coordinates; available after ``fabric.launch()``."""
-        if self._layout is None:
-            raise RuntimeError("The layout is known once fabric.launch() was called.")
-        return self._layout
-
-    @property
-    def groups(self) -> Groups:
-        assert self._groups is not None
-        return self._groups
+        self._between_setups = ExitStack()
+        finalize(self, self._between_setups.close)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -149,46 +144,9 @@ class HybridShardStrategy(ModelParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._io = sharded(io)
 
-    # Ranks
-
-    def _configure_launcher(self) -> None:
-        self._launcher = launcher_of(self, _SubprocessScriptLauncher, _ForkedRanks)
-
-    def _set_world_ranks(self) -> None:
-        super()._set_world_ranks()
-        check_number_of_ranks(self, "Fabric")
-
     def setup_environment(self) -> None:
-        ParallelStrategy.setup_environment(self)
-        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", module=r"lightning\.")
-        self._layout = Layout.resolve(self.world_size, self.global_rank, **self._sizes)
-        with one_worker():  # the mesh may take the group that this makes
-            self._setup_distributed()
-            self._device_mesh = self.layout.mesh(self.root_device.type)
-            if self.layout.expert_parallel_size > 1:
-                self._expert_mesh = self.layout.expert_mesh(self.root_device.type)
-        for mesh in filter(None, (self._device_mesh, self._expert_mesh)):
-            set_timeout(mesh, self._timeout or default_pg_timeout)
-        self._groups = Groups.make(self.layout, self._device_mesh, self._timeout)
-        if self.world_size > 1:
-            self._computing.agree(self.groups.host, self.root_device)
-        # ranks that read the same batch must also draw the same numbers
-        self._seed = randomness.agree(self.broadcast)
-        atexit.register(self._io.teardown)  # Fabric has no end of its own
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.layout.data_parallel_size, "rank": self.layout.data_rank}
-
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data ranks: those that hold parts of the same layers have the same values."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        return _sync_ddp_if_available(_whole(tensor), group or self.groups.data, reduce_op=reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the data ranks, in their order: ``[data_parallel_size, *tensor.shape]``."""
-        return super().all_gather(_whole(tensor), group or self.groups.data, sync_grads)
+        super().setup_environment()
+        atexit.register(self._io.teardown)
 
     # Modules and optimizers
 
@@ -201,9 +159,11 @@ class HybridShardStrategy(ModelParallelStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a module, in place; a collective call over all ranks. Its weights are rank 0's."""
-        built = Built.of(module)
+        built, stages = Built.of(module), self.layout.pipeline_parallel_size
         assert self._device_mesh is not None
-        assemble(
+        if stages > 1:
+            refuse_network(module, self.layout, self._schedules[0].microbatches, fits=True)
+        known = assemble(
             module,
             self.layout,
             self._device_mesh,
@@ -211,18 +171,49 @@ class HybridShardStrategy(ModelParallelStrategy):
             self.root_device,
             randomness.derive(self._seed, "init", len(self._set_up)),
             self._settings,  # all-gathers in the parameters' dtype: parts may be called outside of autocast
-            candidates("1F1B", 1, None),
+            self._schedules,
             self.groups,
         )
         self._set_up[module] = built
+        if stages > 1:
+            self._pipelined[module] = self._made_steps(module, known)
+            self._between_setups.enter_context(allowing_empty_optimizers())
         return module
+
+    def _made_steps(self, module: nn.Module, known: Assembly) -> Pipelined:
+        assert self._device_mesh is not None
+        rank_zero_info(f"{self.layout}\n{known.placement}")
+        loop = FabricLoop(self.precision)
+        steps = make_steps(
+            module,
+            known,
+            loop,
+            self.groups,
+            self._device_mesh,
+            self.root_device,
+            self._loss_weight,
+            partial(self._check_saved, module, known),
+            reduces_each=self._reduces_each,
+            syncs_batch_norm=False,
+        )
+        # fabric.seed_everything may be called after the launch
+        seed = self.broadcast(os.environ.get("PL_GLOBAL_SEED", self._seed))
+        return Pipelined(module, known, loop, steps, self.groups, randomness.derive(seed, len(self._set_up)))
+
+    def _check_saved(self, module: nn.Module, known: Assembly) -> None:
+        """After the first step: refuse optimizers whose state no save could hold. A collective call over all ranks."""
+        reshard(module)
+        own = [optimizer for optimizer, owner in self._owners.items() if owner is module]
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        check_copies(on_several_stages(module, known.ties), own, names, self.layout, self.groups.host)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Have an optimizer step this rank's shards. It may have been made before its module was sharded."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for module in self._set_up:
             reshard(module)
-            if any(id(parameter) in held for parameter in module.parameters()):
+            is_own = any(id(parameter) in held for parameter in module.parameters())
+            if any(self.groups.gather_over_stages(is_own)):
                 self._prepare(module, [optimizer])
                 return optimizer
         raise ConfigurationError(
@@ -232,15 +223,100 @@ class HybridShardStrategy(ModelParallelStrategy):
 
     def _prepare(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
         reshard(module)
-        prepare(optimizers, dict(module.named_parameters()), self._set_up[module], (), self.layout, self.groups)
+        self._between_setups.close()
+        pipelined = self._pipelined.get(module)
+        tied = {name for tie in pipelined.known.ties for name in tie.names} if pipelined is not None else ()
+        parameters = dict(module.named_parameters())
+        given = prepare(optimizers, parameters, self._set_up[module], tied, self.layout, self.groups)
+        for optimizer, positions in zip(optimizers, given):
+            self._owners[optimizer] = module
+            if pipelined is not None:
+                pipelined.add(optimizer, positions)
+        if (scaler := getattr(self.precision, "scaler", None)) is not None:
+            agree_on_overflows(scaler, optimizers)
 
     # Steps
 
+    def training_step(self, loss_fn: LossFunction, model: nn.Module, batch: Any) -> Any:
+        """Run a training step, forward and backward, on any layout; a collective call over all ranks.
+
+        On pipeline stages the batch is split into microbatches, as for a Trainer's ``training_step``, and what the
+        contract says of that holds for ``loss_fn``. Gradients are added to those that there
+        are. Within ``fabric.no_backward_sync(model)`` they aren't reduced over the data ranks, which the last step
+        before ``optimizer.step()`` has to do.
+
+        Args:
+            loss_fn: Called as ``loss_fn(model, microbatch)``. It calls the model once, and returns the loss, a mean
+                over samples, ``[]``, or a dict with the loss as ``"loss"``. It keeps nothing outside of the model, and
+                divides the loss by the number of steps whose gradients are accumulated.
+            model: As ``fabric.setup`` or ``fabric.setup_module`` has returned it.
+            batch: This data rank's: tensors in any nesting of dicts, lists and tuples, with a sample in each row. The
+                same on all ranks of a pipeline.
+
+        Returns:
+            What ``loss_fn`` gives for the batch, without graphs, on all stages: losses as means over microbatches,
+            other tensors with their rows joined. ``fabric.all_reduce(loss)`` is the mean over data ranks.
+
+        Raises:
+            BatchError: The batch doesn't divide into microbatches; or ranks of a pipeline have others.
+            StepError: ``loss_fn`` does what can't be right on stages.
+            RankFailure: Another rank failed; it names that rank and its error.
+        """
+        module = self._module_of(model)
+        with self._ending_together():
+            if (pipelined := self._pipelined.get(module)) is not None:
+                return pipelined.train(loss_fn, model, batch, accumulates=module in self._holds_back)
+            result = loss_fn(model, batch)
+            [weight] = LossWeights(self._loss_weight, self.groups.data, self.root_device).of([batch])
+            with within_fabrics_backward():
+                self.backward(weighted_for_backward(loss_of(result), weight.of_gradient), module)
+            return tree.detached(result)
+
+    def evaluation_step(self, loss_fn: LossFunction, model: nn.Module, batch: Any) -> Any:
+        """Run ``loss_fn(model, batch)`` without gradients, on any layout; a collective call over all ranks.
+
+        It may return anything with a row for each sample, too.
+
+        Args:
+            loss_fn: As for `training_step`.
+            model: The same. ``model.eval()`` is left to the caller.
+            batch: The same; one that doesn't divide into the microbatches is split into fewer.
+
+        Returns:
+            As `training_step`.
+
+        Raises:
+            BatchError, StepError: As `training_step`.
+        """
+        pipelined = self._pipelined.get(self._module_of(model))
+        with self._ending_together(), torch.no_grad():
+            return loss_fn(model, batch) if pipelined is None else pipelined.evaluate(loss_fn, model, batch)
+
+    def _module_of(self, model: Any) -> nn.Module:
+        self._between_setups.close()
+        module = model.module if is_wrapped(model) else model
+        if module not in self._set_up:
+            raise ConfigurationError(
+                f"The model, a {type(module).__name__}, isn't one that fabric.setup or fabric.setup_module has"
+                " returned: pass that."
+            )
+        if self.layout.pipeline_parallel_size > 1 and any(
+            isinstance(part, OptimizedModule) for part in model.children()
+        ):
+            raise ConfigurationError(
+                "torch.compile of a network doesn't go with pipeline_parallel_size"
+                f"={self.layout.pipeline_parallel_size}: leave it out, and use compile_blocks=True."
+            )
+        return module  # type: ignore[no-any-return]
+
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        if self.layout.pipeline_parallel_size > 1:
+            raise StepError(BACKWARD, breaks=4)
         if isinstance(tensor, DTensor):
             raise StepError(
                 "The loss is computed from parameters as they are between calls, DTensors of which each rank has a"
-                " part, so its gradients would be lost: compute it from what the module returns."
+                " part, so its gradients would be lost: compute it from what the module returns.",
+                breaks=9,
             )
         super().backward(tensor, module, *args, **kwargs)
         for each in self._set_up:
@@ -258,17 +334,26 @@ class HybridShardStrategy(ModelParallelStrategy):
             return
         self._holds_back.add(module)
         try:
-            with no_gradient_sync(module):
+            # a pipelined step decides for each microbatch
+            with nullcontext() if module in self._pipelined else no_gradient_sync(module):
                 yield
         finally:
             self._holds_back.discard(module)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        try:
-            with dtensor_mixed.step():
-                return super().optimizer_step(optimizer, **kwargs)
-        finally:
-            whole_tensors.end()
+        owner = self._owners.get(optimizer)
+        pipelined = None if owner is None else self._pipelined.get(owner)
+        if pipelined is not None:
+            pipelined.begin_update()
+        with self._ending_together():
+            try:
+                with dtensor_mixed.step():
+                    result = super().optimizer_step(optimizer, **kwargs)
+            finally:
+                whole_tensors.end()
+            if pipelined is not None:
+                pipelined.first_checks.after_update()
+        return result
 
     def clip_gradients_norm(
         self,
@@ -323,9 +408,8 @@ class HybridShardStrategy(ModelParallelStrategy):
         for module in self._set_up:
             reshard(module)
             broadcast_statistics(module, self.groups.gradient)
-        if self._saving is None:
-            self._saving = Saving(self.layout, self._stage_mesh, self.groups, self.root_device, self._timeout)
-        save = self._saving.save if self._save_distributed_checkpoint else self._saving.save_whole
+        states = self._made_states()
+        save = states.save if self._save_distributed_checkpoint else states.save_whole
         save(self._io, self.broadcast(path), state, filter or {}, storage_options)
 
     def load_checkpoint(
@@ -346,19 +430,12 @@ class HybridShardStrategy(ModelParallelStrategy):
         self._io.drain()
         for module in self._set_up:
             reshard(module)
-        return load(self._io, self.broadcast(path), state, self.groups, strict=strict, weights_only=weights_only)
+        path = self.broadcast(path)
+        return self._made_states().load(self._io, path, state, strict=strict, weights_only=weights_only)
 
-
-class _ForkedRanks(_MultiProcessingLauncher):
-    """The ranks of a function that ``fabric.launch`` gets, as forks of this process."""
-
-    def __init__(self, strategy: HybridShardStrategy) -> None:
-        super().__init__(strategy, start_method="fork")
-
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
-        compute_alone(self._strategy)
-        super()._wrapping_function(*args, **kwargs)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def _made_states(self) -> States:
+        if self._states is None:
+            self._states = States(
+                self.layout, self._stage_mesh, self.groups, self.root_device, self._timeout, self._pipelined
+            )
+        return self._states

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import (
 from lightning_shard import tree
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.parallel.fsdp.units import class_name
-from lightning_shard.parallel.given_state import GivenState
 from lightning_shard.parallel.kept_results import KeptResults
+from lightning_shard.state.tree_state import TakenArguments
 
 Recomputing = bool | int | Literal["selective"] | None
 """``None`` or ``False``: recompute nothing; ``True``: every block; ``n``: every n-th block; ``"selective"``: in every
@@ -111,7 +111,7 @@ def recompute(
     forward = block.forward
 
     def contexts(
-        state: GivenState, kept: KeptResults | None
+        state: TakenArguments, kept: KeptResults | None
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, second = (nullcontext(), nullcontext()) if kept is None else (kept.first_run(), kept.second_run())
         return first, _SecondRun(block, snapshot(), snapshot, state, second)
@@ -121,7 +121,7 @@ def recompute(
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         call, kept = functools.partial(forward, **kwargs), KeptResults(_keeps) if selective else None
-        state = GivenState((args, kwargs))
+        state = TakenArguments((args, kwargs))
         context_fn = functools.partial(contexts, state, kept)
         given = [(tensor, tensor._version) for tensor in tree.tensors((args, kwargs)) if not tensor.is_inference()]
         output = checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
@@ -190,7 +190,7 @@ class _SecondRun(AbstractContextManager[None]):
         block: nn.Module,
         restore: Callable[[], None],
         snapshot: Callable[[], Callable[[], None]],
-        given: GivenState,
+        given: TakenArguments,
         context: AbstractContextManager[Any],
     ) -> None:
         self._block = block

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from torch.nn.modules._functions import (
     SyncBatchNorm as _OnAccelerator,
 )  # private: the function that nn.SyncBatchNorm calls (torch 2.11 to 2.14)
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shard.errors import StepError
+from lightning_shard.parallel.collectives import summed_both_ways
+from lightning_shard.torch_private import BatchNorm
 
 
-def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
+def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
     """The BatchNorm layers of a module, by name."""
-    return {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
+    return {name: part for name, part in module.named_modules() if isinstance(part, BatchNorm)}
 
 
 def synchronize(module: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -59,7 +60,7 @@ def broadcast_statistics(module: nn.Module, group: dist.ProcessGroup) -> None:
 class _Synchronized:
     """The forward of a layer; a deep copy of the layer is synchronized too, and one that is pickled isn't."""
 
-    def __init__(self, layer: _BatchNorm, group: dist.ProcessGroup) -> None:
+    def __init__(self, layer: BatchNorm, group: dist.ProcessGroup) -> None:
         self._layer = layer
         self._group = group
 
@@ -98,7 +99,7 @@ class _Synchronized:
         dims = [dim for dim in range(x.ndim) if dim != 1]
         of_channels = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
         here = x.new_full((1,), x.numel() // x.size(1))
-        sums: Tensor = _Summed.apply(torch.cat([x.sum(dims), here]), group)
+        sums = summed_both_ways(torch.cat([x.sum(dims), here]), group)
         count = sums[-1].detach()
         if count <= 1:
             raise StepError(
@@ -108,7 +109,7 @@ class _Synchronized:
             )
         mean = sums[:-1] / count
         centred = x - mean.view(of_channels)
-        variance: Tensor = _Summed.apply(centred.square().sum(dims), group) / count
+        variance = summed_both_ways(centred.square().sum(dims), group) / count
         if tracked_mean is not None and tracked is not None:
             with torch.no_grad():
                 tracked_mean.lerp_(mean.to(tracked_mean.dtype), share)
@@ -120,18 +121,3 @@ class _Synchronized:
         if layer.bias is not None:
             out = out + layer.bias.view(of_channels)
         return out.to(input.dtype)
-
-
-class _Summed(torch.autograd.Function):
-    """All-reduced sum over a group's ranks; its backward all-reduces the gradients of all ranks' losses."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = value.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Summed.apply(gradient, ctx.group), None

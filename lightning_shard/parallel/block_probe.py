@@ -2,8 +2,6 @@
 
 What uses it says what differs between the runs, and what it means if results do: layers that a tensor-parallel plan
 splits or leaves whole, all positions of a sequence or some, rows for an expert among others or alone.
-
-Private: ``torch.utils._python_dispatch._disable_current_modes`` (torch 2.11 to 2.14).
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_shard import tree
+from lightning_shard.torch_private import without_dispatch_modes
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 """Types of values that no run changes, and that hold no part of a batch."""
@@ -65,7 +63,7 @@ def outcome(
 @contextmanager
 def unseen() -> Iterator[None]:
     """Inside, nothing is noted by a checkpoint around the call, which counts operations, or what they save."""
-    with _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+    with without_dispatch_modes(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
         yield
 
 

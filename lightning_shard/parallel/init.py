@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.dense import dense_parts, is_dense
+from lightning_shard.dense import is_dense
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.parallel.rank_compare import digest_of, everyones
 from lightning_shard.sharding import local_part, parameter_like
 from lightning_shard.tree import as_bytes
 
@@ -37,13 +37,7 @@ def agree_on_weights(root: nn.Module) -> bool:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     state = [t for t in (*root.parameters(), *root.buffers()) if not t.is_meta and not isinstance(t, DTensor)]
-    digest = xxhash.xxh3_128()
-    for tensor in state:
-        for part in dense_parts(tensor.detach()):
-            digest.update(as_bytes(part.cpu().contiguous()).numpy().data if part.numel() else b"")
-    digests: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest.hexdigest())
-    if len(set(digests)) == 1:
+    if len({*everyones(digest_of(state))}) == 1:
         return False
     for tensor in state:
         if is_dense(tensor):

@@ -4,27 +4,24 @@ torch's own contexts keep the tensors that the code goes on with. Where it chang
 are scaled and masked, ``nn.ReLU(inplace=True)``, torch's recurrent layers), the second run gets it changed already and
 changes it again: torch raises an error, or where the change is made through a view with a version of its own, gradients
 are wrong. Here a kept result is copied before it is changed.
-
-Private (torch 2.11 to 2.14): ``_SetExcludeDispatchKeyGuard``, for an alias that has the tensor's version, as torch's
-own contexts make it; schemas of operators.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.sharding import local_tensor
+from lightning_shard.torch_private import alias, written_by
 
 Keeps = Callable[[Any, Any, Any], bool]
 """Whether to keep the result of an operation with these arguments, positional and by name."""
@@ -39,15 +36,15 @@ class _Result:
 
     @classmethod
     def of(cls, value: Any) -> _Result:
-        kept = tree_map_only(Tensor, _alias, value)
-        return cls(kept, [each._version for each in _tensors(kept)])
+        kept = tree_map_only(Tensor, alias, value)
+        return cls(kept, [each._version for each in tree.tensors(kept)])
 
     def copy(self) -> None:
         self.value = tree_map_only(Tensor, Tensor.clone, self.value)
         self.versions = [None for _ in self.versions]
 
     def is_as_kept(self) -> bool:
-        return all(v in (None, each._version) for each, v in zip(_tensors(self.value), self.versions))
+        return all(v in (None, each._version) for each, v in zip(tree.tensors(self.value), self.versions))
 
 
 @dataclass
@@ -86,14 +83,14 @@ class KeptResults:
 
     def copy_those_in(self, value: Any) -> None:
         """Copy the results whose memory a value's tensors have, before it is changed in place, or may be."""
-        for tensor in _tensors(value):
+        for tensor in tree.tensors(value):
             for result in self._by_memory.pop(_memory(tensor), ()):
                 result.copy()
 
     def add(self, operation: Any, value: Any) -> None:
         result = _Result.of(value)
         self._results[operation].append(result)
-        for tensor in _tensors(result.value):
+        for tensor in tree.tensors(result.value):
             self._by_memory[_memory(tensor)].append(result)
 
     def take(self, operation: Any) -> Any:
@@ -128,9 +125,9 @@ class _FirstRun(TorchDispatchMode):
         kwargs = kwargs or {}
         if operation in SAC_IGNORED_OPS:
             return operation(*args, **kwargs)
-        for place, name in _written_by(operation):
+        for place, name in written_by(operation):
             written = args[place] if place < len(args) else kwargs.get(name)
-            if isinstance(written, (list, tuple)) and any(each.requires_grad for each in _tensors(written)):
+            if isinstance(written, (list, tuple)) and any(each.requires_grad for each in tree.tensors(written)):
                 raise StepError(_SEVERAL.format(operation=operation))
             self._kept.copy_those_in(written)
         value = operation(*args, **kwargs)
@@ -155,27 +152,5 @@ class _SecondRun(TorchDispatchMode):
         return operation(*args, **kwargs)
 
 
-def _alias(tensor: Tensor) -> Tensor:
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
 def _memory(tensor: Tensor) -> int:
     return int(local_tensor(tensor).untyped_storage()._cdata)
-
-
-@functools.cache
-def _written_by(operation: Any) -> tuple[tuple[int, str], ...]:
-    """Places and names of the arguments that an operation writes to."""
-    schema = getattr(operation, "_schema", None)  # not of higher-order operators
-    if schema is None or not schema.is_mutable:
-        return ()
-    return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )

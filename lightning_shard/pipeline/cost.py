@@ -21,8 +21,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints
-from lightning_shard.pipeline.dataflow.packed_sequences import nothing_packed
+from lightning_shard.pipeline.dataflow import checkpoint_calls
+from lightning_shard.pipeline.dataflow.transformers_masks import nothing_packed
 from lightning_shard.scripted import after_calls, before_calls
 
 __all__ = ["GroupedMatmuls", "ModelCost", "PartCost", "Run", "measure", "on_fake_tensors", "watch"]
@@ -196,7 +196,7 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
             if passes < 2 and all(name.startswith(f"{outer}.") for outer in running):
                 calls.append(name)
             running.append(name)
-            if any(True for _ in checkpoints()):
+            if checkpoint_calls.checkpointed():
                 checkpointed.add(name)
             flops[name] -= counter.get_total_flops()
             products[name] -= _product_flops(counter)
@@ -217,7 +217,12 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
                 stack.callback(before_calls(part, start).remove)
                 stack.callback(after_calls(part, stop).remove)
         try:
-            with torch.no_grad(), on_fake_tensors(p for part in parts.values() for p in _parameters(part)), counter:
+            with (
+                checkpoint_calls.seen(),
+                torch.no_grad(),
+                on_fake_tensors(p for part in parts.values() for p in _parameters(part)),
+                counter,
+            ):
                 run()
         except Exception as error:
             warnings.warn(

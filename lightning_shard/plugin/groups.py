@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import PIPELINE_AXIS, Layout
+from lightning_shard.parallel.rank_compare import everyones
 from lightning_shard.pipeline.runtime.channel import Ways
 from lightning_shard.plugin.broadcast import Broadcaster
 
@@ -106,11 +107,7 @@ class Groups:
 
     def gather_over_stages(self, value: Any) -> list[Any]:
         """All-gather a value over the pipeline; returns every stage's, in stage order. A collective call."""
-        if dist.get_world_size(self.control) == 1:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size(self.control)
-        dist.all_gather_object(values, value, group=self.control)
-        return values[::-1]
+        return everyones(value, self.control)[::-1]
 
     def any(self, *flags: bool) -> list[bool]:
         """For each flag, whether it is true on any rank; a collective call of all ranks."""

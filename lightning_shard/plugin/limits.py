@@ -32,13 +32,8 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, micr
     Raises:
         ConfigurationError: The first setting that doesn't work on this layout, with a remedy.
     """
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
-        raise ConfigurationError(
-            f"{lazy[0]} has no shape yet, as a first forward gives it (a lazy module), but parameters are divided among"
-            " ranks before. Run the network once in __init__ or configure_model, or give its layers their sizes."
-        )
-    normalizing = list(batch_norms(module))
+    fits, normalizing = trainer.state.fn == TrainerFn.FITTING, list(batch_norms(module))
+    refuse_network(module, layout, microbatches, fits=fits)
     layer_sync = getattr(trainer.strategy, "_layer_sync", None)
     if layer_sync is not None and type(layer_sync) is not TorchSyncBatchNorm:
         raise ConfigurationError(
@@ -50,7 +45,63 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, micr
             f"sync_batchnorm=True with context_parallel_size={layout.context_parallel_size} isn't supported (untested):"
             f" leave one out, or use another norm than {normalizing[0]}."
         )
-    fits = trainer.state.fn == TrainerFn.FITTING
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(callback, ModelPruning) for callback in callbacks):
+        raise ConfigurationError(
+            "ModelPruning can't be used: it masks elements of whole tensors and replaces parameters, and here they are"
+            " sharded. Train without it and prune afterwards, by torch.nn.utils.prune on what load_from_checkpoint"
+            ' returns; or train with strategy="auto" on one device.',
+            breaks=9,
+        )
+    if layout.context_parallel_size > 1 and fits and not module.automatic_optimization:
+        raise ConfigurationError(
+            f"context_parallel_size={layout.context_parallel_size} with manual optimization isn't supported (untested):"
+            " let the Trainer optimize (automatic_optimization=True), or use context_parallel_size=1."
+        )
+    if layout.pipeline_parallel_size == 1:
+        return
+    steps = ("training_step", "validation_step", "test_step", "predict_step")
+    takes_iterator = [
+        name for name in steps if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True)
+    ]
+    for applies, breaks, reason in (
+        (
+            fits and not module.automatic_optimization,
+            4,
+            "manual optimization: let the Trainer optimize (automatic_optimization=True)",
+        ),
+        (is_overridden("backward", module), 4, "a LightningModule.backward of its own: remove it"),
+        (
+            fits and any(isinstance(c, StochasticWeightAveraging) for c in callbacks) and normalizing,
+            None,
+            "StochasticWeightAveraging of a module with BatchNorm (a last epoch of forwards only): use WeightAveraging",
+        ),
+        (takes_iterator, 1, f"a {''.join(takes_iterator[:1])} that takes dataloader_iter: take batch"),
+    ):
+        if applies:
+            raise ConfigurationError(
+                f"pipeline_parallel_size={layout.pipeline_parallel_size} doesn't go with {reason}, or use"
+                " pipeline_parallel_size=1.",
+                breaks=breaks,
+            )
+
+
+def refuse_network(module: nn.Module, layout: Layout, microbatches: int, *, fits: bool) -> None:
+    """Check a network against the layout, whatever loop trains it.
+
+    Args:
+        microbatches: How many a batch is split into on stages.
+        fits: Whether it is trained.
+
+    Raises:
+        ConfigurationError: It has what doesn't work on this layout, with a remedy.
+    """
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
+        raise ConfigurationError(
+            f"{lazy[0]} has no shape yet, as a first forward gives it (a lazy module), but parameters are divided among"
+            " ranks before. Run the network once in __init__ or configure_model, or give its layers their sizes."
+        )
     tables = [
         name
         for name, part in module.named_modules()
@@ -62,20 +113,9 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, micr
             " ranks in parts: use sparse=False, and an optimizer for dense gradients in place of SparseAdam, or freeze"
             " it before training starts."
         )
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    if any(isinstance(callback, ModelPruning) for callback in callbacks):
-        raise ConfigurationError(
-            "ModelPruning can't be used: it masks elements of whole tensors and replaces parameters, and here they are"
-            " sharded. Train without it and prune afterwards, by torch.nn.utils.prune on what load_from_checkpoint"
-            ' returns; or train with strategy="auto" on one device.'
-        )
-    if layout.context_parallel_size > 1 and fits and not module.automatic_optimization:
-        raise ConfigurationError(
-            f"context_parallel_size={layout.context_parallel_size} with manual optimization isn't supported (untested):"
-            " let the Trainer optimize (automatic_optimization=True), or use context_parallel_size=1."
-        )
     if layout.pipeline_parallel_size == 1:
         return
+    normalizing = list(batch_norms(module))
     if normalizing and fits and microbatches > 1:
         rank_zero_warn(
             f"{normalizing[0]} normalizes by the samples of a microbatch, as it does when gradients are accumulated:"
@@ -95,27 +135,6 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, micr
             f"{windows[0]} is a metric over its last updates, and with several pipeline stages a step updates it once"
             f" for each of {microbatches} microbatches: multiply its window by {microbatches}, or use {WHOLE_BATCHES}."
         )
-    steps = ("training_step", "validation_step", "test_step", "predict_step")
-    takes_iterator = [
-        name for name in steps if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True)
-    ]
-    for applies, reason in (
-        (
-            fits and not module.automatic_optimization,
-            "manual optimization: let the Trainer optimize (automatic_optimization=True)",
-        ),
-        (is_overridden("backward", module), "a LightningModule.backward of its own: remove it"),
-        (
-            fits and any(isinstance(c, StochasticWeightAveraging) for c in callbacks) and normalizing,
-            "StochasticWeightAveraging of a module with BatchNorm (a last epoch of forwards only): use WeightAveraging",
-        ),
-        (takes_iterator, f"a {''.join(takes_iterator[:1])} that takes dataloader_iter: take batch"),
-    ):
-        if applies:
-            raise ConfigurationError(
-                f"pipeline_parallel_size={layout.pipeline_parallel_size} doesn't go with {reason}, or use"
-                " pipeline_parallel_size=1."
-            )
 
 
 def refuse_synced_generation(module: nn.Module) -> None:
@@ -140,7 +159,8 @@ def _unsynced(generate: Callable[..., Any]) -> Callable[..., Any]:
             raise StepError(
                 "generate(synced_gpus=True) asks all ranks in each iteration whether they are done, a collective call"
                 " that pipeline stages don't reach together: leave it out, since stages are kept in step anyway, or use"
-                " pipeline_parallel_size=1."
+                " pipeline_parallel_size=1.",
+                breaks=2,
             )
         if takes:  # transformers syncs by default where FSDP shards the network
             given.arguments["synced_gpus"] = False

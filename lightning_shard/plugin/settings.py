@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -45,12 +45,13 @@ class Settings:
     cpu_offload: bool = False
     compile_blocks: bool | str = False
     reshard_after_forward: bool | None = None
+    rehearse: bool = field(default=True, compare=False)  # another Trainer may choose anew
     gathered_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         check_recomputing(self.activation_checkpointing)
         check_backend(self.compile_blocks)
-        check_switches(cpu_offload=self.cpu_offload)
+        check_switches(cpu_offload=self.cpu_offload, rehearse=self.rehearse)
         if self.reshard_after_forward is not None:
             check_switches(reshard_after_forward=self.reshard_after_forward)
         check_policy(self.placement)

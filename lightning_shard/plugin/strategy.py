@@ -13,6 +13,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_shard import lightning_private
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.parallel.activation_checkpointing import Recomputing
@@ -23,7 +24,6 @@ from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.tensor.plan import Plan
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedules.recorded import Watch
-from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.assembly.prepared import PreparedStrategy
 from lightning_shard.plugin.data.loader import shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
@@ -33,7 +33,7 @@ from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.reporting.memory import HeldMemory, held_memory
 from lightning_shard.plugin.saving.averaging import postpone_copies, resume_averaging
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
-from lightning_shard.plugin.settings import Settings, check_kinds
+from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.stage_parameters import (
     by_parts,
@@ -41,9 +41,9 @@ from lightning_shard.plugin.steps.checks.stage_parameters import (
     missing_parameter,
 )
 from lightning_shard.plugin.steps.look_ahead import BatchesAhead, runs_in_order
+from lightning_shard.plugin.steps.loss_weight import loss_of
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.redirect import note_sharded, sharded_refusal
-from lightning_shard.plugin.steps.schedule_choice import candidates, check_counts
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 from lightning_shard.sharding import local_tensor
 
@@ -99,6 +99,8 @@ class HybridShardStrategy(PreparedStrategy):
             ``scaled_dot_product_attention``; parameters are sharded over them too. The world has
             ``data_parallel_size × context_parallel_size`` ranks. Sequence lengths are multiples of twice this size.
             Not with pipeline, tensor or expert parallelism.
+        rehearse: After the first batch of each kind of step, run two microbatches again, one by one and as one, and
+            refuse or warn of what microbatches change (sentence 12 of the contract). Of pipeline stages.
 
     Raises:
         ConfigurationError: Settings that can't work, raised as early as that can be known.
@@ -129,6 +131,7 @@ class HybridShardStrategy(PreparedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         context_parallel_size: int = 1,
+        rehearse: bool = True,
     ) -> None:
         sizes: dict[str, Any] = {
             "pipeline_parallel_size": pipeline_parallel_size,
@@ -139,13 +142,7 @@ class HybridShardStrategy(PreparedStrategy):
             "context_parallel_size": context_parallel_size,
         }
         super().__init__(sizes, process_group_backend, timeout)
-        check_kinds(
-            loss_weight=loss_weight,
-            reduce_each_microbatch=reduce_each_microbatch,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-        self._settings = Settings(
+        settings = Settings(
             placement,
             pipeline_blocks,
             tensor_parallel_plan,
@@ -154,28 +151,11 @@ class HybridShardStrategy(PreparedStrategy):
             cpu_offload=cpu_offload,
             compile_blocks=compile_blocks,
             reshard_after_forward=reshard_after_forward,
+            rehearse=rehearse,
         )
-        self._settings.check_beside(
-            pipeline=pipeline_parallel_size,
-            tensor=tensor_parallel_size,
-            expert_parallel_size=expert_parallel_size,
-            context_parallel_size=context_parallel_size,
-        )
-        self._schedules = candidates(schedule, pipeline_parallel_size, microbatches, placement)
-        self._settings.warn_beside(
-            pipeline=pipeline_parallel_size,
-            tensor=tensor_parallel_size,
-            experts=expert_parallel_size,
-            schedule=schedule,
-            microbatches=microbatches,
-        )
-        check_counts(self._schedules, pipeline_parallel_size, placement)
-        self._sends_both_ways = any(each.stages > pipeline_parallel_size for each in self._schedules)
-        self._microbatches = self._schedules[0].microbatches
-        self._reduces_each = reduce_each_microbatch
+        self._settle(settings, schedule, microbatches, loss_weight, reduce_each_microbatch)
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
-        self._loss_weight = loss_weight
         self._samples: bool | None = None
         self._loaders: list[object] = []  # those processed so far of the ones that were asked for together
         self._seed_of_evaluation = 0
@@ -231,7 +211,7 @@ class HybridShardStrategy(PreparedStrategy):
         assert self._gradients is not None
         self._gradients.synchronize()
 
-    def watch_actions(self, watch: Watch) -> str | None:
+    def watch_actions(self, watch: Watch | None) -> str | None:
         """Call ``watch`` for each action of pipelined training steps on this rank, until another callable is set.
 
         Returns:
@@ -253,7 +233,7 @@ class HybridShardStrategy(PreparedStrategy):
         self._watch_hooks(trainer)
         postpone_copies(trainer.callbacks)  # type: ignore[attr-defined]
         if self._samples is None:
-            self._samples = trainer_private.take_over_sampling(trainer)
+            self._samples = lightning_private.take_over_sampling(trainer)
         take_over_stock_callbacks(trainer)
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -304,7 +284,7 @@ class HybridShardStrategy(PreparedStrategy):
         assert self.lightning_module is not None
         resume_data(self.lightning_module.trainer)
         resume_averaging(self.lightning_module.trainer)
-        trainer_private.find_rates_by_all_data(self.lightning_module.trainer)
+        lightning_private.find_rates_by_all_data(self.lightning_module.trainer)
         self._keep_loaded()
         self._in_groups = None
         if self._generators is not None:
@@ -330,7 +310,7 @@ class HybridShardStrategy(PreparedStrategy):
             self._share_metrics()
         if not isinstance(self._steps, PipelinedSteps):
             return
-        trainer_private.skip_backward(self.lightning_module.trainer)
+        lightning_private.skip_backward(self.lightning_module.trainer)
         if batch_idx == 0:  # callbacks, and users' hooks, freeze and unfreeze where an epoch begins
             before, self._trains = self._trains, self._what_trains()
             if self._trains != before:
@@ -341,11 +321,16 @@ class HybridShardStrategy(PreparedStrategy):
         assert self.lightning_module is not None
         assert self._gradients is not None
         assert self._first_checks is not None
-        draw = randomness.derive(self._seed, "train", trainer_private.batches_started(self.lightning_module.trainer))
+        draw = randomness.derive(self._seed, "train", lightning_private.batches_started(self.lightning_module.trainer))
         self._gradients.begin_step()
         with dtensor_mixed.step(), self._first_checks.at("training_step", args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
-                output = self._steps.train(self.precision_plugin, self.optimizers[0], draw, *args, **kwargs)
+                trainer = self.lightning_module.trainer
+                lightning_private.zero_gradients(trainer, self.optimizers[0])
+                output = self._steps.train(draw, *args, **kwargs)
+                loss = loss_of(output) / trainer.accumulate_grad_batches
+                self.precision_plugin.pre_backward(loss, self.lightning_module)
+                self.precision_plugin.post_backward(loss, self.lightning_module)
             else:
                 assert self._steps is not None
                 output = self._steps.train(self.precision_plugin, draw, *args, **kwargs)
@@ -422,7 +407,7 @@ class HybridShardStrategy(PreparedStrategy):
     def on_predict_start(self) -> None:
         self._begin_evaluation("predict_step")
         if not self.layout.is_first_of_data_rank:
-            trainer_private.write_no_predictions(self.lightning_module.trainer)  # type: ignore[union-attr]
+            lightning_private.write_no_predictions(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     def _begin_evaluation(self, method: str) -> None:
         """Let stages run batches ahead, unless user code could notice; all ranks of a pipeline decide alike."""
@@ -430,9 +415,9 @@ class HybridShardStrategy(PreparedStrategy):
         module = self.lightning_module
         assert module is not None
         trainer = module.trainer
-        self._seed_of_evaluation = randomness.derive(self._seed, trainer_private.batches_started(trainer))
-        loop = trainer_private.evaluating(trainer)
-        trainer_private.before_end_hooks(loop, self._free_gathered)
+        self._seed_of_evaluation = randomness.derive(self._seed, lightning_private.batches_started(trainer))
+        loop = lightning_private.evaluating(trainer)
+        lightning_private.before_end_hooks(loop, self._free_gathered)
         broadcast_statistics(module, self.groups.gradient)
         self._join_copies()
         assert self._steps is not None
@@ -441,7 +426,7 @@ class HybridShardStrategy(PreparedStrategy):
             return
         ahead = None
         in_order = runs_in_order(trainer, module, method) or any(
-            map(iterates_collectively, trainer_private.dataloaders(loop))
+            map(iterates_collectively, lightning_private.dataloaders(loop))
         )
         if not any(self.groups.gather_over_stages(in_order)):
             ahead = BatchesAhead.install(loop, method, self._prepare)
@@ -459,7 +444,7 @@ class HybridShardStrategy(PreparedStrategy):
 
     def on_predict_end(self) -> None:
         self._free_gathered()
-        trainer_private.write_predictions_again(self.lightning_module.trainer)  # type: ignore[union-attr]
+        lightning_private.write_predictions_again(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     def _free_gathered(self) -> None:
         """Reshard the module after an evaluation: only a backward frees gathered parameters, and there was none.

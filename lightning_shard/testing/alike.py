@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from lightning_shard.arguments import few
 from lightning_shard.errors import ConfigurationError, RankFailure, ShardError
 from lightning_shard.testing.compare import Apart, Facts, Parting, Record, any_matches, first_parting
 from lightning_shard.testing.hints import hint
@@ -67,8 +68,7 @@ class TrainsDifferently(AssertionError):
 
 
 def _some(apart: Sequence[Apart]) -> str:
-    more = f" and {len(apart) - _SHOWN} more" if len(apart) > _SHOWN else ""
-    return f"{', '.join(map(_brief, apart[:_SHOWN]))}{more}"
+    return few(map(_brief, apart), _SHOWN)
 
 
 def _brief(apart: Apart) -> str:
@@ -90,8 +90,6 @@ def assert_trains_alike(
     **options: Any,
 ) -> list[str]:
     """Train a small LightningModule on one plain process and on layouts, and compare everything that they compute.
-
-    ::
 
         def test_my_module_trains_alike():
             assert_trains_alike(make_module, make_batches, ["pp2", "pp2 x dp2"], pipeline_blocks="model.layers")

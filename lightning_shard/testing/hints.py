@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from lightning_shard.arguments import few
 from lightning_shard.testing.compare import Facts, Parting
 from lightning_shard.testing.layouts import NamedLayout
 
@@ -28,14 +29,14 @@ def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
         return f"With precision={facts.precision!r} rounding is larger: try tolerance={_ROUNDING:g}."
     if facts.batch_norms and parts > 1:
         return (
-            f"{_some(facts.batch_norms)} computes statistics over the samples of one call: a microbatch with pipeline"
+            f"{few(facts.batch_norms, 3)} computes statistics over the samples of one call: a microbatch with pipeline"
             " stages, the rank's part of the batch with data parallelism. Use GroupNorm or LayerNorm, or"
             " microbatches=1 on stages, or accept the difference, as with any data parallelism."
         )
     if facts.draws:
         return (
-            f"Random numbers are drawn by {_some(facts.draws)}; each layout draws others. Set such layers to 0 for this"
-            " test if they have an effect."
+            f"Random numbers are drawn by {few(facts.draws, 3)}; each layout draws others. Set such layers to 0 for"
+            " this test if they have an effect."
         )
     if kinds == {"log"}:
         return _of_logs(first.ratio, parts, stages, data)
@@ -85,7 +86,3 @@ def _of_logs(ratio: float | None, parts: int, stages: int, data: int) -> str:
             " ranks' mean was compared. Log with sync_dist=True, and a count with reduce_fx='sum'."
         )
     return "Everything else is equal, so the difference comes from what is logged, and how."
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

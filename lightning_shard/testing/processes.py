@@ -1,7 +1,5 @@
 """Runs functions and tests on several processes (ranks) of this machine; a test reads as the program of one rank.
 
-::
-
     @ranks(4)
     def test_sum(tmp_path):                      # runs on 4 gloo processes; fixtures and parameters pass through
         total = torch.ones(1)

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard import HybridShardStrategy, tree
 from lightning_shard.errors import BatchError, ConfigurationError
+from lightning_shard.parallel.batch_norm import batch_norms
 from lightning_shard.parallel.clip import gradient_norm
 from lightning_shard.parallel.plans import declared_plan
 from lightning_shard.pipeline.dataflow.taint import Hollow
@@ -267,12 +268,7 @@ def _is_plain(value: Any) -> bool:
 
 def _describe(module: nn.Module, facts: Facts) -> None:
     facts.has_plan = bool(declared_plan(module, "tp"))
-    norms = torch.nn.modules.batchnorm._NormBase
-    facts.batch_norms = [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, norms) and not isinstance(part, torch.nn.modules.instancenorm._InstanceNorm)
-    ]
+    facts.batch_norms = [*batch_norms(module)]
 
 
 def _padding(batch: Any) -> str:

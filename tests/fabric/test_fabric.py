@@ -22,8 +22,8 @@ from lightning_shard.errors import ConfigurationError, LayoutError, StateMismatc
 from lightning_shard.fabric import HybridShardStrategy
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.mixtures import Mixture
 from tests.parity import QUIET
+from tests.training.mixtures import Mixture
 
 WIDTH, LENGTH, GLOBAL_BATCH, ACCUMULATED = 16, 24, 8, 2
 
@@ -339,11 +339,22 @@ def _is_x(name: str, _: Any) -> bool:
 def test_modules_optimizers_and_values_in_the_ways_of_fabric(tmp_path: Path) -> None:
     run_ranks(in_many_ways, 2, tmp_path, elastic=True)
 
+    plain = Fabric(accelerator="cpu", devices=1)  # another strategy takes the same keys from the folder
+    model, second = GPT(), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model, optimizer = plain.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    state = {"net.a": model, "b": second, "optimizer": optimizer, "list": None}
+    rest = plain.load(tmp_path / "two", state)
+    stored = checkpoint.load(tmp_path / "two")
+    assert rest.keys() == {"tensor"}
+    assert state["list"] == [1, 2.5, None]
+    assert torch.equal(model.get_parameter("lm_head.weight"), stored["net_a.lm_head.weight"])
+    assert torch.equal(second[0].weight, stored["b.0.weight"])
+    assert len(optimizer.optimizer.state) == len([*model.parameters()])
+    assert plain.load(tmp_path / "two").keys() == state.keys() | {"tensor"}
 
-def test_is_known_by_its_name_and_refuses_a_pipeline() -> None:
+
+def test_is_known_by_its_name() -> None:
     assert isinstance(Fabric(accelerator="cpu", strategy="hybrid_shard").strategy, HybridShardStrategy)
-    with pytest.raises(LayoutError, match="pipeline_parallel_size must be 1"):
-        HybridShardStrategy(pipeline_parallel_size=2)
 
 
 def fails(world: int) -> None:

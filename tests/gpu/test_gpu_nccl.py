@@ -16,8 +16,9 @@ from torch import Tensor
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.testing import RanksFailed, processes, run_ranks
-from tests import mixtures, on_gpu
+from tests import on_gpu
 from tests.parity import LAYOUTS, QUIET, Model, Seen, combine, largest_difference, layout, loader, train, world
+from tests.training import mixtures
 
 pytestmark = pytest.mark.skipif(not on_gpu.has_room_for(2), reason="two ranks need two CUDA devices, or to share one")
 

@@ -56,6 +56,7 @@ def test_the_benchmark_of_planning_reckons_a_manifest_that_covers_every_paramete
     assert result["loading_rank_reads_ranges"] >= result["loading_rank_reads_files"] > 0
 
 
+@pytest.mark.ranks
 def test_the_profile_of_planning_tells_what_ranks_spend_beside_the_bytes(result_of: Run, tmp_path: Path) -> None:
     result = result_of("profile_planning", tmp_path / "results", "--folder", str(tmp_path), "--profile", "load")
     whats = {row["what"] for row in result["rows"]}

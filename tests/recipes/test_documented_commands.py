@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
 from tests.servers import KEY, SECRET, serve
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 FENCE = re.compile(
     r"(?:<!-- not run: (?P<why>.+?) -->\n+)?^```(?P<kind>\S*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -187,7 +187,7 @@ def what_a_page_takes_for_granted(page: Path, folder: Path, environment: dict[st
     """A user's texts and modules, and a run's checkpoints on disk and on S3."""
     write_users_files(folder)
     if re.search(r"\s(s3://bucket/)?run/last", page.read_text()):
-        run(Command("-", f"{sys.executable} -c '{CHECKPOINTS.replace(chr(39), chr(34))}'"), folder, environment)
+        run(Command("-", f"python -c '{CHECKPOINTS.replace(chr(39), chr(34))}'"), folder, environment)
 
 
 def python_of(page: Path) -> list[tuple[str, bool]]:
@@ -209,7 +209,7 @@ def run_page(page: Path, folder: Path, environment: dict[str, str]) -> None:
             run(command, folder, environment)
     if script := script_of(page):
         (folder / "page.py").write_text(TAKEN + script)
-        run(Command(page.name, f"{sys.executable} page.py"), folder, environment)
+        run(Command(page.name, "python page.py"), folder, environment)
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def test_python_that_makes_strategies_and_trainers_runs(tmp_path: Path, monkeypa
         del sys.modules[name]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_the_first_commands_of_the_readme_train_resume_elsewhere_and_gather(tmp_path: Path) -> None:
     first = [each for each in commands(PAGES[0]) if not each.makes_an_environment][:3]
     assert [each.line.split()[0] for each in first] == ["python", "python", "lightning-shard"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -11,7 +13,17 @@ from pathlib import Path
 import pytest
 
 from lightning_shard import cli, installed
-from tests.recipes.test_documented_commands import ROOT, copy_of_the_repository, plain_shell
+from tests.recipes.test_documented_commands import (
+    ROOT,
+    Command,
+    commands,
+    copy_of_the_repository,
+    on_s3,  # noqa: F401
+    plain_shell,
+    run,
+    run_page,
+    write_users_files,
+)
 
 MINE = """# @package _global_
 defaults:
@@ -70,15 +82,45 @@ def test_a_wheel_trains_and_plans_recipes_in_any_folder(tmp_path: Path) -> None:
     commands_run(str(site / "bin" / "lightning-shard"), tmp_path / "work", PYTHONPATH=str(site))
 
 
+def new_environment(folder: Path, extras: str) -> Path:
+    """The programs of an environment with the wheel and nothing else."""
+    wheel = wheel_of_a_copy(folder)
+    venv.create(folder / "venv", with_pip=True)
+    programs = folder / "venv" / "bin"
+    install = [programs / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt"]
+    nothing_else = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*install, f"{wheel}[{extras}]"], check=True, env=nothing_else)
+    return programs
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_wheel_works_in_an_environment_with_nothing_else(tmp_path: Path) -> None:
-    wheel = wheel_of_a_copy(tmp_path)
-    venv.create(tmp_path / "venv", with_pip=True)
-    programs = tmp_path / "venv" / "bin"
-    install = [programs / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt"]
-    subprocess.run([*install, f"{wheel}[recipes]"], check=True)
+    programs = new_environment(tmp_path, "recipes")
     commands_run(str(programs / "lightning-shard"), tmp_path / "work", PATH=f"{programs}:/usr/bin:/bin")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(5400)
+def test_a_newcomer_with_the_wheel_runs_every_guide_in_one_folder(
+    tmp_path: Path,
+    on_s3: dict[str, str],  # noqa: F811
+) -> None:
+    programs = new_environment(tmp_path, "recipes,hf,s3")
+    folder = tmp_path / "work"
+    folder.mkdir()
+    write_users_files(folder)
+    environment = {**on_s3, "PATH": f"{programs}:/usr/bin:/bin"}
+    environment.pop("PYTHONPATH", None)
+    (copied,) = re.findall(r"^cp -r .*$", (ROOT / "docs/start/first_run.md").read_text(), re.MULTILINE)
+    run(Command("first_run.md", copied), folder, environment)
+    pages = re.findall(r"- ((?:start|guides|moving)/\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(pages) >= 18
+    for page in [ROOT / "docs" / name for name in pages]:
+        for command in commands(page):
+            if command.line.startswith("pip ") and " -e " not in command.line:
+                run(command, folder, environment | {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")})
+        run_page(page, folder, environment)
 
 
 def test_a_source_distribution_has_the_recipes(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from lightning_shard.checkpoint.foreign.keys_of_hooks import TRANSFORMERS_KEY
 from lightning_shard.checkpoint.foreign.lightning_ckpt import put_together
 from lightning_shard.checkpoint.foreign.torchfile import Skeleton, fake_tensor, skeleton
 from lightning_shard.checkpoint.format.decode import decode
-from lightning_shard.checkpoint.format.header import build_header, check_name, dtype_name
-from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, StoredTensors
+from lightning_shard.checkpoint.format.header import check_name, dtype_name, header_of, tensor_table
+from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.names import Rename, new_names, unmatched
 from lightning_shard.checkpoint.store import open_store
 from lightning_shard.errors import CheckpointError, StateMismatchError
@@ -138,9 +138,10 @@ def _safetensors_file(name: str, keys: Sequence[str], sources: Mapping[str, Sour
     for key in keys:
         check_name(key)
     described = [(key, dtype_name(sources[key].dtype, key), sources[key].stored.entry.shape) for key in keys]
-    header, entries = build_header(described, {"format": "pt"})
-    tensors = [(entry.begin, sources[entry.key]) for entry in entries]
-    return OutFile(name, entries[-1].end if entries else len(header), [(0, header)], tensors)
+    table, spans = tensor_table(described)
+    header = header_of(table, {"format": "pt"})
+    tensors = [(len(header) + begin, sources[key]) for key, (begin, _) in zip(keys, spans, strict=True)]
+    return OutFile(name, len(header) + (spans[-1][1] if spans else 0), [(0, header)], tensors)
 
 
 # -- a transformers folder --------------------------------------------------------------------------------------------
@@ -166,8 +167,7 @@ def pretrained(
     raw = tree.get(TRANSFORMERS_KEY) if isinstance(tree, dict) else None
     if not (isinstance(raw, dict) and {"models", "tokenizer"} <= raw.keys()):
         raw = None  # a program's own state under this key
-    tensors = StoredTensors(checkpoint.manifest.trainer, checkpoint)
-    known = decode(raw, lambda name: tensors[name].full()) if raw else {"models": {}, "tokenizer": {}}
+    known = decode(raw, lambda name: checkpoint.trainer[name].full()) if raw else {"models": {}, "tokenizer": {}}
     models = known["models"]
     if prefix is None and (config is None or len(models) == 1):
         if len(models) > 1:
@@ -249,7 +249,7 @@ def plan_lightning(checkpoint: Checkpoint, naming: Naming, *, optimizer: bool) -
         new: fake("model", naming.source(checkpoint[checkpoint.alias_of(old) or old]))
         for new, old in naming.names(checkpoint).items()
     }
-    others = whole("trainer", StoredTensors(checkpoint.manifest.trainer, checkpoint))
+    others = whole("trainer", checkpoint.trainer)
     states = whole("optimizer", checkpoint.optimizer)
     referred: set[str] = set()
 
@@ -264,8 +264,7 @@ def plan_lightning(checkpoint: Checkpoint, naming: Naming, *, optimizer: bool) -
 
 def lightning(checkpoint: Checkpoint, name: str, naming: Naming, plan: Skeleton[Key]) -> Bundle:
     """The ``.ckpt`` file of a plan of :func:`plan_lightning`."""
-    trainer = StoredTensors(checkpoint.manifest.trainer, checkpoint)
-    sections = {"model": checkpoint, "optimizer": checkpoint.optimizer, "trainer": trainer}
+    sections = {"model": checkpoint, "optimizer": checkpoint.optimizer, "trainer": checkpoint.trainer}
     tensors = []
     for (section, key), begin in plan.places.items():
         stored = sections[section][key]

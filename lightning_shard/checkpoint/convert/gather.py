@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import posixpath
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_shard.arguments import check_count
+from lightning_shard.arguments import check_count, few
 from lightning_shard.checkpoint.convert import export
 from lightning_shard.checkpoint.convert.write import Progress, deliver
 from lightning_shard.checkpoint.excluded import complete
@@ -23,6 +21,7 @@ from lightning_shard.checkpoint.loading.open import read_together, starting_over
 from lightning_shard.checkpoint.names import Rename
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.store import Store, as_path, as_text, local_path, open_store, parted
+from lightning_shard.checkpoint.store.calls import told_as
 from lightning_shard.errors import CheckpointError
 
 INDEX_ENDS = ".index.json"
@@ -122,7 +121,7 @@ def gather(
         raise CheckpointError(f"format ({format!r}) must be one of {', '.join(get_args(Format))}.")
     format = _format_of(target, format)
     _refuse_without_effect(format, max_shard_bytes, config)
-    with _as_ours(path, target):
+    with told_as(f"{os.fspath(path)} could not be gathered to {target}"):
         checkpoint = read_together(path, storage_options=storage_options, verify=verify, group=group)
         # only the first rank reads the trainer state; it broadcasts the plan
         plan: Any = None
@@ -158,17 +157,6 @@ def gather(
     sources = bundle.sources
     files = [posixpath.join(folder, file) for file in (*(file.name for file in bundle.files), *bundle.small)]
     return GatherReport(files, len(sources), sum(source.nbytes for source in sources))
-
-
-@contextlib.contextmanager
-def _as_ours(path: str | os.PathLike[str], out: str) -> Iterator[None]:
-    """Convert an OSError on this rank to our own error, which names both paths."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{os.fspath(path)} could not be gathered to {out}: {error}.") from error
 
 
 def _format_of(out: str, format: Format | None) -> Format:
@@ -241,11 +229,10 @@ def _tell_of_carriers(bundle: export.Bundle) -> None:
     for name, (carrier, extra) in CARRIERS.items():
         own = [source.stored.name for source in bundle.sources if source.dtype == DTYPES[name]]
         if own:
-            more = f" and {len(own) - 1} more" if len(own) > 1 else ""
             shape = f" with a last dim of {extra[0]}" if extra else ", byte for byte"
             warnings.warn(
-                f"{own[0]!r}{more} of dtype {DTYPES[name]} will be read as {DTYPES[carrier]}{shape}: safetensors has no"
-                f" name for it. Gather to a .ckpt to keep it.",
+                f"{few(map(repr, own), 1)} of dtype {DTYPES[name]} will be read as {DTYPES[carrier]}{shape}:"
+                " safetensors has no name for it. Gather to a .ckpt to keep it.",
                 stacklevel=4,
             )
 

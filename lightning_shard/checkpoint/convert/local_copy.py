@@ -6,11 +6,11 @@ import contextlib
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box, slabs
 from lightning_shard.checkpoint.convert.outfile import Extent, Literal, Step
+from lightning_shard.checkpoint.engine import Digests
 from lightning_shard.checkpoint.format.blocks import check_digest
 from lightning_shard.checkpoint.format.chunks import Chunk
 from lightning_shard.checkpoint.format.header import DTYPES
@@ -53,7 +53,7 @@ class Copier:
             at += part.nbytes
 
     def _copy_bytes(self, part: Extent, out: int, at: int) -> None:
-        (chunk,), (begin,), (size,) = part.entry.chunks, part.box.offsets, part.box.sizes
+        (chunk,), (begin,), (size,) = part.stored.entry.chunks, part.box.offsets, part.box.sizes
         memory = byte_view(self._piece)
         with contextlib.ExitStack() as files:
             stream = _Stream(part, chunk, begin, begin + size, memory, files)
@@ -66,10 +66,10 @@ class Copier:
             stream.finish()
 
     def _put_together(self, part: Extent, out: int, at: int) -> None:
-        dtype = DTYPES[part.entry.dtype]
+        dtype = DTYPES[part.stored.entry.dtype]
         streams: list[tuple[Box, _Stream]] = []
         with contextlib.ExitStack() as files:
-            for chunk, held in part.entry.overlapping(part.box):
+            for chunk, held in part.stored.entry.overlapping(part.box):
                 whole = Box(chunk.offsets, chunk.sizes)
                 # the part is contiguous in the tensor, so its elements in a chunk are contiguous in the chunk, too
                 begin = held.within(whole).first(chunk.sizes) * dtype.itemsize
@@ -113,13 +113,13 @@ class _Stream:
     def __init__(
         self, part: Extent, chunk: Chunk, begin: int, end: int, scratch: Buffer, files: contextlib.ExitStack
     ) -> None:
-        checkpoint = part.source.stored.checkpoint
+        checkpoint = part.stored.checkpoint
         self._store, self._path = checkpoint.store, checkpoint.manifest.files[chunk.file].path
-        self._name, self._chunk, self._scratch = part.source.stored.name, chunk, scratch
+        self._name, self._chunk, self._scratch = part.stored.name, chunk, scratch
         self._block_bytes = checkpoint.manifest.block_bytes if checkpoint.verify and chunk.digests else 0
         self._at = begin - begin % self._block_bytes if self._block_bytes else begin
         self._end = min(end + -end % self._block_bytes, chunk.end - chunk.begin) if self._block_bytes else end
-        self._hasher = xxhash.xxh3_128()
+        self._digests = Digests(self._block_bytes, self._check_block)
         with naming_what_fails(self._store, self._path, self._name):
             self._read = files.enter_context(self._store.reading(self._path))
         self._skip(begin)
@@ -134,14 +134,13 @@ class _Stream:
         if not self._block_bytes:
             self._at += buffer.nbytes
             return
-        while buffer.nbytes:
-            left = self._block_bytes - self._at % self._block_bytes
-            part = buffer[:left]
-            self._hasher.update(part)
+        while buffer.nbytes:  # a block at a time, since its end is at ``_at`` when it is checked
+            part = buffer[: self._block_bytes - self._at % self._block_bytes]
             self._at += part.nbytes
-            buffer = buffer[left:]
-            if part.nbytes == left or self._at == self._chunk.end - self._chunk.begin:
-                self._check_block()
+            self._digests.update(part)
+            buffer = buffer[part.nbytes :]
+        if self._at == self._chunk.end - self._chunk.begin:
+            self._digests.end()
 
     def finish(self) -> None:
         """Read the last block to its end, to verify it."""
@@ -151,9 +150,8 @@ class _Stream:
         while self._at < to:
             self.take(self._scratch[: min(to - self._at, PIECE_BYTES)])
 
-    def _check_block(self) -> None:
+    def _check_block(self, found: bytes) -> None:
         block = (self._at - 1) // self._block_bytes
         begin, end = self._chunk.begin + block * self._block_bytes, self._chunk.begin + self._at
         expected = self._chunk.block_digest(block)
-        check_digest(self._hasher.digest(), expected, self._name, begin, end, f"{self._store.root}/{self._path}")
-        self._hasher.reset()
+        check_digest(found, expected, self._name, begin, end, f"{self._store.root}/{self._path}")

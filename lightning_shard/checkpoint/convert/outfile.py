@@ -18,7 +18,7 @@ from lightning_shard.checkpoint.boxes import Box, slabs
 from lightning_shard.checkpoint.format.chunks import Chunk, TensorEntry
 from lightning_shard.checkpoint.format.header import item_bytes
 from lightning_shard.checkpoint.loading.ranges import Read
-from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
+from lightning_shard.checkpoint.loading.stored import StoredTensor, fetch
 from lightning_shard.checkpoint.memory import byte_view
 
 
@@ -57,13 +57,12 @@ class Literal:
 
 @dataclass(frozen=True)
 class Extent:
-    """A box of a source, written to the file contiguously in row-major order, as ``dtype``.
+    """A box of a stored tensor, written to the file contiguously in row-major order, as ``dtype``.
 
-    If ``verbatim``, ``entry`` describes one chunk's bytes as a uint8 tensor, and ``box`` is a range of them.
+    If ``verbatim``, ``stored`` is one chunk's bytes as a uint8 tensor, and ``box`` is a range of them.
     """
 
-    source: Source
-    entry: TensorEntry
+    stored: StoredTensor
     box: Box
     dtype: torch.dtype
     verbatim: bool
@@ -88,19 +87,16 @@ class Step:
             CorruptCheckpointError: As :func:`~lightning_shard.checkpoint.read`.
         """
         memory = byte_view(buffer[: self.nbytes])
-        reads: dict[int, tuple[Checkpoint, list[Read]]] = {}
+        reads: list[Read] = []
         place = 0
         for part in self.parts:
             if isinstance(part, Literal):
                 memory[place : place + part.nbytes] = part.data
             else:
                 target = buffer[place : place + part.nbytes].view(part.dtype).view(part.box.sizes)
-                checkpoint = part.source.stored.checkpoint
-                own = reads.setdefault(id(checkpoint), (checkpoint, []))[1]
-                own.append(Read(part.source.stored.name, part.entry, part.box, target))
+                reads.append(Read(part.stored, part.box, target))
             place += part.nbytes
-        for checkpoint, own in reads.values():
-            checkpoint.fetch(own)
+        fetch(reads)
         return memory
 
 
@@ -143,15 +139,16 @@ def _parts(source: Source, step_bytes: int, slab_bytes: int) -> Iterator[Extent]
         width = max(source.dtype.itemsize, source.stored.dtype.itemsize)
         multiple = _whole_blocks({chunk.sizes for chunk in chunks}, item_bytes(entry.dtype), manifest.block_bytes)
         for box in slabs(Box.whole(entry.shape), slab_bytes // width, multiple):
-            yield Extent(source, entry, box, source.dtype, verbatim=False)
+            yield Extent(source.stored, box, source.dtype, verbatim=False)
         return
     step_bytes -= step_bytes % manifest.block_bytes if 0 < manifest.block_bytes <= step_bytes else 0
     for chunk in order:
         size = chunk.end - chunk.begin
-        as_bytes = TensorEntry("U8", (size,), given=(chunk._replace(offsets=(0,), sizes=(size,)),))
+        entry = TensorEntry("U8", (size,), given=(chunk._replace(offsets=(0,), sizes=(size,)),))
+        as_bytes = StoredTensor(source.stored.name, entry, source.stored.checkpoint)
         for at in range(0, size, step_bytes):
             box = Box((at,), (min(step_bytes, size - at),))
-            yield Extent(source, as_bytes, box, torch.uint8, verbatim=True)
+            yield Extent(as_bytes, box, torch.uint8, verbatim=True)
 
 
 def _in_row_major_order(shape: Sequence[int], chunks: Sequence[Chunk]) -> list[Chunk] | None:

@@ -12,27 +12,24 @@ import itertools
 import os
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.ahead import in_order
 from lightning_shard.checkpoint.convert.local_copy import Copier
 from lightning_shard.checkpoint.convert.outfile import OutFile, Step, share_out, steps
+from lightning_shard.checkpoint.engine import each
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
-from lightning_shard.checkpoint.store import Buffer, LocalStore, Store
+from lightning_shard.checkpoint.store import Buffer, Store, Upload, Uploads
 from lightning_shard.checkpoint.store.local import pwrite, thread_count
-from lightning_shard.checkpoint.store.s3 import S3Store, Upload, part_bytes
 
 MAX_THREADS = 4
 COPY_BYTES, COPY_SLAB_BYTES = 32 * 2**20, 128 * 2**20
 """Step and slab size of one thread that copies from local disk to local disk, through small buffers."""
 BUFFER_BYTES = 16 * 2**20
-"""Step size otherwise; one such buffer per thread, and one more, are in memory."""
+"""Step size otherwise; two such buffers per thread, and one more, are in memory."""
 MIN_SHARED_BYTES = 64 * 2**20
 """One rank puts a shorter file."""
 Progress = Callable[[int, int], None]
@@ -56,20 +53,20 @@ def deliver(
     Raises:
         CorruptCheckpointError: A source is damaged. Every rank raises, and no local file appears.
     """
-    if isinstance(store, LocalStore):
-        _deliver_locally(store, files, ranks, durable, progress, begin)
+    if store.folder is not None:
+        _deliver_locally(store, store.folder, files, ranks, durable, progress, begin)
         return
     with all_or_none(ranks.group):
         if ranks.first:
             begin()
-    in_parts = isinstance(store, S3Store) and len(files) < len(ranks.members)
-    whole = [file for file in files if not (in_parts and file.size >= MIN_SHARED_BYTES)]
-    shared = [_OwnParts(file, ranks) for file in files if in_parts and file.size >= MIN_SHARED_BYTES]
+    uploads = store.uploads if len(files) < len(ranks.members) else None
+    large = [file for file in files if uploads is not None and file.size >= MIN_SHARED_BYTES]
+    shared = [_OwnParts(file, ranks, uploads) for file in large if uploads is not None]
+    whole = [file for file in files if not shared or file.size < MIN_SHARED_BYTES]
     mine = whole[ranks.members.index(ranks.rank) :: len(ranks.members)]
     count = _Count(sum(file.size for file in mine) + sum(own.end - own.begin for own in shared), progress)
     for own in shared:
-        assert isinstance(store, S3Store)
-        _deliver_in_parts(store, own, ranks, count)
+        _deliver_in_parts(own, ranks, count)
     with all_or_none(ranks.group):
         for file in mine:
             store.publish(file.name, _stream(file, 0, file.size, count), file.size, durable=durable)
@@ -95,14 +92,15 @@ class _Count:
 
 
 def _deliver_locally(
-    store: LocalStore,
+    store: Store,
+    folder: str,
     files: Sequence[OutFile],
     ranks: Ranks,
     durable: bool,
     progress: Progress | None,
     begin: Callable[[], None],
 ) -> None:
-    paths = {file.name: os.path.join(store.root, file.name) for file in files}
+    paths = {file.name: os.path.join(folder, file.name) for file in files}
     suffix = ranks.broadcast(f".{os.getpid()}-{secrets.token_hex(4)}.tmp" if ranks.first else None)
     try:
         with all_or_none(ranks.group):
@@ -140,9 +138,9 @@ def _deliver_locally(
 class _OwnParts:
     """This rank's bytes, ``begin`` to ``end``, of a file that all ranks upload together: whole parts of the upload."""
 
-    def __init__(self, file: OutFile, ranks: Ranks) -> None:
-        self.file = file
-        self.part_bytes = part_bytes(file.size)
+    def __init__(self, file: OutFile, ranks: Ranks, uploads: Uploads) -> None:
+        self.file, self.uploads = file, uploads
+        self.part_bytes = uploads.part_bytes(file.size)
         parts = -(-file.size // self.part_bytes)
         place, count = ranks.members.index(ranks.rank), len(ranks.members)
         self.first = parts * place // count
@@ -150,7 +148,8 @@ class _OwnParts:
         self.end = min(parts * (place + 1) // count * self.part_bytes, file.size)
 
 
-def _deliver_in_parts(store: S3Store, own: _OwnParts, ranks: Ranks, count: _Count) -> None:
+def _deliver_in_parts(own: _OwnParts, ranks: Ranks, count: _Count) -> None:
+    store = own.uploads
     upload: Upload | None = None
     try:
         with all_or_none(ranks.group):
@@ -218,9 +217,8 @@ def _write_in_place(work: Iterable[tuple[str, Step]], copies: bool, durable: boo
         return step.nbytes
 
     try:
-        with _pool() as pool:
-            for _, nbytes in in_order(pool, copy if copies else fill, opened(), 2 * _threads()):
-                count.add(nbytes)
+        for _, nbytes in each(copy if copies else fill, opened(), _threads()):
+            count.add(nbytes)
         count.end()
         if durable:
             for fd in fds.values():
@@ -232,37 +230,23 @@ def _write_in_place(work: Iterable[tuple[str, Step]], copies: bool, durable: boo
 
 def _stream(file: OutFile, begin: int, end: int, count: _Count) -> Iterator[Buffer]:
     """Yield a file's bytes from ``begin`` to ``end`` in order; reads ahead while the consumer writes."""
-    waiting: deque[tuple[Future[memoryview], Tensor]] = deque()
-    free = [torch.empty(min(BUFFER_BYTES, file.size), dtype=torch.uint8) for _ in range(_threads() + 1)]
+    free: list[Tensor] = []
 
-    def fill(step: Step, buffer: Tensor) -> memoryview:
+    def fill(step: Step) -> tuple[Tensor, memoryview]:
+        try:
+            buffer = free.pop()
+        except IndexError:
+            buffer = torch.empty(min(BUFFER_BYTES, file.size), dtype=torch.uint8)
         # two ranks read a step that crosses the boundary of what they put
-        return step.fill(buffer)[max(begin - step.begin, 0) : end - step.begin]
+        return buffer, step.fill(buffer)[max(begin - step.begin, 0) : end - step.begin]
 
-    with _pool() as pool:
-        before_end = itertools.takewhile(lambda step: step.begin < end, steps(file, BUFFER_BYTES, BUFFER_BYTES))
-        coming = (step for step in before_end if begin < step.begin + step.nbytes)
-        while True:
-            while free and (step := next(coming, None)) is not None:
-                buffer = free.pop()
-                waiting.append((pool.submit(fill, step, buffer), buffer))
-            if not waiting:
-                return
-            future, buffer = waiting.popleft()
-            data = future.result()
-            yield data
-            count.add(data.nbytes)
-            free.append(buffer)
+    before_end = itertools.takewhile(lambda step: step.begin < end, steps(file, BUFFER_BYTES, BUFFER_BYTES))
+    own = (step for step in before_end if begin < step.begin + step.nbytes)
+    for _, (buffer, data) in each(fill, own, max(_threads(), 2)):  # by this thread alone nothing would be read ahead
+        yield data
+        count.add(data.nbytes)
+        free.append(buffer)
 
 
 def _threads() -> int:
     return min(thread_count(), MAX_THREADS)
-
-
-@contextlib.contextmanager
-def _pool() -> Iterator[ThreadPoolExecutor]:
-    pool = ThreadPoolExecutor(_threads(), thread_name_prefix="checkpoint-gather")
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import xxhash
@@ -20,13 +21,9 @@ def digest_at(digests: bytes, block: int) -> bytes:
     return digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
 
 
-def digest_bytes(data: Any) -> bytes:
-    """The canonical bytes of a hash, as the table of chunks has them."""
-    return xxhash.xxh3_128_digest(data)
-
-
-def digest(data: Any) -> Digest:
-    return xxhash.xxh3_128_hexdigest(data)
+digest: Callable[[Any], Digest] = xxhash.xxh3_128_hexdigest
+digest_bytes: Callable[[Any], bytes] = xxhash.xxh3_128_digest
+"""The canonical bytes of a hash, as the table of chunks has them."""
 
 
 def check_digest(found: bytes | str, expected: bytes | str, name: str, begin: int, end: int, file: str) -> None:

@@ -23,8 +23,7 @@ import torch
 
 from lightning_shard.checkpoint.format.header import DTYPE_NAMES
 from lightning_shard.checkpoint.format.registered import FACTORIES, INT64, TAG, Reference, by_type
-from lightning_shard.checkpoint.storable import check_storable
-from lightning_shard.checkpoint.tensors import is_dtensor
+from lightning_shard.checkpoint.tensors import check_storable, is_dtensor
 from lightning_shard.errors import UnsupportedStateError
 
 MAX_DEPTH = 200

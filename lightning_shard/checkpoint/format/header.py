@@ -103,23 +103,6 @@ class HeaderEntry:
     end: int
 
 
-def build_header(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, list[HeaderEntry]]:
-    """The header of a file that holds ``tensors`` (key, dtype name, shape) one after another.
-
-    Returns:
-        The header, with length prefix and padding, and the entry of each tensor.
-    """
-    table, spans = tensor_table(tensors)
-    header = header_of(table, metadata)
-    entries = [
-        HeaderEntry(key, dtype, tuple(shape), len(header) + begin, len(header) + end)
-        for (key, dtype, shape), (begin, end) in zip(tensors, spans, strict=True)
-    ]
-    return header, entries
-
-
 def tensor_table(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[str, list[tuple[int, int]]]:
     """The header's JSON without metadata, and each tensor's byte range from the beginning of the data section."""
     table: dict[str, Any] = {}

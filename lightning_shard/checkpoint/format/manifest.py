@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from lightning_shard.checkpoint.format.blocks import DIGEST_ALGORITHM, DIGEST_BYTES, Digest, digest
 from lightning_shard.checkpoint.format.chunks import ChunkTable, TensorEntry
 from lightning_shard.checkpoint.format.header import DTYPES, METADATA, item_bytes
-from lightning_shard.checkpoint.format.strict_json import integer, loads, text
+from lightning_shard.checkpoint.format.strict_json import integer, integers, loads, text
 from lightning_shard.checkpoint.format.table import Rows, Table, TableFile, table_file
 from lightning_shard.errors import CorruptCheckpointError, FormatVersionError
 
@@ -84,9 +84,9 @@ class Section(dict[str, TensorEntry]):
         """The name of the tensor that ``name`` is an alias of; None if it is no alias."""
         return self.aliases.get(name)
 
-    def own(self) -> Iterator[tuple[str, TensorEntry]]:
+    def own(self) -> list[tuple[str, TensorEntry]]:
         """The tensors that aren't aliases."""
-        return ((name, entry) for name, entry in self.items() if name not in self.aliases)
+        return [(name, entry) for name, entry in self.items() if name not in self.aliases]
 
 
 @dataclass(eq=False)
@@ -257,14 +257,14 @@ def _lines(name: str, brackets: str, items: Iterable[str]) -> str:
     return f'"{name}":{brackets[0]}\n{inner}\n{brackets[1]}' if inner else f'"{name}":{brackets}'
 
 
-def _tensors(section: Section) -> Iterator[str]:
+def _tensors(section: Section) -> list[str]:
+    found = []
     for name, entry in section.items():
-        target = section.alias_of(name)
-        if target is None:
-            value: Any = {"dtype": entry.dtype, "shape": entry.shape, "chunks": entry.span}
-        else:
-            value = {"same_as": target}
-        yield f"{_dump(name)}:{_dump(value)}"
+        value: Any = {"dtype": entry.dtype, "shape": entry.shape, "chunks": entry.span}
+        if name in section.aliases:
+            value = {"same_as": section.aliases[name]}
+        found.append(f"{_dump(name)}:{_dump(value)}")
+    return found
 
 
 def is_safe_path(path: str) -> bool:
@@ -320,18 +320,16 @@ def _section(title: str, raw: Any, source: str) -> Section:
 
 
 def _tensor(raw: Any, title: str) -> TensorEntry:
-    dtype, shape, span = text(raw["dtype"], "dtype"), raw["shape"], raw["chunks"]
-    if dtype not in DTYPES:
+    dtype, sizes, span = raw["dtype"], integers(raw["shape"], "its shape"), integers(raw["chunks"], "its chunks")
+    if text(dtype, "dtype") not in DTYPES:
         raise FormatVersionError(f"{title} has dtype {dtype!r:.40}, which is unknown here: upgrade lightning-shard.")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS:
-        raise ValueError(f"its shape is no list of up to {MAX_DIMS} sizes")
-    sizes = tuple(integer(size, "a size in its shape") for size in shape)
+    if len(sizes) > MAX_DIMS:
+        raise ValueError(f"its shape has more than {MAX_DIMS} sizes")
     if math.prod(filter(None, sizes)) * item_bytes(dtype) > MAX_TENSOR_BYTES:
         raise ValueError("no memory could hold its shape")
-    if not isinstance(span, list) or len(span) != 2:
-        raise ValueError("its chunks are no pair of rows")
-    first = integer(span[0], "its first row")
-    return TensorEntry(dtype, sizes, (first, integer(span[1], "the end of its rows", first)))
+    if len(span) != 2 or span[0] > span[1]:
+        raise ValueError("its chunks are no range of rows")
+    return TensorEntry(dtype, sizes, (span[0], span[1]))
 
 
 def _block_bytes(grid: Any, source: str) -> int:

@@ -43,6 +43,20 @@ def integer(value: Any, what: str, least: int = 0, most: int = MAX_INTEGER) -> i
     return value
 
 
+def integers(values: Any, what: str) -> tuple[int, ...]:
+    """Check that a value is an array of integers from 0, and return them.
+
+    Raises:
+        ValueError: Anything else.
+    """
+    if type(values) is not list:
+        raise ValueError(f"{what} is {_shown(values)}, and must be an array")
+    for value in values:
+        if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+            integer(value, f"a number of {what}")
+    return tuple(values)
+
+
 def text(value: Any, what: str) -> str:
     """Check that a value is a string, and return it.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
+from lightning_shard.checkpoint.engine import collection_paused
 from lightning_shard.checkpoint.excluded import told_of
 from lightning_shard.checkpoint.leaders import together_by_groups
 from lightning_shard.checkpoint.loading.open import (
@@ -27,8 +28,8 @@ from lightning_shard.checkpoint.loading.open import (
     to_tell,
 )
 from lightning_shard.checkpoint.loading.ranges import Read
-from lightning_shard.checkpoint.loading.replicas import Assigned, Sharing, Wanted, pass_on
-from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
+from lightning_shard.checkpoint.loading.replicas import Sharing, Wanted, pass_on
+from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, fetch
 from lightning_shard.checkpoint.memory import fill, narrow, rooms_like
 from lightning_shard.checkpoint.names import Rename, as_compiled, new_names
 from lightning_shard.checkpoint.optimizers.restored import Restored
@@ -118,6 +119,7 @@ def load(
 
 
 @starting_over
+@collection_paused()
 def load(
     path: str | os.PathLike[str],
     into: Mapping[str, Any] | torch.nn.Module | None = None,
@@ -196,7 +198,7 @@ def load(
     def find_it(everyone: list[Asked]) -> tuple[Found, bool, Asked]:
         root = as_path(path)
         share = open_store(root, storage_options).is_remote if share_reads is None else share_reads
-        return to_tell(_find(root, storage_options), storage_options, ranks), share, all_asked(everyone)
+        return to_tell(find(root, storage_options), storage_options, ranks), share, all_asked(everyone)
 
     found, share, (asked_by_any, more_to_do) = together_by_groups(ranks, ask, all_asked, find_it)
     found = in_reach(found, storage_options, ranks)
@@ -228,7 +230,7 @@ def load(
         nbytes = load_together(pairs, verify=verify, cast=cast, group=group)
     else:
         with all_or_none(group):  # a single collective, since each round trip takes time
-            arrived = _fetch(_wanted(pairs(), cast), verify)
+            arrived = _fetch([item.read for item in _wanted(pairs(), cast)], verify)
         nbytes = arrived.hand_over()
     with all_or_none(group) if more_to_do else contextlib.nullcontext():
         if through is not None:
@@ -315,15 +317,6 @@ class _Through:
             ) from error
 
 
-def _find(path: str, storage_options: dict[str, Any] | None) -> Found:
-    try:
-        return find(path, storage_options)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{type(error).__name__}: {error}") from error
-
-
 def _missing(wanted: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> list[str]:
     """Wanted names that aren't stored, except tied tensors of which another name is stored."""
     missing = [name for name in wanted if name not in stored]
@@ -344,7 +337,7 @@ def load_tensors(pairs: Iterable[Pair], *, verify: bool = True, cast: bool = Fal
         StateMismatchError: Global shapes differ, or dtypes do without ``cast``; nothing has been written.
         CorruptCheckpointError: As :func:`read`; some of the tensors may have been written, as :func:`load` says.
     """
-    return _fetch(_wanted(pairs, cast), verify).hand_over()
+    return _fetch([item.read for item in _wanted(pairs, cast)], verify).hand_over()
 
 
 def load_together(
@@ -356,17 +349,14 @@ def load_together(
         pairs: Returns the pairs. If it raises on one rank, all ranks raise, before anything is read.
     """
     ranks = Ranks.of(group)
-    alone: list[Wanted] = []
     with all_or_none(group) as offered:
-        alone += _wanted(pairs(), cast)
-        sharing = Sharing(alone, ranks)
+        wanted = _wanted(pairs(), cast)
+        sharing = Sharing(wanted, ranks)
         offered.yes = sharing.offers
-    assigned: list[Assigned] = []
-    if offered.yes:
-        alone, assigned = sharing.settle()
+    alone, assigned = sharing.settle() if offered.yes else ([item.read for item in wanted], [])
     with all_or_none(group):
-        arrived = _fetch([*alone, *(item.part for item in assigned if item.owner == ranks.rank)], verify)
-    passed_on = [item.part.read.target for item in assigned]
+        arrived = _fetch([*alone, *(item.read for item in assigned if item.owner == ranks.rank)], verify)
+    passed_on = [item.read.target for item in assigned]
     with all_or_none(group):
         arrived.hand_over()
     half_loaded.mark(passed_on)  # after hand_over, which clears the marks of what this rank read
@@ -388,7 +378,7 @@ def _wanted(pairs: Iterable[Pair], cast: bool) -> list[Wanted]:
                 view = narrow(local, Box(place.local_offsets, place.box.sizes))
             # tied tensors are one memory: the last name's tensor fills it, as torch's load_state_dict would
             key = (view.data_ptr(), view.device, view.shape, view.stride(), view.dtype)
-            wanted[key] = Wanted(stored.checkpoint, tensor.spread, Read(stored.name, stored.entry, place.box, view))
+            wanted[key] = Wanted(tensor.spread, Read(stored, place.box, view))
     return list(wanted.values())
 
 
@@ -409,7 +399,7 @@ class _Arrived:
         """Redirect reads into new memory."""
         rooms = rooms_like([read.target for read in reads])
         self.beside += [(read.target, *room) for read, room in zip(reads, rooms)]
-        return [Read(read.name, read.entry, read.box, *room) for read, room in zip(reads, rooms)]
+        return [Read(read.stored, read.box, *room) for read, room in zip(reads, rooms)]
 
     def hand_over(self) -> int:
         """Copy to the targets, clear the marks, return ``nbytes``. Called once all ranks have verified their reads."""
@@ -419,19 +409,14 @@ class _Arrived:
         return self.nbytes
 
 
-def _fetch(wanted: Iterable[Wanted], verify: bool) -> _Arrived:
+def _fetch(reads: Sequence[Read], verify: bool) -> _Arrived:
     arrived = _Arrived()
-    of_each: dict[int, tuple[Checkpoint, list[Read]]] = {}
-    for item in wanted:
-        of_each.setdefault(id(item.checkpoint), (item.checkpoint, []))[1].append(item.read)
-    everything = [read for _, reads in of_each.values() for read in reads]
-    first = sum(read.target.nbytes for read in everything) <= CHECKED_FIRST_BYTES
+    first = sum([read.target.nbytes for read in reads]) <= CHECKED_FIRST_BYTES
     if not first:
-        arrived.in_place = [read.target for read in everything]
+        arrived.in_place = [read.target for read in reads]
         half_loaded.mark(arrived.in_place)
     try:
-        for checkpoint, reads in of_each.values():
-            arrived.nbytes += checkpoint.fetch(arrived.read_beside(reads) if first else reads, verify=verify)
+        arrived.nbytes = fetch(arrived.read_beside(reads) if first else reads, verify=verify)
     except CheckpointError as error:
         if first:
             raise

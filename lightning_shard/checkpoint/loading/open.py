@@ -24,6 +24,7 @@ from lightning_shard.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
     CorruptCheckpointError,
+    ShardError,
 )
 
 Arguments = ParamSpec("Arguments")
@@ -190,9 +191,9 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
             return Found(path, store.read(MANIFEST_NAME))
         except NOT_A_FILE:
             found = foreign.find(path, storage_options)
-    except CheckpointError:
+    except ShardError:
         raise
-    except (OSError, ValueError) as error:  # from the OS: no permission, a name that is too long or has a NUL
+    except Exception as error:  # from the OS: no permission, a name that is too long; from a store: anything
         raise CheckpointError(f"{path:.200} can't be read: {type(error).__name__}: {error}") from error
     if found is None:
         raise CheckpointNotFoundError(

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box, rows_of
+from lightning_shard.checkpoint.engine import each, read_blocks, thread_memory
 from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, check_digest, digest_at, digest_bytes
-from lightning_shard.checkpoint.format.chunks import Chunk, TensorEntry, overlaps
+from lightning_shard.checkpoint.format.chunks import Chunk, overlaps
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.memory import byte_view, is_plain, narrow, settle
 from lightning_shard.checkpoint.store import Buffer, Reader, Store
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from lightning_shard.checkpoint.loading.stored import StoredTensor
 
 BATCH_BYTES = 8 * 2**20
 """How much one thread fetches from one file at a time; the store's ``step_bytes`` if that is larger. Times the store's
@@ -43,13 +45,12 @@ _SCRATCH_ALIGNMENT = 64
 
 
 class Read(NamedTuple):
-    """One read: fill ``target`` (shape ``box.sizes``, any strides and device) with ``box`` of a stored tensor.
+    """One read: fill ``target`` (shape ``box.sizes``, any strides and device) with a box of a stored tensor.
 
     ``memory``: the target's bytes, if the target is already known to be a contiguous CPU tensor; else None.
     """
 
-    name: str
-    entry: TensorEntry
+    stored: StoredTensor
     box: Box
     target: Tensor
     memory: Buffer | None = None
@@ -74,12 +75,6 @@ class _Job(NamedTuple):
     strides: tuple[int, ...] = ()
     offset: int = 0
 
-    def blocks(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield each block's begin and end, in bytes from the job's begin, and its digest."""
-        for number in range(len(self.digests) // DIGEST_BYTES):
-            start = number * self.block_bytes
-            yield start, min(start + self.block_bytes, self.end - self.begin), digest_at(self.digests, number)
-
 
 def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> int:
     """Carry out reads. If ``verify`` and the checkpoint has digests, every block that is touched is verified.
@@ -91,44 +86,16 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
         CorruptCheckpointError: A file is missing or too short, a digest differs, or chunks don't cover the tensor.
     """
     reads = list(reads)
-    settle(read.target for read in reads)
+    settle([read.target for read in reads])
     plan = plan_reads(manifest, reads, verify=verify)
     batch_bytes = max(BATCH_BYTES, store.step_bytes)
-    sizes = [sum(job.end - job.begin for job in jobs) for _, jobs in plan]
+    sizes = [sum([job.end - job.begin for job in jobs]) for _, jobs in plan]
     threads = min(store.requests, sum(-(-size // batch_bytes) for size in sizes))
-    batches = _batches(plan, batch_bytes)
-    if threads <= 1 or (sum(sizes) <= FEW_BYTES and not store.is_remote):
-        for path, batch in batches:
-            _fetch(store, path, batch)
-    else:
-        _fetch_together(store, batches, threads)
+    if sum(sizes) <= FEW_BYTES and not store.is_remote:
+        threads = 1
+    for _ in each(lambda batch: _fetch(store, *batch), _batches(plan, batch_bytes), threads):
+        pass
     return sum(sizes)
-
-
-def _fetch_together(store: Store, batches: Iterator[tuple[str, list[_Job]]], threads: int) -> None:
-    """Fetch with several threads, which take batches from one queue. After a failure no new batch is begun."""
-    taking, stop = threading.Lock(), threading.Event()
-
-    def fetch() -> None:
-        try:
-            while not stop.is_set():
-                with taking:
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                _fetch(store, *batch)
-        except BaseException:
-            stop.set()
-            raise
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
-        futures = [pool.submit(fetch) for _ in range(threads)]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            stop.set()
-            raise
 
 
 def plan_reads(manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> list[tuple[str, list[_Job]]]:
@@ -138,29 +105,25 @@ def plan_reads(manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> li
     """
     per_file: dict[int, list[_Job]] = {}
     reads = list(reads)
-    for read, found in zip(reads, overlaps([(read.entry, read.box) for read in reads])):
-        for file, job in _plan(read, found, manifest, verify):
-            per_file.setdefault(file, []).append(job)
-    return [
-        (manifest.files[file].path, sorted(jobs, key=lambda job: job.begin)) for file, jobs in sorted(per_file.items())
-    ]
-
-
-def _plan(
-    read: Read, found: Sequence[tuple[Chunk, Box]], manifest: Manifest, verify: bool
-) -> Iterator[tuple[int, _Job]]:
     block_bytes = manifest.block_bytes if verify else 0
-    is_alike = read.target.dtype == DTYPES[read.entry.dtype] and (read.memory is not None or is_plain(read.target))
-    if is_alike and len(found) == 1 and found[0][0].sizes == read.box.sizes == found[0][1].sizes:
-        # fast path: same layout as the save, as nearly always
-        chunk = found[0][0]
-        memory = byte_view(read.target) if read.memory is None else read.memory
-        digests = chunk.digests if block_bytes else b""
-        yield chunk.file, _Job(read.name, chunk.begin, chunk.end, memory, digests, block_bytes)
-        return
-    # chunks don't overlap, so the parts cover the box exactly if their sizes add up to it
-    if sum(part.numel for _, part in found) != read.box.numel:
-        raise manifest.corrupt(f"the chunks of {read.name!r} don't make up {read.box}")
+    for read, found in zip(reads, overlaps([(read.stored.entry, read.box) for read in reads])):
+        (stored, box, target, memory), name = read, read.stored.name
+        is_alike = target.dtype == DTYPES[stored.entry.dtype] and (memory is not None or is_plain(target))
+        if is_alike and len(found) == 1 and (chunk := found[0][0]).sizes == box.sizes == found[0][1].sizes:
+            # one range, as where the layout is that of the save
+            memory = byte_view(target) if memory is None else memory
+            job = _Job(name, chunk.begin, chunk.end, memory, chunk.digests if block_bytes else b"", block_bytes)
+            per_file.setdefault(chunk.file, []).append(job)
+        # chunks don't overlap, so the parts cover the box exactly if their sizes add up to it
+        elif sum(part.numel for _, part in found) != box.numel:
+            raise manifest.corrupt(f"the chunks of {name!r} don't make up {box}")
+        else:
+            for file, job in _plan(read, found, block_bytes):
+                per_file.setdefault(file, []).append(job)
+    return [(manifest.files[file].path, sorted(jobs, key=itemgetter(1))) for file, jobs in sorted(per_file.items())]
+
+
+def _plan(read: Read, found: Sequence[tuple[Chunk, Box]], block_bytes: int) -> Iterator[tuple[int, _Job]]:
     for chunk, part in found:
         target = narrow(read.target, part.within(read.box))
         inside = part.within(Box(chunk.offsets, chunk.sizes))
@@ -170,7 +133,7 @@ def _plan(
 
 def _jobs(read: Read, chunk: Chunk, region: Box, target: Tensor, block_bytes: int) -> Iterator[_Job]:
     """Jobs for one region of a chunk: in place, or spans of up to :data:`SPAN_BYTES`; with digests, whole blocks."""
-    dtype = DTYPES[read.entry.dtype]
+    dtype = DTYPES[read.stored.entry.dtype]
     first, last = _span(region, chunk.sizes)
     if last - first == region.numel and target.dtype == dtype and is_plain(target):
         yield from _jobs_in_place(read, chunk, (first, last), target, block_bytes)
@@ -195,7 +158,7 @@ def _jobs_in_place(
     for begin, end, whole in _windows(first, last, chunk.end - chunk.begin, block_bytes):
         if whole:
             into, digests = memory[begin - first : end - first], _digests(chunk.digests, begin, end, block_bytes)
-            yield _Job(read.name, chunk.begin + begin, chunk.begin + end, into, digests, block_bytes)
+            yield _Job(read.stored.name, chunk.begin + begin, chunk.begin + end, into, digests, block_bytes)
         else:
             part = target.view(-1)[(begin - first) // width : (end - first) // width]
             yield _scratch_job(read, chunk, (begin // width, end // width), part, (1,), block_bytes)
@@ -214,14 +177,14 @@ def _scratch_job(
     read: Read, chunk: Chunk, elements: tuple[int, int], target: Tensor, strides: tuple[int, ...], block_bytes: int
 ) -> _Job:
     """A job that reads a span of a chunk, extended to whole blocks, and copies some of its elements to ``target``."""
-    dtype = DTYPES[read.entry.dtype]
+    dtype = DTYPES[read.stored.entry.dtype]
     width = dtype.itemsize
     begin, end = elements[0] * width, elements[1] * width
     if block_bytes:
         begin -= begin % block_bytes
         end = min(end + -end % block_bytes, chunk.end - chunk.begin)
     return _Job(
-        read.name,
+        read.stored.name,
         chunk.begin + begin,
         chunk.begin + end,
         None,
@@ -270,7 +233,8 @@ def _batches(plan: Iterable[tuple[str, Sequence[_Job]]], batch_bytes: int) -> It
         batch: list[_Job] = []
         total = 0
         for whole in jobs:
-            for job in _cut(whole, batch_bytes):
+            # what isn't read in place isn't cut
+            for job in [whole] if whole.into is None or whole.into.nbytes <= batch_bytes else _cut(whole, batch_bytes):
                 nbytes = job.end - job.begin
                 if batch and total + nbytes > batch_bytes:
                     yield path, batch
@@ -283,9 +247,7 @@ def _batches(plan: Iterable[tuple[str, Sequence[_Job]]], batch_bytes: int) -> It
 
 def _cut(job: _Job, nbytes: int) -> Iterator[_Job]:
     """Cut a job that is read in place into parts of up to ``nbytes``; with digests, of whole blocks, at least one."""
-    if job.into is None or job.end - job.begin <= nbytes:
-        yield job
-        return
+    assert job.into is not None
     step = max(nbytes // job.block_bytes, 1) * job.block_bytes if job.digests else nbytes
     for begin in range(0, job.end - job.begin, step):
         end = min(begin + step, job.end - job.begin)
@@ -294,43 +256,32 @@ def _cut(job: _Job, nbytes: int) -> Iterator[_Job]:
 
 
 @contextlib.contextmanager
-def naming_what_fails(store: Store, path: str, name: str) -> Iterator[None]:
-    """Convert errors of reading a file for a tensor to our own: a missing or short file is a damaged checkpoint."""
+def naming_what_fails(store: Store, path: str, name: str | None = None) -> Iterator[None]:
+    """Convert errors of reading a file, for a tensor if it is named, to our own; without a file it is damaged."""
+    holds = "" if name is None else f" holds a part of {name!r}"
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-        raise CorruptCheckpointError(
-            f"{store.root}/{path} is missing, and holds a part of {name!r}: use another checkpoint."
-        ) from error
+        missing = f"{store.root}/{path} is missing{holds and f', and{holds}'}"
+        raise CorruptCheckpointError(f"{missing}: use another checkpoint.") from error
     except OSError as error:
-        raise CheckpointError(
-            f"{store.root}/{path}, which holds a part of {name!r}, can't be read: {type(error).__name__}: {error}"
-        ) from error
+        which = f"{store.root}/{path}{holds and f', which{holds},'}"
+        raise CheckpointError(f"{which} can't be read: {type(error).__name__}: {error}") from error
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{store.root}: {error} It holds a part of {name!r}.") from error
-
-
-_of_thread = threading.local()
-
-
-def _scratch(nbytes: int, pinned: bool) -> Tensor:
-    """This thread's memory for ranges that can't be read in place; grows to the largest batch and is reused."""
-    known: Tensor | None = getattr(_of_thread, "scratch", None)
-    if known is None or known.numel() < nbytes or (pinned and not known.is_pinned()):
-        known = _of_thread.scratch = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-    return known
+        raise CorruptCheckpointError(f"{store.root}: {error}{holds and f' It{holds}.'}") from error
 
 
 def _fetch(store: Store, path: str, batch: Sequence[_Job]) -> None:
     with naming_what_fails(store, path, batch[0].name):
-        rest = [job for job in batch if not _copy_from_map(store, path, job)]
+        rest = [job for job in batch if job.target is None or not _copy_from_map(store, path, job)]
         if rest:
             _read(store, path, rest)
 
 
 def _copy_from_map(store: Store, path: str, job: _Job) -> bool:
     """Copy a job that can't be read in place from a memory map of the file; returns whether that was possible."""
-    if job.target is None or job.target.device.type != "cpu" or job.begin % job.dtype.itemsize:
+    assert job.target is not None
+    if job.target.device.type != "cpu" or job.begin % job.dtype.itemsize:
         return False
     if job.end - job.begin < MAPPED_BYTES or (memory := store.mapped(path, job.begin, job.end)) is None:
         return False
@@ -350,7 +301,7 @@ def _read(store: Store, path: str, jobs: Sequence[_Job]) -> None:
         places.append(total)
         if job.into is None:
             total += -(-(job.end - job.begin) // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
-    room = _scratch(total, any(job.target is not None and job.target.device.type == "cuda" for job in jobs))
+    room = thread_memory(total, pinned="cuda" in {job.target.device.type for job in jobs if job.target is not None})
     memory = byte_view(room) if total else memoryview(b"")
     buffers = [
         memory[place : place + job.end - job.begin] if job.into is None else job.into
@@ -383,18 +334,16 @@ def _read_and_check(read: Reader, jobs: Sequence[tuple[_Job, Buffer]], step_byte
             _check(job, buffer, file)
         return
     job, buffer = jobs[0]
-    for start, stop, expected in job.blocks():
-        hasher = xxhash.xxh3_128()
-        for begin in range(start, stop, step_bytes):
-            part = buffer[begin : min(begin + step_bytes, stop)]
-            read([(job.begin + begin, part)])
-            hasher.update(part)
-        check_digest(hasher.digest(), expected, job.name, job.begin + start, job.begin + stop, file)
+    blocks = read_blocks(read, job.begin, buffer, job.block_bytes, step_bytes)
+    for number, (start, stop, found) in enumerate(blocks):
+        expected = digest_at(job.digests, number)
+        check_digest(found, expected, job.name, job.begin + start, job.begin + stop, file)
 
 
 def _check(job: _Job, memory: Buffer, file: str) -> None:
-    for start, stop, expected in job.blocks():
-        check_digest(digest_bytes(memory[start:stop]), expected, job.name, job.begin + start, job.begin + stop, file)
+    for number, start in enumerate(range(0, memory.nbytes, job.block_bytes) if job.digests else ()):
+        block, at = memory[start : start + job.block_bytes], job.begin + start
+        check_digest(digest_bytes(block), digest_at(job.digests, number), job.name, at, at + block.nbytes, file)
 
 
 @lru_cache(maxsize=LAYOUTS_KEPT)

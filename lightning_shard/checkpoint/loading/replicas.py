@@ -20,7 +20,6 @@ from torch import Tensor
 from lightning_shard.checkpoint.boxes import Box, slabs
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.loading.ranges import Read
-from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.memory import narrow
 from lightning_shard.checkpoint.ranks import Ranks, together
 from lightning_shard.checkpoint.sharing import Shared, deal
@@ -37,9 +36,8 @@ _ALIGNMENT = 16  # of each packed tensor, so that the bytes can be viewed as any
 
 
 class Wanted(NamedTuple):
-    """One box that this rank wants to read, the layout of its tensor, and the checkpoint that it is read from."""
+    """One box that this rank wants to read, and the layout of the tensor that it is read into."""
 
-    checkpoint: Checkpoint
     spread: Spread
     read: Read
 
@@ -68,7 +66,7 @@ class Assigned:
     replicas: Replicas
     owner: int
     """The reader's global rank."""
-    part: Wanted
+    read: Read
 
 
 class Sharing:
@@ -80,10 +78,13 @@ class Sharing:
 
     def __init__(self, wanted: Iterable[Wanted], ranks: Ranks) -> None:
         self._ranks = ranks
-        self._alone: list[Wanted] = []
-        held: dict[Replicas, list[Wanted]] = {}
+        self._alone: list[Read] = []
+        held: dict[Replicas, list[Read]] = {}
         for item, replicas in _with_replicas(wanted, ranks):
-            (self._alone if replicas is None else held.setdefault(replicas, [])).append(item)
+            if replicas is None:
+                self._alone.append(item.read)
+            else:
+                held.setdefault(replicas, []).append(item.read)
         self._held: dict[Replicas, list[Ordered]] = {}
         for replicas, items in held.items():
             if sum(_shared(item).nbytes for item in items) < MIN_BYTES:
@@ -93,7 +94,7 @@ class Sharing:
                 self._held[replicas] = sorted(((_order(item), item) for item in items), key=itemgetter(0))
         self.offers = bool(self._held)
 
-    def settle(self) -> tuple[list[Wanted], list[Assigned]]:
+    def settle(self) -> tuple[list[Read], list[Assigned]]:
         """Agree on who reads what. A collective call of all ranks that load.
 
         Returns:
@@ -117,7 +118,7 @@ class Sharing:
 def pass_on(assigned: Iterable[Assigned]) -> None:
     """Broadcast what each owner has read to the other replicas. A collective call over each group of replicas."""
     for (replicas, owner), items in itertools.groupby(assigned, key=lambda item: (item.replicas, item.owner)):
-        for batch in _batches(item.part.read.target for item in items):
+        for batch in _batches(item.read.target for item in items):
             _broadcast(batch, owner, replicas.group)
 
 
@@ -131,7 +132,7 @@ def _with_replicas(wanted: Iterable[Wanted], ranks: Ranks) -> Iterator[tuple[Wan
     """
     known: dict[Any, Replicas | None] = {}
     for item in wanted:
-        if not item.checkpoint.share_reads or ranks.alone:
+        if not item.read.stored.checkpoint.share_reads or ranks.alone:
             yield item, None
             continue
         mesh, placements, device = item.spread.mesh, item.spread.placements, item.read.target.device
@@ -150,24 +151,24 @@ def _with_replicas(wanted: Iterable[Wanted], ranks: Ranks) -> Iterator[tuple[Wan
 
 Order = tuple[str, str, str, tuple[int, ...], str, int]
 """A sort key that identifies a box on any rank. One name may be in two sections, or in two checkpoints."""
-Ordered = tuple[Order, Wanted]
+Ordered = tuple[Order, Read]
 
 
-def _order(item: Wanted) -> Order:
-    entry, manifest = item.read.entry, item.checkpoint.manifest
+def _order(read: Read) -> Order:
+    stored = read.stored
+    entry, manifest = stored.entry, stored.checkpoint.manifest
     path, begin = "", 0
     if entry.chunk_count:
         file, begin = manifest.chunks.start(entry)
         path = manifest.files[file].path
-    section, name = path.partition("/")[0], item.read.name
-    return item.checkpoint.path, section, name, item.read.box.offsets, path, begin
+    return stored.checkpoint.path, path.partition("/")[0], stored.name, read.box.offsets, path, begin
 
 
 def _fingerprint(items: Iterable[Ordered]) -> str:
     lines = []
-    for order, item in items:
-        entry, target = item.read.entry, item.read.target
-        lines.append(f"{order}\0{entry.dtype}\0{entry.shape}\0{item.read.box}\0{target.dtype}\0{target.device.type}")
+    for order, read in items:
+        entry, target = read.stored.entry, read.target
+        lines.append(f"{order}\0{entry.dtype}\0{entry.shape}\0{read.box}\0{target.dtype}\0{target.device.type}")
     return digest("\n".join(lines).encode(errors="surrogatepass"))
 
 
@@ -177,8 +178,8 @@ def _agreed(asked: Mapping[int, Mapping[Key, str]]) -> set[Key]:
     return {key for key in keys if len({asked[rank].get(key) for rank in key[0]}) == 1}
 
 
-def _shared(item: Wanted) -> Shared:
-    return Shared(item.read.box, item.read.target.element_size())
+def _shared(read: Read) -> Shared:
+    return Shared(read.box, read.target.element_size())
 
 
 def _assign(replicas: Replicas, items: Iterable[Ordered]) -> list[Assigned]:
@@ -187,9 +188,9 @@ def _assign(replicas: Replicas, items: Iterable[Ordered]) -> list[Assigned]:
     for _, of_section in itertools.groupby(items, key=lambda ordered: ordered[0][:2]):
         section = [item for _, item in of_section]
         for number, index, box in deal([_shared(item) for item in section], len(replicas.ranks)):
-            read = section[number].read
-            part = Read(read.name, read.entry, box, narrow(read.target, box.within(read.box)))
-            assigned.append(Assigned(replicas, replicas.ranks[index], section[number]._replace(read=part)))
+            read = section[number]
+            part = Read(read.stored, box, narrow(read.target, box.within(read.box)))
+            assigned.append(Assigned(replicas, replicas.ranks[index], part))
     return sorted(assigned, key=lambda item: item.owner)
 
 

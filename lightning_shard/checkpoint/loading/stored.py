@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +17,12 @@ from lightning_shard.checkpoint.format.decode import decode, parse
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, Section
 from lightning_shard.checkpoint.loading.index import select
-from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
+from lightning_shard.checkpoint.loading.ranges import Read, naming_what_fails, read_boxes
 from lightning_shard.checkpoint.store import Store
 from lightning_shard.checkpoint.store.remote import MAX_GAP_BYTES
 from lightning_shard.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
 
+Item = TypeVar("Item")
 TRUSTED_BYTES = 64 * 2**20
 """Before more memory than this is allocated, the files' sizes are checked, since a damaged manifest may claim any."""
 MOST_SHARED = 4
@@ -65,17 +67,16 @@ class StoredTensor:
 
     def box(self, box: Box) -> Tensor:
         """Read one box of the tensor, to the CPU."""
-        (target,) = self.checkpoint.room_for([(self.name, self.entry, box)])
-        self.checkpoint.fetch([Read(self.name, self.entry, box, target)])
+        (target,) = self.checkpoint.room_for([(self, box)])
+        self.checkpoint.fetch([Read(self, box, target)])
         return target
 
     def __getitem__(self, index: Any) -> Tensor:
         checkpoint = self.checkpoint
         gap = max(MAX_GAP_BYTES, checkpoint.manifest.block_bytes if checkpoint.verify else 0)
         selection = select(index, self.entry.shape, self.name, item_bytes=self.dtype.itemsize, max_gap_bytes=gap)
-        (target,) = checkpoint.room_for([(self.name, self.entry, Box.whole(selection.sizes))])
-        parts = zip(selection.boxes, selection.parts(target), strict=True)
-        checkpoint.fetch([Read(self.name, self.entry, box, part) for box, part in parts])
+        (target,) = checkpoint.room_for([(self, Box.whole(selection.sizes))])
+        checkpoint.fetch([Read(self, *part) for part in zip(selection.boxes, selection.parts(target), strict=True)])
         return selection.pick(target)
 
     def __len__(self) -> int:
@@ -95,19 +96,19 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     def __init__(self, section: Section, checkpoint: Checkpoint) -> None:
         self._section = section
-        self._checkpoint = checkpoint
+        self._tensors = {name: StoredTensor(name, entry, checkpoint) for name, entry in section.items()}
 
     def __getitem__(self, name: str) -> StoredTensor:
-        return StoredTensor(name, self._section[name], self._checkpoint)
+        return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._section)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._section)
+        return len(self._tensors)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._section
+        return name in self._tensors
 
     def alias_of(self, name: str) -> str | None:
         """The name of the tensor that this one shared its memory with when it was saved, if any."""
@@ -115,11 +116,28 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     def full(self) -> dict[str, Tensor]:
         """Read all tensors into memory; tensors that shared memory when saved share it again."""
-        wholes = [(name, entry, Box.whole(entry.shape)) for name, entry in self._section.own()]
-        targets = self._checkpoint.room_for(wholes)
-        self._checkpoint.fetch(Read(*whole, target) for whole, target in zip(wholes, targets))
-        tensors = {name: target for (name, _, _), target in zip(wholes, targets)}
+        boxes = {name: (s, Box.whole(s.entry.shape)) for name, s in self.items() if self.alias_of(name) is None}
+        tensors: dict[str, Tensor] = {}
+        for checkpoint, names in by_checkpoint(boxes, lambda name: boxes[name][0]):
+            rooms = checkpoint.room_for([boxes[name] for name in names])
+            checkpoint.fetch([Read(*boxes[name], room) for name, room in zip(names, rooms)])
+            tensors.update(zip(names, rooms))
         return {name: tensors[target if (target := self.alias_of(name)) is not None else name] for name in self}
+
+
+def by_checkpoint(items: Iterable[Item], stored: Callable[[Item], StoredTensor]) -> list[tuple[Checkpoint, list[Item]]]:
+    """Items with the checkpoints of their stored tensors, which may be several."""
+    found: dict[int, tuple[Checkpoint, list[Item]]] = {}
+    for item in items:
+        checkpoint = stored(item).checkpoint
+        found.setdefault(id(checkpoint), (checkpoint, []))[1].append(item)
+    return list(found.values())
+
+
+def fetch(reads: Iterable[Read], *, verify: bool | None = None) -> int:
+    """:meth:`Checkpoint.fetch` of each checkpoint that is read from."""
+    own = by_checkpoint(reads, attrgetter("stored"))
+    return sum([checkpoint.fetch(of_one, verify=verify) for checkpoint, of_one in own])
 
 
 class Checkpoint(StoredTensors):
@@ -141,6 +159,7 @@ class Checkpoint(StoredTensors):
         self.verify = verify
         self.share_reads = store.is_remote
         self.optimizer = StoredTensors(manifest.optimizer, self)
+        self.trainer = StoredTensors(manifest.trainer, self)
 
     def fetch(self, reads: Iterable[Read], *, verify: bool | None = None) -> int:
         """Carry out reads of this checkpoint; returns the number of bytes read.
@@ -152,35 +171,37 @@ class Checkpoint(StoredTensors):
         with self.saying_if_replaced():
             return read_boxes(self.store, self.manifest, reads, verify=self.verify if verify is None else verify)
 
-    def room_for(self, boxes: Sequence[tuple[str, TensorEntry, Box]]) -> list[Tensor]:
+    def room_for(self, boxes: Sequence[tuple[StoredTensor, Box]]) -> list[Tensor]:
         """Allocate uninitialized CPU tensors for boxes of stored tensors.
 
         Raises:
             CorruptCheckpointError: A tensor's chunks don't cover it, or the files are too short to hold so much.
             CheckpointError: There isn't enough memory.
         """
+        if not boxes:
+            return []
         table = self.manifest.chunks
-        table.check(entry for _, entry, _ in boxes)
-        needed = sum(box.numel * DTYPES[entry.dtype].itemsize for _, entry, box in boxes)
+        entries = [stored.entry for stored, _ in boxes]
+        table.check(entries)
+        needed = sum(box.numel * stored.dtype.itemsize for stored, box in boxes)
+        names = f"{boxes[0][0].name!r}{' and others' * (len(boxes) > 1)}"
         if needed > TRUSTED_BYTES:
-            files = table.files_of([entry for _, entry, _ in boxes])
-            stored = sum(self._size(self.manifest.files[file]) for file in files)
-            if needed > MOST_SHARED * stored:
+            there = sum(self._size(self.manifest.files[file]) for file in table.files_of(entries))
+            if needed > MOST_SHARED * there:
                 raise CorruptCheckpointError(
-                    f"{self.path}: the manifest gives {boxes[0][0]!r}{' and others' if len(boxes) > 1 else ''}"
-                    f" {needed:,} bytes, more than their files of {stored:,} bytes can hold: the manifest is damaged,"
-                    " use another checkpoint."
+                    f"{self.path}: the manifest gives {names} {needed:,} bytes, more than their files of {there:,}"
+                    " bytes can hold: the manifest is damaged, use another checkpoint."
                 )
         try:
-            return [torch.empty(box.sizes, dtype=DTYPES[entry.dtype]) for _, entry, box in boxes]
+            return [torch.empty(box.sizes, dtype=stored.dtype) for stored, box in boxes]
         except (RuntimeError, MemoryError) as error:
             raise CheckpointError(
-                f"{self.path}: there is no memory for {needed:,} bytes of {boxes[0][0]!r}"
-                f"{' and others' if len(boxes) > 1 else ''}: read parts of it, such as stored[name][:1000]."
+                f"{self.path}: there is no memory for {needed:,} bytes of {names}: read parts of it, such as"
+                " stored[name][:1000]."
             ) from error
 
     def _size(self, file: FileEntry) -> int:
-        with self._naming(file):
+        with naming_what_fails(self.store, file.path):
             size = self.store.size(file.path)
         if size < file.bytes:
             raise self._other_size(file, size)
@@ -191,23 +212,12 @@ class Checkpoint(StoredTensors):
             f"{self.path}/{file.path} has {size:,} bytes instead of {file.bytes:,}: use another checkpoint."
         )
 
-    @contextlib.contextmanager
-    def _naming(self, file: FileEntry) -> Iterator[None]:
-        """Convert OS errors to our own errors, with the file's name."""
-        where = f"{self.path}/{file.path}"
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(f"{where} is missing: use another checkpoint.") from error
-        except OSError as error:
-            raise CheckpointError(f"{where} can't be read: {type(error).__name__}: {error}") from error
-
     def state_json(self) -> Any:
         """The trainer state as typed JSON, not decoded; None if there is none."""
         if self.manifest.state_file is None:
             return self._state
         file = self.manifest.files[self.manifest.state_file]
-        with self.saying_if_replaced(), self._naming(file):
+        with self.saying_if_replaced(), naming_what_fails(self.store, file.path):
             data = self.store.read(file.path)
         if len(data) != file.bytes:
             raise self._other_size(file, len(data))
@@ -224,7 +234,7 @@ class Checkpoint(StoredTensors):
             lenient: See :func:`decode`.
         """
         tree = self.state_json()
-        tensors = StoredTensors(self.manifest.trainer, self).full() if tree is not None else {}
+        tensors = self.trainer.full() if tree is not None else {}
 
         def tensor(name: str) -> Tensor:
             if name not in tensors:

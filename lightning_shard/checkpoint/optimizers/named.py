@@ -8,7 +8,7 @@ the same form, so a Trainer and a plain loop can resume from each other's checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -56,12 +56,15 @@ def listed_in(states: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     return [[name for group in state["param_groups"] for name in group["params"]] for state in states]
 
 
-def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def named_optimizer_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], elsewhere: Collection[str] = ()
+) -> dict[str, Any]:
     """An optimizer's state dict, keyed by parameter names instead of numbers.
 
     Args:
         optimizer: Of this rank's parameters.
         names: ``id(parameter)`` to name.
+        elsewhere: Names of parameters that are left out, since another rank saves them.
 
     Returns:
         ``"state"`` by parameter name, ``"shared"`` (state that belongs to no parameter), ``"param_groups"``, and the
@@ -77,11 +80,17 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, 
             " and 'param_groups', which can't be sharded: have it keep that in its state, or save it in the trainer"
             " state (LightningModule.on_save_checkpoint) and leave it out of the optimizer's state_dict."
         )
+    states = {names[id(p)]: dict(state) for p, state in optimizer.state.items() if isinstance(p, Tensor)}
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    listed = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     return {
-        "state": {names[id(p)]: dict(state) for p, state in optimizer.state.items() if isinstance(p, Tensor)},
+        "state": {name: state for name, state in states.items() if name not in elsewhere},
         "shared": {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)},
-        "param_groups": [{**g, "params": [names[id(p)] for p in g["params"]]} for g in optimizer.param_groups],
-        "parameters": {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]},
+        "param_groups": [
+            {**group, "params": [name for name in own if name not in elsewhere]}
+            for group, own in zip(optimizer.param_groups, listed)
+        ],
+        "parameters": {name: p for name, p in parameters.items() if name not in elsewhere},
     }
 
 

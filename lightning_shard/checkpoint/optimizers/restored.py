@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.format.decode import decode
-from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, StoredTensors
+from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.names import Rename, renamed_among
 from lightning_shard.checkpoint.optimizers.named import (
     NAMES_OF_NOTHING_ELSE,
@@ -121,9 +121,8 @@ def stored_states(checkpoint: Checkpoint) -> list[dict[str, Any]] | None:
     tree = checkpoint.state_json()
     if not isinstance(tree, dict):
         return None
-    tensors = StoredTensors(checkpoint.manifest.trainer, checkpoint)
     raw = tree if "$" in tree else {OPTIMIZER_STATES: tree.get(OPTIMIZER_STATES)}
-    state = decode(raw, lambda name: tensors[name].full(), checkpoint.optimizer.__getitem__)
+    state = decode(raw, lambda name: checkpoint.trainer[name].full(), checkpoint.optimizer.__getitem__)
     states = state.get(OPTIMIZER_STATES) if isinstance(state, Mapping) else None
     return None if states is None else [described(index, item) for index, item in enumerate(states)]
 

@@ -51,10 +51,6 @@ class Account:
             yield from (one.file for one in written)
 
 
-def file_count(account: Account) -> int:
-    return sum(1 for _ in account.files())
-
-
 class Party(NamedTuple):
     """Ranks whose accounts agree in mesh, fingerprint, replicated tensors and contents; see :class:`Account`."""
 
@@ -99,9 +95,9 @@ class Joined:
     """The joined accounts of a group of ranks; what several of them have in common is stored once.
 
     Attributes:
-        state_file: The index of the trainer state's file in the manifest; None if no rank of the group wrote it.
+        state_file: The index in ``files`` of the trainer state's file; None if no rank of the group wrote it.
         hosts: The files written by the ranks of each machine, by host name.
-        rows: The chunks of all tensors.
+        rows: The chunks of all tensors; ``file`` is an index in ``files``.
         owners: For each row, the index of its tensor in ``tensors``.
     """
 
@@ -117,13 +113,8 @@ class Joined:
     aliases: list[Alias]
 
 
-def joined(accounts: Sequence[Account], files_before: int = 0) -> Joined:
-    """Join the accounts of a group of ranks.
-
-    Args:
-        accounts: In rank order.
-        files_before: The number of files that earlier groups' ranks have in the manifest.
-    """
+def joined(accounts: Sequence[Account]) -> Joined:
+    """Join the accounts of a group of ranks, given in rank order."""
     meshes: dict[tuple[int, ...], int] = {}
     parties: dict[tuple[int, tuple[int, str], bytes, bytes], list[int]] = {}
     hosts: dict[str, list[FileEntry]] = {}
@@ -138,9 +129,9 @@ def joined(accounts: Sequence[Account], files_before: int = 0) -> Joined:
         told = mesh, account.fingerprint, account.replicated, account.contents
         parties.setdefault(told, []).append(account.rank)
         if account.state_file is not None:
-            state_file = files_before + len(files)
+            state_file = len(files)
         hosts.setdefault(account.host, []).extend(account.files())
-        number = files_before + len(files) + (account.state_file is not None)
+        number = len(files) + (account.state_file is not None)
         files += account.files()
         for section, of_section in account.written.items():
             for written in of_section:
@@ -188,7 +179,7 @@ class _Tensors:
 
 
 def _rows(parts: Sequence[tuple[Written, int]]) -> Rows:
-    """The chunks of files, given with their numbers in the manifest."""
+    """The chunks of files, given with their numbers."""
     dims = max((written.columns.sizes.shape[1] for written, _ in parts), default=0)
     digests = np.frombuffer(b"".join(written.digests for written, _ in parts), np.uint8).reshape(-1, DIGEST_BYTES)
     none, no_box = np.empty(0, np.int64), np.empty((0, dims), np.int64)

@@ -8,20 +8,23 @@ No lock is held while data is written.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from lightning_shard.arguments import few
+from lightning_shard.checkpoint.engine import each
 from lightning_shard.checkpoint.folder import LEFTOVER_AGE_S, Earlier, look, remove_files, remove_leftovers
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest
-from lightning_shard.checkpoint.ranks import Failure
+from lightning_shard.checkpoint.ranks import FILES_STAY
 from lightning_shard.checkpoint.store import Store
 from lightning_shard.errors import CheckpointConflictError, CheckpointError
+
+LOOKS, FEW_LOOKS = 16, 64
+"""How many files are looked at at once, where there are more than these few of a machine."""
 
 
 def new_attempt() -> str:
@@ -53,9 +56,9 @@ def check_files(
 ) -> None:
     """Check that all files that the manifest will name exist and have their sizes, just before the commit.
 
-    Each rank has checked its own files. On a disk the first rank checks all of them again, which takes microseconds. In
-    a remote store it does so only if so much time has passed that another save may have removed them as a crashed
-    save's leftovers. If none of a host's files is visible, that host is taken to have a disk of its own.
+    Each rank has checked its own files. In a folder the first rank checks all of them again; in a remote store only if
+    so much time has passed that another save may have removed them as a crashed save's leftovers. If none of a host's
+    files is visible, that host is taken to have a disk of its own.
 
     Args:
         began_s: When the save began, by ``time.monotonic()``.
@@ -66,22 +69,22 @@ def check_files(
     """
     if store.is_remote and time.monotonic() - began_s < LEFTOVER_AGE_S / 2:
         return
-    with ThreadPoolExecutor(store.requests) if store.is_remote else contextlib.nullcontext() as pool:
-        for host, files in by_host.items():
-            entries = list(files)
-            looks = (pool.map if pool else map)(partial(_fault, store), entries)
-            lost = [fault for fault in looks if fault]
-            if lost and host != own_host and len(lost) == len(entries):
-                if not own_disks:
-                    raise CheckpointError(
-                        f"{store.root}: none of the files that {host} has just written is there on {own_host}: it is a"
-                        " disk of each machine's own, and no machine could load what is saved so. Save to a path that"
-                        " all machines see; a disk of each one's own may be ShardedCheckpointIO's local= folder, from"
-                        " which saves are carried to such a path. Nothing has been committed, and an earlier checkpoint"
-                        " is as it was."
-                    )
-            else:
-                _refuse(store, lost)
+    for host, files in by_host.items():
+        entries = list(files)
+        # a folder may be a network mount, where a look takes a round trip
+        looks = each(partial(_fault, store), entries, LOOKS if len(entries) > FEW_LOOKS else 1)
+        lost = [fault for _, fault in looks if fault]
+        if lost and host != own_host and len(lost) == len(entries):
+            if not own_disks:
+                raise CheckpointError(
+                    f"{store.root}: none of the files that {host} has just written is there on {own_host}: it is a"
+                    " disk of each machine's own, and no machine could load what is saved so. Save to a path that"
+                    " all machines see; a disk of each one's own may be ShardedCheckpointIO's local= folder, from"
+                    " which saves are carried to such a path. Nothing has been committed, and an earlier checkpoint"
+                    " is as it was."
+                )
+        else:
+            _refuse(store, lost)
 
 
 def check_own_files(store: Store, files: Iterable[FileEntry]) -> None:
@@ -103,10 +106,9 @@ def _fault(store: Store, file: FileEntry) -> str:
 
 def _refuse(store: Store, lost: list[str]) -> None:
     if lost:
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise CheckpointError(
             f"{store.root}: files that were just written are missing or have another size"
-            f" ({', '.join(lost[:3])}{more}): another program may be removing files there. Nothing has been committed,"
+            f" ({few(lost, 3)}): another program may be removing files there. Nothing has been committed,"
             " and an earlier checkpoint is as it was."
         )
 
@@ -116,17 +118,22 @@ def commit(store: Store, manifest: Manifest, earlier: Earlier, *, durable: bool)
 
     Raises:
         CheckpointConflictError: Another save has committed first. Its checkpoint stays.
+        BaseException: With the attribute :data:`~lightning_shard.checkpoint.ranks.FILES_STAY`.
     """
     data, table = manifest.to_bytes(), manifest.chunks.table.data()
-    # atomically, since another process may be committing the same attempt from a copy of it
-    store.publish(manifest.table.path, [memoryview(table)], len(table), durable=durable)
     try:
-        store.publish(MANIFEST_NAME, [memoryview(data)], len(data), durable=durable, replaces=earlier.stamp)
-    except CheckpointConflictError as error:
-        raise CheckpointConflictError(_conflict(store, manifest.attempt)) from error
-    keep = {manifest.table.path, *(file.path for file in manifest.files)}
-    remove_files(store, earlier.files - keep)
-    remove_leftovers(store, keep=keep, clock=lambda: store.modified(MANIFEST_NAME))
+        # atomically, since another process may be committing the same attempt from a copy of it
+        store.publish(manifest.table.path, [memoryview(table)], len(table), durable=durable)
+        try:
+            store.publish(MANIFEST_NAME, [memoryview(data)], len(data), durable=durable, replaces=earlier.stamp)
+        except CheckpointConflictError as error:
+            raise CheckpointConflictError(_conflict(store, manifest.attempt)) from error
+        keep = {manifest.table.path, *(file.path for file in manifest.files)}
+        remove_files(store, earlier.files - keep)
+        remove_leftovers(store, keep=keep, clock=lambda: store.modified(MANIFEST_NAME))
+    except BaseException as error:
+        setattr(error, FILES_STAY, _may_be_committed(store, manifest.attempt, error))
+        raise
 
 
 def _conflict(store: Store, attempt: str) -> str:
@@ -145,12 +152,7 @@ def _conflict(store: Store, attempt: str) -> str:
     )
 
 
-def failed_commit(store: Store, attempt: str, rank: int, error: BaseException) -> Failure:
-    """A failed commit, as sent to the other ranks: they keep their files if the manifest may have been committed."""
-    return dataclasses.replace(Failure.of(rank, error), files_stay=may_be_committed(store, attempt, error))
-
-
-def may_be_committed(store: Store, attempt: str, error: BaseException) -> bool:
+def _may_be_committed(store: Store, attempt: str, error: BaseException) -> bool:
     """Whether the manifest is, or may still become, visible although putting it raised ``error``.
 
     After a conflict the manifest itself is read, since a store's report of a conflict is less reliable.

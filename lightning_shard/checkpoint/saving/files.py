@@ -6,21 +6,22 @@ A contiguous CPU tensor is written from its own memory; any other goes through a
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box
+from lightning_shard.checkpoint.engine import Digests
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, digest, digest_bytes
 from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, dtype_name, header_of, tensor_table
 from lightning_shard.checkpoint.format.manifest import FileEntry
 from lightning_shard.checkpoint.format.table import Integers, columns_of
-from lightning_shard.checkpoint.memory import byte_view, is_plain, resolved, settle
+from lightning_shard.checkpoint.memory import byte_view, is_plain, resolved
 from lightning_shard.checkpoint.store import Buffer, Store
 
 WRITE_STEP_BYTES = 2**18
@@ -31,8 +32,8 @@ SMALL_BYTES = 2**15
 """Tensors up to this size are copied together and written in one call, since a call costs more than their bytes."""
 
 
-class Outline(NamedTuple):
-    """Metadata of a piece: the box ``box`` of tensor ``name`` with global shape ``shape``."""
+class Piece(NamedTuple):
+    """A box of tensor ``name``, of global shape ``shape``, in a file."""
 
     name: str
     dtype: torch.dtype
@@ -41,22 +42,12 @@ class Outline(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a tensor to be written to a file, with its elements ``data``."""
-
-    name: str
-    shape: tuple[int, ...]
-    box: Box
-    data: Tensor
-
-
-@dataclass(frozen=True)
 class FilePlan:
-    """The arrangement of pieces in a file. It depends only on their outlines, so it is the same from save to save.
+    """The arrangement of pieces in a file. It has none of their elements, so it is the same from save to save.
 
     Attributes:
         order: The pieces' numbers, in the file's order.
-        outlines: The outlines, in the file's order.
+        pieces: The pieces, in the file's order.
         header: The header's JSON of tensors, without metadata.
         places: Entries of the header's metadata: the box that a piece is of its tensor.
         data_bytes: Bytes of all pieces.
@@ -64,7 +55,7 @@ class FilePlan:
     """
 
     order: tuple[int, ...]
-    outlines: tuple[Outline, ...]
+    pieces: tuple[Piece, ...]
     header: str
     places: dict[str, str]
     data_bytes: int
@@ -104,7 +95,7 @@ class Written:
     digests: bytes
 
 
-def plan_file(outlines: Sequence[Outline]) -> FilePlan:
+def plan_file(pieces: Sequence[Piece]) -> FilePlan:
     """Arrange pieces in a file.
 
     Wider dtypes come first, so that each piece is aligned to its element size. Within a width, pieces whose size is a
@@ -112,12 +103,12 @@ def plan_file(outlines: Sequence[Outline]) -> FilePlan:
     """
 
     def position(number: int) -> tuple[Any, ...]:
-        piece = outlines[number]
+        piece = pieces[number]
         width = piece.dtype.itemsize
         return -width, piece.box.numel * width % ALIGNMENT_BYTES != 0, piece.name, piece.box.offsets
 
-    order = sorted(range(len(outlines)), key=position)
-    ordered = [outlines[number] for number in order]
+    order = sorted(range(len(pieces)), key=position)
+    ordered = [pieces[number] for number in order]
     dtypes = [dtype_name(piece.dtype, piece.name) for piece in ordered]
     keys = _unambiguous([piece.name for piece in ordered])
     places = {
@@ -138,24 +129,15 @@ def plan_file(outlines: Sequence[Outline]) -> FilePlan:
     return FilePlan(tuple(order), tuple(ordered), header, places, data_bytes, columns)
 
 
-def arranged(pieces: Sequence[Piece]) -> tuple[FilePlan, list[Tensor]]:
-    """The plan of a file of pieces, and their elements in the plan's order."""
-    plan = plan_file([Outline(piece.name, piece.data.dtype, piece.shape, piece.box) for piece in pieces])
-    return plan, [pieces[number].data for number in plan.order]
+def arranged(pieces: Sequence[tuple[Piece, Tensor]]) -> tuple[FilePlan, list[Tensor]]:
+    """The plan of a file of pieces, each given with its elements, and the elements in the plan's order."""
+    plan = plan_file([piece for piece, _ in pieces])
+    return plan, [pieces[number][1] for number in plan.order]
 
 
 def file_metadata(attempt: str, section: str) -> dict[str, str]:
     """The metadata in a file's header, for people and for salvage."""
     return {"format": "pt", "lightning_shard.attempt": attempt, "lightning_shard.section": section}
-
-
-def write_pieces(
-    store: Store, path: str, pieces: Sequence[Piece], metadata: dict[str, str], *, digests: bool, durable: bool
-) -> Written:
-    """Write one safetensors file of pieces, which may be in any order."""
-    plan, data = arranged(pieces)
-    settle(data)
-    return write_file(store, path, plan, data, metadata, digests=digests, durable=durable)
 
 
 def write_file(
@@ -167,12 +149,17 @@ def write_file(
     *,
     digests: bool,
     durable: bool,
+    stop: threading.Event | None = None,
 ) -> Written:
-    """Write one safetensors file by a plan; ``data`` has the elements of the plan's pieces, in the plan's order."""
+    """Write one safetensors file by a plan; ``data`` has the elements of the plan's pieces, in the plan's order.
+
+    Raises:
+        InterruptedError: ``stop`` was set meanwhile.
+    """
     header = header_of(plan.header, {**metadata, **plan.places})
     size = len(header) + plan.data_bytes
     sums: list[bytes] = []
-    store.write(path, _stream(header, data, sums if digests else None), size, durable=durable)
+    store.write(path, _stream(header, data, sums if digests else None, stop), size, durable=durable)
     entry = FileEntry(path, size, len(header), digest(header) if digests else None)
     return Written(entry, plan.columns, b"".join(sums))
 
@@ -199,12 +186,15 @@ def _unambiguous(names: Sequence[str]) -> list[str]:
     return keys
 
 
-def _stream(header: bytes, data: Iterable[Tensor], sums: list[bytes] | None) -> Iterator[Buffer]:
+def _stream(
+    header: bytes, data: Iterable[Tensor], sums: list[bytes] | None, stop: threading.Event | None
+) -> Iterator[Buffer]:
     """Yield the file's bytes in order; adds the tensors' block digests to ``sums`` on the way."""
     yield memoryview(header)
     staging: list[Tensor] = []
     small: list[Tensor] = []
     filled = 0
+    digests = Digests(BLOCK_BYTES, sums.append) if sums is not None else None
     for tensor in data:
         fits = tensor.nbytes <= min(SMALL_BYTES, WRITE_STEP_BYTES, BLOCK_BYTES) and is_plain(tensor)
         if small and not (fits and filled + tensor.nbytes <= WRITE_STEP_BYTES and tensor.dtype == small[0].dtype):
@@ -214,19 +204,16 @@ def _stream(header: bytes, data: Iterable[Tensor], sums: list[bytes] | None) -> 
             small.append(tensor)
             filled += tensor.nbytes
             continue
-        hasher, left = xxhash.xxh3_128(), BLOCK_BYTES
         for buffer in _buffers(tensor, staging):
-            for start, stop in _steps(buffer.nbytes, left):
-                step = buffer[start:stop]
-                if sums is not None:
-                    hasher.update(step)
-                    left -= step.nbytes
-                    if left == 0:
-                        sums.append(hasher.digest())
-                        hasher, left = xxhash.xxh3_128(), BLOCK_BYTES
+            for start in range(0, buffer.nbytes, WRITE_STEP_BYTES):
+                if stop is not None and stop.is_set():
+                    raise InterruptedError("another file of this rank couldn't be written")
+                step = buffer[start : start + WRITE_STEP_BYTES]
+                if digests is not None:
+                    digests.update(step)
                 yield step
-        if sums is not None and left < BLOCK_BYTES:
-            sums.append(hasher.digest())
+        if digests is not None:
+            digests.end()
     if small:
         yield _together(small, sums)
 
@@ -240,16 +227,6 @@ def _together(tensors: Sequence[Tensor], sums: list[bytes] | None) -> Buffer:
             sums.append(digest_bytes(memory[begin:end]))
         begin = end
     return memory
-
-
-def _steps(nbytes: int, to_boundary: int) -> Iterator[tuple[int, int]]:
-    """Cut a buffer into steps that don't cross a block boundary; the next one is ``to_boundary`` bytes away."""
-    start = 0
-    while start < nbytes:
-        stop = min(nbytes, start + WRITE_STEP_BYTES, start + (to_boundary or BLOCK_BYTES))
-        to_boundary = (to_boundary or BLOCK_BYTES) - (stop - start)
-        yield start, stop
-        start = stop
 
 
 def _buffers(tensor: Tensor, staging: list[Tensor]) -> Iterator[Buffer]:

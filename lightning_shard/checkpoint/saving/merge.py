@@ -7,7 +7,6 @@ several meshes hold are equal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,20 +26,6 @@ Name = tuple[str, str]
 """A tensor's section and name."""
 Sums = dict[Name, int]
 """One rank's :func:`~lightning_shard.checkpoint.content.content_sum` of the chunks that it wrote, by tensor."""
-
-
-@dataclass
-class _Tensor:
-    """A tensor as the ranks of one mesh hold it; ``number`` is its number among all."""
-
-    number: int
-    mesh: int
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def kind(self) -> tuple[str, tuple[int, ...]]:
-        return self.dtype, self.shape
 
 
 class Merged:
@@ -64,14 +49,15 @@ class Merged:
         """The files that the ranks of each machine have written, by host name."""
         self._state_file: int | None = None
         self._meshes: dict[tuple[int, ...], int] = {}
-        self._all: list[_Tensor] = []
-        self._tensors: dict[str | int, dict[str, _Tensor]] = {}
-        """By section, or by rank for tensors of it alone."""
-        self._again: dict[tuple[str | int, str, int], _Tensor] = {}
+        self._all: list[Held] = []
+        """The tensors as each mesh holds them. A tensor's number is its index here."""
+        self._tensors: dict[str | int, dict[str, int]] = {}
+        """The numbers by section, or by rank for tensors of it alone, and by name."""
+        self._again: dict[tuple[str | int, str, int], int] = {}
         """Copies on further meshes of tensors that an earlier mesh has, by section, name and mesh."""
         self._aliases: dict[str, dict[str, str]] = {}
-        self._pairs: list[tuple[str, tuple[str, _Tensor], tuple[str, _Tensor]]] = []
-        """Pairs of tensors that must be equal: (section, (name, tensor), (name, tensor))."""
+        self._pairs: list[tuple[Held, Held]] = []
+        """Pairs of tensors of one section that must be equal."""
         meshes = [[self._meshes.setdefault(ranks, len(self._meshes)) for ranks in part.meshes] for part in parts]
         parties = [p._replace(mesh=own[p.mesh]) for part, own in zip(parts, meshes) for p in part.parties]
         _check_agreement(parties, list(self._meshes))
@@ -80,10 +66,8 @@ class Merged:
         """Rank to mesh number, in the order of the accounts."""
         owners = [self._add(part, own) for part, own in zip(parts, meshes)]
         self._take_rows(parts, owners)
-        self._pairs += [
-            (str(section), (name, self._tensors[section][name]), (name, tensor))
-            for (section, name, _), tensor in self._again.items()
-        ]
+        for (section, name, _), number in self._again.items():
+            self._pairs.append((self._all[self._tensors[section][name]], self._all[number]))
         # after all tensors are known: a name may be an alias on one mesh and a plain tensor on another
         for part, own in zip(parts, meshes):
             for alias in part.aliases:
@@ -93,7 +77,7 @@ class Merged:
     def _add(self, part: Joined, meshes: list[int]) -> Integers:
         """Add all but the rows; returns the tensor's number of each of the part's tensors."""
         if part.state_file is not None:
-            self._state_file = part.state_file
+            self._state_file = len(self.files) + part.state_file
         self.files += part.files
         for host, files in part.hosts.items():
             self.files_by_host.setdefault(host, []).extend(files)
@@ -101,22 +85,23 @@ class Merged:
 
     def _number(self, held: Held, mesh: int) -> int:
         tensors = self._tensors.setdefault(held.title, {})
-        known = tensors.get(held.name)
-        if known is not None and known.mesh != mesh:
-            known = self._again.get((held.title, held.name, mesh))
-        if known is None:
-            known = _Tensor(len(self._all), mesh, held.dtype, held.shape)
-            self._all.append(known)
+        number = tensors.get(held.name)
+        if number is not None and self._all[number].mesh != mesh:
+            number = self._again.get((held.title, held.name, mesh))
+        if number is None:
+            number = len(self._all)
+            self._all.append(held._replace(mesh=mesh))
             if held.name in tensors:
-                self._again[held.title, held.name, mesh] = known
+                self._again[held.title, held.name, mesh] = number
             else:
-                tensors[held.name] = known
-        if known.kind != (held.dtype, held.shape):
+                tensors[held.name] = number
+        known = self._all[number]
+        if (known.dtype, known.shape) != (held.dtype, held.shape):
             raise CheckpointError(
                 f"{held.name!r} is {held.dtype} {held.shape} on rank {held.rank}, and {known.dtype} {known.shape} on a"
                 " rank before it: ranks that hold one tensor must agree."
             )
-        return known.number
+        return number
 
     def _take_rows(self, parts: Sequence[Joined], owners: Sequence[Integers]) -> None:
         """Join the parts' rows, in the order of their tensors."""
@@ -125,8 +110,10 @@ class Merged:
         order = np.argsort(owner, kind="stable")
         stored = np.cumsum([0, *(len(part.rows.digests) for part in parts)])
         blocks = [part.rows.block + before for part, before in zip(parts, stored.tolist())]
+        numbers = np.cumsum([0, *(len(part.files) for part in parts)]).tolist()
+        files = [part.rows.file + before for part, before in zip(parts, numbers)]
         self._rows = Rows(
-            np.concatenate([part.rows.file for part in parts])[order],
+            np.concatenate(files)[order],
             np.concatenate([part.rows.begin for part in parts])[order],
             np.concatenate(blocks)[order] if stored[-1] else np.zeros_like(owner),
             np.concatenate([padded(part.rows.offsets, dims, 0) for part in parts])[order],
@@ -145,44 +132,44 @@ class Merged:
                 " tensors that share memory must do so on all ranks that hold them, and be listed in the same order"
                 " there."
             )
-        plain = tensors.get(name)
         known = self._aliases.setdefault(section, {}).get(name)
-        if plain is not None:
-            if plain.mesh != mesh:
-                self._pairs.append((section, (name, plain), (target, own)))
+        if name in tensors:
+            if self._all[tensors[name]].mesh != mesh:
+                self._pairs.append((self._all[tensors[name]], self._all[own]))
         elif known is None:
             self._aliases[section][name] = target
         elif known != target:
-            self._pairs.append((section, (known, tensors[known]), (target, own)))
+            self._pairs.append((self._all[tensors[known]], self._all[own]))
 
     def _check_coverage(self) -> None:
         shapes = np.ones((len(self._all), self._rows.sizes.shape[1]), np.int64)
-        for tensor in self._all:
-            shapes[tensor.number, : len(tensor.shape)] = tensor.shape
+        for number, held in enumerate(self._all):
+            shapes[number, : len(held.shape)] = held.shape
         wrong = uncovered(shapes, self._bounds, self._rows.offsets, self._rows.sizes)
         if not wrong.any():
             return
-        number = int(np.flatnonzero(wrong)[0])
-        named = [(name, tensor) for tensors in self._tensors.values() for name, tensor in tensors.items()]
-        named += [(name, tensor) for (_, name, _), tensor in self._again.items()]
-        name, shape = next((name, tensor.shape) for name, tensor in named if tensor.number == number)
-        fault = coverage_fault(shape, self._boxes(self._all[number]))
+        held = self._all[int(np.flatnonzero(wrong)[0])]
+        fault = coverage_fault(held.shape, self._boxes(held))
         raise CheckpointError(
-            f"The shards of {name!r} (global shape {shape}) don't cover the tensor exactly: {fault}. Either a rank that"
-            " holds a shard isn't saving; or ranks hold different lists of tensors, as pipeline stages do: then pass"
-            " mesh=, the mesh of the ranks that hold the same list."
+            f"The shards of {held.name!r} (global shape {held.shape}) don't cover the tensor exactly: {fault}."
+            " Either a rank that holds a shard isn't saving; or ranks hold different lists of tensors, as pipeline"
+            " stages do: then pass mesh=, the mesh of the ranks that hold the same list."
         )
 
-    def _boxes(self, tensor: _Tensor) -> list[Box]:
-        first, last = self._bounds[tensor.number : tensor.number + 2]
-        return self._rows.boxes(first, last, len(tensor.shape))
+    def _span(self, held: Held) -> tuple[int, int]:
+        """The rows of a tensor's chunks: the first, and the one after the last."""
+        number = self._again.get((held.title, held.name, held.mesh), self._tensors[held.title][held.name])
+        first, last = self._bounds[number : number + 2].tolist()
+        return first, last
 
-    def _digests(self, tensor: _Tensor) -> dict[Box, bytes]:
+    def _boxes(self, held: Held) -> list[Box]:
+        return self._rows.boxes(*self._span(held), len(held.shape))
+
+    def _digests(self, held: Held) -> dict[Box, bytes]:
         """The chunks' block digests by box; without chunks of no bytes."""
-        first, last = self._bounds[tensor.number : tensor.number + 2]
         found = {}
-        for box, start in zip(self._boxes(tensor), self._rows.block[first:last].tolist()):
-            if blocks := -(-box.numel * item_bytes(tensor.dtype) // BLOCK_BYTES):
+        for box, start in zip(self._boxes(held), self._rows.block[slice(*self._span(held))].tolist()):
+            if blocks := -(-box.numel * item_bytes(held.dtype) // BLOCK_BYTES):
                 found[box] = self._rows.digests[start : start + blocks].tobytes()
         return found
 
@@ -193,15 +180,15 @@ class Merged:
             CheckpointError: Two copies of a tensor differ.
         """
         unsettled: dict[Name, None] = {}
-        for section, (name, first), (other_name, other) in self._pairs:
-            if first.kind != other.kind:
-                raise self._differ(name, first, other)
+        for first, other in self._pairs:
+            if not _alike(first, other):
+                raise self._differ(first, other)
             mine, theirs = self._digests(first), self._digests(other)
             known = [box for box in mine.keys() & theirs.keys() if mine[box] and theirs[box]]
             if any(mine[box] != theirs[box] for box in known):
-                raise self._differ(name, first, other)
+                raise self._differ(first, other)
             if not len(known) == len(mine) == len(theirs):
-                unsettled |= {(section, name): None, (section, other_name): None}
+                unsettled |= {(str(held.title), held.name): None for held in (first, other)}
         return list(unsettled)
 
     def settle(self, sums: list[Sums]) -> None:
@@ -214,31 +201,31 @@ class Merged:
         for mesh, own in zip(self._mesh_of.values(), sums, strict=True):
             for (section, name), value in own.items():
                 totals[section, name, mesh] = totals.get((section, name, mesh), 0) + value
-        for section, (name, first), (other_name, other) in self._pairs:
-            mine, theirs = totals.get((section, name, first.mesh)), totals.get((section, other_name, other.mesh))
+        for pair in self._pairs:
+            mine, theirs = (totals.get((str(held.title), held.name, held.mesh)) for held in pair)
             if mine is not None and theirs is not None and (mine - theirs) % 2**64:
-                raise self._differ(name, first, other)
+                raise self._differ(*pair)
 
-    def _differ(self, name: str, first: _Tensor, other: _Tensor) -> CheckpointError:
+    def _differ(self, first: Held, other: Held) -> CheckpointError:
         ranks = {number: short(members) for members, number in self._meshes.items()}
-        what = "content" if first.kind == other.kind else "dtype or shape"
+        what = "content" if _alike(first, other) else "dtype or shape"
         return CheckpointError(
-            f"{name!r} is on the ranks {ranks[first.mesh]} and on the ranks {ranks[other.mesh]}, which hold different"
-            f" lists of tensors, and differs in {what}: only one of the two can be saved. Different tensors need"
-            " different names (number layers across all pipeline stages); tied tensors must be equal on all ranks."
+            f"{first.name!r} is on the ranks {ranks[first.mesh]} and on the ranks {ranks[other.mesh]}, which hold"
+            f" different lists of tensors, and differs in {what}: only one of the two can be saved. Different tensors"
+            " need different names (number layers across all pipeline stages); tied tensors must be equal on all ranks."
         )
 
     def manifest(self, *, attempt: str, layout: Any, writer: str, digests: bool) -> Manifest:
         kept: list[Integers] = []
-        rows = 0
+        rows, bounds = 0, self._bounds.tolist()
 
         def section(title: str | int) -> Section:
             nonlocal rows
             tensors: dict[str, TensorEntry] = {}
-            for name, tensor in self._tensors.get(title, {}).items():
-                first, last = self._bounds[tensor.number : tensor.number + 2].tolist()
+            for name, number in self._tensors.get(title, {}).items():
+                held, (first, last) = self._all[number], bounds[number : number + 2]
                 kept.append(np.arange(first, last))
-                tensors[name] = TensorEntry(tensor.dtype, tensor.shape, (rows, rows + last - first))
+                tensors[name] = TensorEntry(held.dtype, held.shape, (rows, rows + last - first))
                 rows += last - first
             return Section(tensors, self._aliases.get(str(title)))
 
@@ -258,6 +245,10 @@ class Merged:
         order = np.concatenate([np.empty(0, np.int64), *kept])
         file, begin, block, offsets, sizes = (column[order] for column in self._rows[:5])
         return manifest.with_rows(Rows(file, begin, block, offsets, sizes, self._rows.digests))
+
+
+def _alike(one: Held, other: Held) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape)
 
 
 def _check_agreement(parties: list[Party], meshes: list[tuple[int, ...]]) -> None:

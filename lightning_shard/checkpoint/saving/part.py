@@ -17,27 +17,28 @@ from torch import Tensor
 
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
+from lightning_shard.checkpoint.engine import collection_paused
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.format.header import check_name
 from lightning_shard.checkpoint.memory import settle
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.saving.accounts import Account
-from lightning_shard.checkpoint.saving.files import FilePlan, Outline, Piece, arranged, plan_file
+from lightning_shard.checkpoint.saving.files import FilePlan, Piece, arranged, plan_file
 from lightning_shard.checkpoint.saving.replicated import fingerprints
 from lightning_shard.checkpoint.shards import LocalBox
 from lightning_shard.checkpoint.sharing import Shared, share
-from lightning_shard.checkpoint.storable import check_storable
 from lightning_shard.checkpoint.tensors import (
     Frame,
     Located,
     Spread,
+    check_storable,
     common_mesh,
     flatten,
     identity,
     is_dtensor,
+    known_mesh,
     locate,
-    place_of,
 )
 from lightning_shard.errors import CheckpointError, UnsupportedStateError
 
@@ -58,8 +59,8 @@ class PartFile:
     data: list[Tensor]
     """The elements of the plan's pieces, in the plan's order."""
 
-    def pieces(self) -> list[Piece]:
-        return [Piece(o.name, o.shape, o.box, data) for o, data in zip(self.plan.outlines, self.data, strict=True)]
+    def pieces(self) -> list[tuple[Piece, Tensor]]:
+        return list(zip(self.plan.pieces, self.data, strict=True))
 
 
 @dataclass
@@ -88,6 +89,7 @@ class RankPart:
             yield file.path
 
 
+@collection_paused()
 def plan_part(
     state: Mapping[str, Any] | torch.nn.Module,
     optimizer: Mapping[str, Any] | None = None,
@@ -111,20 +113,20 @@ def plan_part(
     if mesh is not None and not hasattr(mesh, "get_coordinate"):
         raise CheckpointError(f"mesh ({mesh!r:.80}) must be a DeviceMesh, or None.")
     flat = {"model": flatten(state), "optimizer": flatten(optimizer or {})}
-    for name, tensor in (item for tensors in flat.values() for item in tensors.items()):
-        check_storable(name, tensor)
-    sections = {section: [locate(*item) for item in tensors.items()] for section, tensors in flat.items()}
+    sections = {
+        section: [locate(name, tensor, to_save=True) for name, tensor in tensors.items()]
+        for section, tensors in flat.items()
+    }
     everything = [tensor for tensors in sections.values() for tensor in tensors]
-    settle(tensor.local for tensor in everything)
+    settle([tensor.local for tensor in everything])
     if not may_be_half_loaded:
-        half_loaded.refuse({tensor.name: tensor.local for tensor in everything})
+        half_loaded.refuse(everything)
     frame = Frame.of(
-        place_of(mesh) if mesh is not None else common_mesh(everything, ranks.members), ranks.members, ranks.rank
+        known_mesh(mesh) if mesh is not None else common_mesh(everything, ranks.members), ranks.members, ranks.rank
     )
     aliases = {section: _find_aliases(tensors) for section, tensors in sections.items()}
     outline = tuple(
-        (section, tuple(map(outlined, tensors)), tuple(aliases[section].items()))
-        for section, tensors in sections.items()
+        (section, outlined(tensors), tuple(aliases[section].items())) for section, tensors in sections.items()
     )
     plan = _plan(frame, outline)
     contents = fingerprints([sections[section][number].local for section, number in plan.shared])
@@ -153,7 +155,8 @@ def _whole(section: str, path: str, tensors: Mapping[str, Tensor]) -> PartFile:
             raise UnsupportedStateError(f"{name!r} is a DTensor: pass it in state= or optimizer=.")
     settle(tensors.values())
     pieces = [
-        Piece(name, tuple(tensor.shape), Box.whole(tensor.shape), tensor.detach()) for name, tensor in tensors.items()
+        (Piece(name, tensor.dtype, tuple(tensor.shape), Box.whole(tensor.shape)), tensor.detach())
+        for name, tensor in tensors.items()
     ]
     return PartFile(section, path, *arranged(pieces))
 
@@ -165,12 +168,12 @@ def _find_aliases(tensors: Iterable[Located]) -> dict[str, str]:
     for tensor in tensors:
         known = first_at.setdefault(tensor.local.data_ptr(), [])
         # seldom more than one; tensors that begin at one address are distinguished by shape, strides and so on
-        key = identity(tensor) if known else None
-        same = (other.name for other in known if key is not None and identity(other) == key)
-        if (first := next(same, None)) is not None:
-            aliases[tensor.name] = first
-        else:
-            known.append(tensor)
+        if known and (key := identity(tensor)) is not None:
+            first = next((other.name for other in known if identity(other) == key), None)
+            if first is not None:
+                aliases[tensor.name] = first
+                continue
+        known.append(tensor)
     return aliases
 
 
@@ -185,8 +188,8 @@ class Outlined(NamedTuple):
     spread: Spread
 
 
-def outlined(tensor: Located) -> Outlined:
-    return Outlined(tensor.name, tensor.local.dtype, tensor.spread)
+def outlined(tensors: Iterable[Located]) -> tuple[Outlined, ...]:
+    return tuple([Outlined(name, local.dtype, spread) for name, local, spread in tensors])
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +240,7 @@ def _plan(frame: Frame, sections: tuple[tuple[str, tuple[Outlined, ...], tuple[t
         cuts = my_cuts([(number, tensors[number]) for _, number in unique], frame)
         if cuts:
             own = [(tensors[cut.number], cut.box) for cut in cuts]
-            file = plan_file([Outline(tensor.name, tensor.dtype, tensor.spread.shape, box) for tensor, box in own])
+            file = plan_file([Piece(tensor.name, tensor.dtype, tensor.spread.shape, box) for tensor, box in own])
             plan.files[section] = [cuts[number] for number in file.order], file
     return plan
 
@@ -254,7 +257,8 @@ def my_cuts(tensors: Sequence[tuple[int, Outlined]], frame: Frame) -> list[Cut]:
         parts = share(shared, len(holders), holders.index(frame.rank))
         for (number, tensor, place), part in zip(items, parts, strict=True):
             if part is not None:
-                cuts.append(Cut(number, part, _narrows(tensor.spread, place, part)))
+                whole = part is place.box and len(tensor.spread.boxes) == 1
+                cuts.append(Cut(number, part, () if whole else _narrows(tensor.spread, place, part)))
     return cuts
 
 

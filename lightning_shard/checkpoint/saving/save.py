@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -16,25 +17,26 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.content import content_sum
+from lightning_shard.checkpoint.engine import collection_paused, each, files_at_once
 from lightning_shard.checkpoint.folder import Earlier, remove_files
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_WRITER, table_path
 from lightning_shard.checkpoint.leaders import exchange_by_groups
 from lightning_shard.checkpoint.optimizers.taken import take_apart
 from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
-from lightning_shard.checkpoint.saving.accounts import Account, Joined, file_count, joined
+from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined
 from lightning_shard.checkpoint.saving.commit import (
     check_files,
     check_own_files,
     commit,
-    failed_commit,
     look_before_saving,
     new_attempt,
 )
-from lightning_shard.checkpoint.saving.files import file_metadata, write_file, write_json
+from lightning_shard.checkpoint.saving.files import Written, file_metadata, write_file, write_json
 from lightning_shard.checkpoint.saving.merge import Merged, Name, Sums
-from lightning_shard.checkpoint.saving.part import RankPart, plan_part
+from lightning_shard.checkpoint.saving.part import PartFile, RankPart, plan_part
 from lightning_shard.checkpoint.store import Store, open_store
-from lightning_shard.errors import CheckpointError, UnsupportedStateError
+from lightning_shard.checkpoint.store.calls import told_as
+from lightning_shard.errors import UnsupportedStateError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -174,12 +176,11 @@ class _Saving:
     # on the first rank only
     earlier: Earlier = dataclasses.field(default_factory=Earlier)
     merged: Merged | None = None
-    fault: BaseException | None = None
 
     def run(self) -> SaveReport:
         # If a collective fails, or this rank is interrupted, the first rank may still commit. So the files stay, and a
         # later save removes those that no manifest names.
-        own, outcome = exchange_by_groups(self.ranks, self._write, file_count, joined, self._conclude)
+        own, outcome = exchange_by_groups(self.ranks, self._write, joined, self._conclude)
         if isinstance(outcome, _Compare):
             own, outcome = exchange(self.ranks, partial(self._sums, outcome.names), self._settle)
         if not isinstance(outcome, _Committed):
@@ -187,7 +188,7 @@ class _Saving:
             if self.store is not None and self.part is not None and not outcome.files_stay:
                 table = [table_path(self.part.attempt)] if self.ranks.first else []
                 abandon(self.store, [*self.part.paths(), *table])
-            raise_cause(own or self.fault, outcome, self.ranks.rank, self.order.path)
+            raise_cause(own, outcome, self.ranks.rank, self.order.path)
         assert self.part is not None
         rank_bytes, seconds = sum(file.bytes for file in self.part.account.files()), time.monotonic() - self.began_s
         return SaveReport(os.fspath(self.order.path), outcome.attempt, rank_bytes, outcome.bytes, seconds)
@@ -201,8 +202,9 @@ class _Saving:
         self.part = self.plan()
         return write_part(self.part, self.store, order)
 
-    def _conclude(self, parts: list[Joined]) -> _Committed | _Compare | Failure:
-        self.merged = Merged(parts)
+    def _conclude(self, parts: list[Joined]) -> _Committed | _Compare:
+        with collection_paused():
+            self.merged = Merged(parts)
         unsettled = self.merged.unsettled()
         return _Compare(unsettled) if unsettled else self._commit()
 
@@ -211,29 +213,26 @@ class _Saving:
         wanted = set(names)
         pieces: dict[Name, list[Any]] = {}
         for file in self.part.files:
-            for piece in file.pieces():
+            for piece, data in file.pieces():
                 if (file.section, piece.name) in wanted:
-                    pieces.setdefault((file.section, piece.name), []).append(piece)
+                    pieces.setdefault((file.section, piece.name), []).append((piece, data))
         return {name: content_sum(of_one) for name, of_one in pieces.items()}
 
-    def _settle(self, sums: list[Sums]) -> _Committed | Failure:
+    def _settle(self, sums: list[Sums]) -> _Committed:
         assert self.merged is not None
         self.merged.settle(sums)
         return self._commit()
 
-    def _commit(self) -> _Committed | Failure:
+    def _commit(self) -> _Committed:
         assert self.store is not None
         assert self.part is not None
         assert self.merged is not None
         attempt, digests = self.part.attempt, self.order.digests
-        manifest = self.merged.manifest(attempt=attempt, layout=self.layout, writer=WRITER, digests=digests)
+        with collection_paused():
+            manifest = self.merged.manifest(attempt=attempt, layout=self.layout, writer=WRITER, digests=digests)
         own_disks = self.order.own_disks
         check_files(self.store, self.merged.files_by_host, self.part.account.host, self.began_s, own_disks=own_disks)
-        try:
-            commit(self.store, manifest, self.earlier, durable=self.order.fsync)
-        except BaseException as error:
-            self.fault = error
-            return failed_commit(self.store, attempt, self.ranks.rank, error)
+        commit(self.store, manifest, self.earlier, durable=self.order.fsync)
         return _Committed(attempt, sum(file.bytes for file in manifest.files))
 
 
@@ -242,11 +241,15 @@ def write_part(part: RankPart, store: Store, order: Order) -> Account:
     account = part.account
     if part.state is not None:
         account.state_file = write_json(store, part.state_path, part.state, digests=order.digests, durable=order.fsync)
-    for file in part.files:
-        metadata = file_metadata(part.attempt, file.section)
-        written = write_file(
-            store, file.path, file.plan, file.data, metadata, digests=order.digests, durable=order.fsync
-        )
+    stop = threading.Event()
+
+    def write(file: PartFile) -> Written:
+        metadata, how = file_metadata(part.attempt, file.section), {"digests": order.digests, "durable": order.fsync}
+        return write_file(store, file.path, file.plan, file.data, metadata, **how, stop=stop)
+
+    of_device = "cuda" in {data.device.type for file in part.files for data in file.data}
+    threads = min(len(part.files), files_at_once(of_device=of_device))
+    for file, written in each(write, part.files, threads, stop=stop):
         account.add(file.section, written)
     if order.fsync:
         store.sync(part.paths())
@@ -268,9 +271,8 @@ def raise_cause(own: BaseException | None, outcome: Failure, rank: int, path: ob
     if own is None:
         outcome.raise_here(rank)
     assert own is not None
-    if isinstance(own, OSError) and not isinstance(own, CheckpointError):
-        raise CheckpointError(f"The checkpoint {path} could not be written: {own}.") from own
-    raise own
+    with told_as(f"The checkpoint {path} could not be written"):
+        raise own
 
 
 def abandon(store: Store, names: Iterable[str]) -> None:

@@ -11,7 +11,17 @@ from typing import Any
 from lightning_shard.checkpoint.arguments import check_options
 from lightning_shard.checkpoint.store.local import LocalStore
 from lightning_shard.checkpoint.store.paths import absolute, as_path, as_text, local_path, parted
-from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Reader, Segment, Stamp, Store, read_range
+from lightning_shard.checkpoint.store.protocol import (
+    ANYTHING,
+    Buffer,
+    Reader,
+    Segment,
+    Stamp,
+    Store,
+    Upload,
+    Uploads,
+    read_range,
+)
 
 __all__ = [
     "ANYTHING",
@@ -21,6 +31,8 @@ __all__ = [
     "Segment",
     "Stamp",
     "Store",
+    "Upload",
+    "Uploads",
     "absolute",
     "as_path",
     "as_text",

@@ -251,6 +251,17 @@ def naming(path: str | os.PathLike[str], what: str = "looked up") -> Iterator[No
         raise CheckpointError(f"{os.fspath(path):.200} can't be {what}: {type(error).__name__}: {error}") from error
 
 
+@contextlib.contextmanager
+def told_as(what: str) -> Iterator[None]:
+    """Raise a CheckpointError whose text begins with ``what`` in place of an OSError that isn't our own."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{what}: {error}.") from error
+
+
 def _texts(error: BaseException | None) -> Iterator[str]:
     seen: set[int] = set()  # a library may raise an error from its own consequence, in a cycle
     while error is not None and id(error) not in seen:

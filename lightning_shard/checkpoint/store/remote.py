@@ -27,6 +27,7 @@ from lightning_shard.checkpoint.store.protocol import (
     Reader,
     Segment,
     Stamp,
+    Uploads,
     adjacent,
     conflict,
     too_short,
@@ -67,6 +68,7 @@ class RemoteStore:
     """
 
     is_remote = True
+    uploads: Uploads | None = None
     folder = None
     links_lead_anywhere = True
     step_bytes = RANGE_BYTES
@@ -296,6 +298,9 @@ class RemoteStore:
             raise conflict(self.root, name)
         with contextlib.suppress(FileNotFoundError):
             self._calls("rm_file", self._path(name))
+
+    def make(self, *, durable: bool) -> None:
+        pass
 
     def remove_empty_folders(self) -> None:
         if self._is_object_store:

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_shard.checkpoint.format.manifest import OWN_FILE
 from lightning_shard.checkpoint.store.calls import MIN_BYTES_PER_S, STALL_S, answer_of
-from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Stamp, conflict
+from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Stamp, Upload, conflict
 from lightning_shard.checkpoint.store.remote import SMALL_BYTES, RemoteStore, in_parts
 from lightning_shard.errors import CheckpointError
 
@@ -36,9 +36,6 @@ _NO_CONDITIONS = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
 _JOINED_BYTES_PER_S = 64 * 2**20
 """Slowest accepted rate at which a server joins the parts of a file."""
 
-Upload = dict[str, str]
-"""Identifies a multipart upload; can be sent to other processes."""
-
 
 class S3Store(RemoteStore):
     """A prefix in a bucket, accessed through s3fs."""
@@ -60,6 +57,7 @@ class S3Store(RemoteStore):
         # no listing cache, since other ranks write, too
         super().__init__(root, {"use_listings_cache": False, **storage_options, "config_kwargs": config})
         self.fs.retries = 1
+        self.uploads = self
         self._unfinished: dict[str, list[Upload]] = {}
         """Unfinished uploads that :meth:`names` has found, by file name."""
 
@@ -70,7 +68,7 @@ class S3Store(RemoteStore):
     def _stream(self, name: str, buffers: Iterable[Buffer], size_bytes: int) -> None:
         upload = self.begin_upload(name)
         try:
-            tags = self.upload_parts(upload, buffers, size_bytes, part_bytes(size_bytes), first=1)
+            tags = self.upload_parts(upload, buffers, size_bytes, self.part_bytes(size_bytes), first=1)
             self.complete_upload(upload, tags, size_bytes)
         except BaseException:
             self.abort_upload(upload)
@@ -119,6 +117,9 @@ class S3Store(RemoteStore):
         return {"Bucket": bucket, "Key": key}
 
     # -- multipart uploads --------------------------------------------------------------------------------------------
+
+    def part_bytes(self, size_bytes: int) -> int:
+        return max(PART_BYTES, -(-size_bytes // _MAX_PARTS))  # equal ones, since some stores insist on that
 
     def begin_upload(self, name: str) -> Upload:
         """Begin a multipart upload, to which several processes may put parts. The file is invisible until completed."""
@@ -271,11 +272,6 @@ class S3Store(RemoteStore):
 
     def _once(self, method: str, limit_s: float, **arguments: Any) -> Any:
         return self._calls.once("call_s3", method, limit_s=limit_s, **arguments)
-
-
-def part_bytes(size_bytes: int) -> int:
-    """The size of all parts of a file; only the last may be shorter, since some stores insist on equal sizes."""
-    return max(PART_BYTES, -(-size_bytes // _MAX_PARTS))
 
 
 def _named(upload: Upload) -> Upload:

@@ -24,7 +24,7 @@ from lightning_shard.checkpoint.format.manifest import Section
 from lightning_shard.checkpoint.format.registered import TAG
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
-from lightning_shard.checkpoint.loading.stored import Checkpoint
+from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, fetch
 from lightning_shard.errors import ConfigurationError, CorruptCheckpointError
 
 SECTIONS = ("model", "optimizer", "trainer", "ranks")
@@ -293,8 +293,9 @@ class _Comparison:
             yield from slabs(Box(offsets, sizes), BATCH_BYTES // pair.width)
 
     def compare(self, batch: list[_Part]) -> None:
-        self.report.bytes_read += self.a.fetch(Read(p.pair.name, p.pair.a, p.box, p.a) for p in batch)
-        self.report.bytes_read += self.b.fetch(Read(p.pair.name, p.pair.b, p.box, p.b) for p in batch)
+        ours = [Read(StoredTensor(p.pair.name, p.pair.a, self.a), p.box, p.a) for p in batch]
+        theirs = [Read(StoredTensor(p.pair.name, p.pair.b, self.b), p.box, p.b) for p in batch]
+        self.report.bytes_read += fetch([*ours, *theirs])
         for part in batch:
             different, most = differing(part.a, part.b, self.rtol, self.atol)
             part.pair.different += different

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from lightning_shard.checkpoint.ahead import in_order
-from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest, digest_bytes
+from lightning_shard.checkpoint.engine import each, read_blocks, thread_memory
+from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest
 from lightning_shard.checkpoint.format.chunks import Chunk, ChunkTable
 from lightning_shard.checkpoint.format.decode import parse
 from lightning_shard.checkpoint.format.header import CARRIERS, HeaderEntry, layout_fault, parse_header
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.stored import Checkpoint
+from lightning_shard.checkpoint.memory import byte_view
 from lightning_shard.checkpoint.store import as_path, read_range
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 
@@ -95,7 +95,6 @@ def verify(
         return report
     report.faults += [Fault(manifest.table.path, label(table, number), what) for number, what in wrong.items()]
     total = sum(file.bytes for file in manifest.files)
-    overlaps: list[Fault] = []
     headers: list[Fault] = []
     contents: list[Fault] = []
 
@@ -104,22 +103,19 @@ def verify(
         if progress is not None:
             progress(report.bytes, total)
 
-    with ThreadPoolExecutor(checkpoint.store.requests, thread_name_prefix="checkpoint-verify") as pool:
-        ahead = 2 * checkpoint.store.requests
+    threads = checkpoint.store.requests
 
-        def stretches() -> Iterator[Claim]:
-            numbers = range(len(manifest.files))
-            for number, looked in in_order(pool, partial(_check_file, checkpoint), numbers, ahead):
-                overlaps.extend(looked.overlaps)
-                headers.extend(looked.faults)
-                own = list(_stretches(checkpoint, looked.claims)) if looked.readable else []
-                advance(manifest.files[number].bytes - sum(stretch.nbytes for stretch in own))
-                yield from own
+    def stretches() -> Iterator[Claim]:
+        for number, (faults, claims) in each(partial(_check_file, checkpoint), range(len(manifest.files)), threads):
+            headers.extend(faults)
+            own = list(_stretches(checkpoint, claims))
+            advance(manifest.files[number].bytes - sum(stretch.nbytes for stretch in own))
+            yield from own
 
-        for stretch, faults in in_order(pool, partial(_check_stretch, checkpoint), stretches(), ahead):
-            contents += faults
-            advance(stretch.nbytes)
-    report.faults += overlaps + headers + contents
+    for stretch, faults in each(partial(_check_stretch, checkpoint), stretches(), threads):
+        contents += faults
+        advance(stretch.nbytes)
+    report.faults += headers + contents
     if not report.faults:
         try:
             checkpoint.trainer_state(lenient=True)
@@ -146,64 +142,41 @@ def label(table: ChunkTable, number: int) -> str:
     return name if title == "model" else f"{title}: {name}"
 
 
-@dataclass
-class _Looked:
-    """The result of checking one file without its tensors' bytes.
-
-    Attributes:
-        claims: The file's chunks, without those that overlap with an earlier one, so that no byte is read twice.
-        overlaps: A fault for each chunk left out.
-        faults: Faults of the file's size and header.
-        readable: Whether the tensors' bytes can be checked.
-    """
-
-    claims: list[Claim]
-    overlaps: list[Fault] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
-    readable: bool = False
-
-
-def _check_file(checkpoint: Checkpoint, number: int) -> _Looked:
+def _check_file(checkpoint: Checkpoint, number: int) -> tuple[list[Fault], list[Claim]]:
+    """Check one file without its tensors' bytes; returns faults, and the chunks whose bytes can be checked: those of a
+    sound header, without any that overlaps with an earlier one, so that no byte is read twice."""
     file, table = checkpoint.manifest.files[number], checkpoint.manifest.chunks
-    looked = _Looked([])
-    kept = looked.claims
+    faults: list[Fault] = []
+    kept: list[Claim] = []
     for tensor, chunk in table.in_file(number):
         claim = Claim(label(table, tensor), table.entries[tensor].dtype, chunk)
         if checkpoint.manifest.block_bytes and kept and chunk.begin < kept[-1].chunk.end:
             what = f"bytes {chunk.begin:,} to {chunk.end:,} are also those of {kept[-1].name!r}"
-            looked.overlaps.append(Fault(file.path, claim.name, what))
+            faults.append(Fault(file.path, claim.name, what))
         else:
             kept.append(claim)
-    looked.faults, looked.readable = _check_ends(checkpoint, file, kept)
-    return looked
-
-
-def _check_ends(checkpoint: Checkpoint, file: FileEntry, claims: list[Claim]) -> tuple[list[Fault], bool]:
-    """Check a file's size and header; returns faults, and whether the tensors' bytes can be checked."""
-    faults: list[Fault] = []
     try:
         size = checkpoint.store.size(file.path)
         if size != file.bytes:
             faults.append(Fault(file.path, None, f"has {size:,} bytes, and {file.bytes:,} were written"))
-            if size < file.bytes or not file.header_bytes:
-                return faults, False
-        if not file.header_bytes:
-            if file.path.endswith(".json"):
-                data = checkpoint.store.read(file.path)
-                if file.digest is not None and digest(data) != file.digest:
-                    return [*faults, Fault(file.path, None, "differs from its digest")], False
-                parse(data, file.path)
-            return faults, False
-        header = read_range(checkpoint.store, file.path, 0, file.header_bytes)
-        if file.digest is not None and digest(header) != file.digest:
-            what = f"its header (the first {file.header_bytes} bytes) differs from its digest"
-            return [*faults, Fault(file.path, None, what)], False
-        entries, _ = parse_header(bytes(header), file.path)
-        return [*faults, *_check_header(file, list(entries.values()), claims)], True
+        whole = size == file.bytes or (size > file.bytes and file.header_bytes > 0)
+        head_bytes = file.header_bytes or (file.bytes if file.path.endswith(".json") else 0)
+        if not whole or not head_bytes:
+            return faults, []
+        head = read_range(checkpoint.store, file.path, 0, head_bytes)
+        if file.digest is not None and digest(head) != file.digest:
+            header = f"its header (the first {head_bytes} bytes) " if file.header_bytes else ""
+            faults.append(Fault(file.path, None, f"{header}differs from its digest"))
+        elif file.header_bytes:
+            entries, _ = parse_header(bytes(head), file.path)
+            return [*faults, *_check_header(file, list(entries.values()), kept)], kept
+        else:
+            parse(bytes(head), file.path)
     except FileNotFoundError:
-        return [*faults, Fault(file.path, None, "is missing")], False
+        faults.append(Fault(file.path, None, "is missing"))
     except (OSError, CheckpointError) as error:
-        return [*faults, Fault(file.path, None, str(error))], False
+        faults.append(Fault(file.path, None, str(error)))
+    return faults, []
 
 
 def _stretches(checkpoint: Checkpoint, claims: list[Claim]) -> Iterator[Claim]:
@@ -222,15 +195,18 @@ def _stretches(checkpoint: Checkpoint, claims: list[Claim]) -> Iterator[Claim]:
 def _check_stretch(checkpoint: Checkpoint, stretch: Claim) -> list[Fault]:
     grid, chunk, faults = checkpoint.manifest.block_bytes, stretch.chunk, []
     path = checkpoint.manifest.files[chunk.file].path
+    store = checkpoint.store
     try:
-        data = read_range(checkpoint.store, path, chunk.begin, chunk.end)
+        with store.reading(path) as read_into:
+            found = read_blocks(
+                read_into, chunk.begin, byte_view(thread_memory(stretch.nbytes)), grid, store.step_bytes
+            )
+            for number, (start, stop, digest_of_block) in enumerate(found):
+                if digest_of_block != chunk.block_digest(number):
+                    what = f"bytes {chunk.begin + start:,} to {chunk.begin + stop:,} differ from their digest"
+                    faults.append(Fault(path, stretch.name, what))
     except (OSError, CheckpointError) as error:
         return [Fault(path, stretch.name, str(error))]
-    for number, at in enumerate(range(0, data.nbytes, grid)):
-        block, begin = data[at : at + grid], chunk.begin + at
-        if digest_bytes(block) != chunk.block_digest(number):
-            what = f"bytes {begin:,} to {begin + block.nbytes:,} differ from their digest"
-            faults.append(Fault(path, stretch.name, what))
     return faults
 
 

@@ -35,7 +35,6 @@ from lightning_shard.dryrun.counting.experts import DealtEvenly, ListDealtEvenly
 from lightning_shard.dryrun.counting.fake import fake_ranks, fake_tensors, make_fake
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.counting.watched import Outcome, Watched, Way, accumulators
-from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.containers import with_forward
 from lightning_shard.parallel.experts.module_lists import RestoreAndReplay, distribute_list, is_list
 from lightning_shard.parallel.experts.stacked import distribute_stack, resolve_experts
@@ -112,9 +111,9 @@ def _count(model: Model, laid: _LaidOut, samples: int) -> Counts:
         loss=part(LOSS),
         samples=samples,
         tokens=max(integers, default=samples),
-        batch_bytes=_nbytes(tree.tensors(batch)),
-        buffer_bytes=_nbytes(model.module.buffers()),
-        saved_buffer_bytes=_nbytes(_saved_buffers(model.module)),
+        batch_bytes=sum(t.nbytes for t in tree.tensors(batch)),
+        buffer_bytes=sum(t.nbytes for t in model.module.buffers()),
+        saved_buffer_bytes=sum(t.nbytes for t in _saved_buffers(model.module)),
         tensor_parallel_size=laid.sizes[0],
         expert_parallel_size=laid.sizes[1],
         counted=not reason,
@@ -154,10 +153,6 @@ def count_two_parts(model: Model, counts: Counts) -> Counts:
     )
 
 
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def _saved_buffers(module: nn.Module) -> Iterable[Tensor]:
     parts = module.modules()
     held = ((part, key, buffer) for part in parts for key, buffer in part._buffers.items() if buffer is not None)
@@ -177,13 +172,7 @@ def _laid_out(model: Model, tensor: int, expert: int) -> Iterator[_LaidOut]:
 
 
 def _first(batch: Any, samples: int) -> Any:
-    size = tree.batch_size(batch)
-    if size % samples:
-        raise ConfigurationError(
-            f"A batch of {size} samples has no microbatches of {samples}: use a batch size that is a multiple of the"
-            " microbatches."
-        )
-    return tree.split(batch, size // samples)[0]
+    return tree.split(batch, tree.batch_size(batch) // samples)[0]
 
 
 def _assumptions(model: Model, laid: _LaidOut, outcomes: Iterable[Outcome]) -> tuple[str, ...]:
@@ -292,8 +281,7 @@ def _outcome(laid: _LaidOut, model: Model, way: Way) -> Outcome:
         watched = Watched(laid.module, model, laid.sizes, laid.experts, stands_in=stands_in)
         return watched, watched.run(laid.batch, way, laid.accumulators)
 
-    watched, outcome = run(laid.stands_in)
-    stands_in = laid.stands_in and not watched.differ(outcome)
-    if laid.stands_in and not stands_in:
-        _, outcome = run(False)
+    watched, outcome = run(stands_in := laid.stands_in)
+    if watched.differ(outcome):  # never without stand-ins
+        _, outcome = run(stands_in := False)
     return outcome.with_adding(run(stands_in)[1])

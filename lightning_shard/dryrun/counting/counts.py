@@ -95,13 +95,12 @@ class ParameterCount:
         return math.prod(self.local_shape)
 
     @property
-    def bytes(self) -> int:
-        """Bytes of the rank's part, before FSDP shards it."""
-        return self.numel * self.dtype.itemsize
+    def gathers_in(self) -> torch.dtype:
+        return self.gathered_dtype or self.dtype
 
     @property
     def gathered_bytes(self) -> int:
-        return self.numel * (self.gathered_dtype or self.dtype).itemsize
+        return self.numel * self.gathers_in.itemsize
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ Routing depends on values, so it is replaced by an assumption: tokens are spread
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,16 +33,13 @@ class DealtEvenly(Dispatched):
             return super()._compute(module, rows, experts, scales, here)
 
 
-@dataclass
 class WholeEvenly:
     """Replaces the forward of a stack of experts that isn't sharded; assumes that equally many tokens choose each."""
 
-    module: nn.Module
-    is_asked: bool = False  # whether the forward's code looked up which tokens chose an expert
-
-    def __post_init__(self) -> None:
-        self._forward = self.module.forward
-        self.module.forward = self
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self._forward = module, module.forward
+        self.is_asked = False  # whether the forward's code looked up which tokens chose an expert
+        module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         integers = [t for t in tree.tensors((args, kwargs)) if t.ndim == 2 and not t.is_floating_point()]

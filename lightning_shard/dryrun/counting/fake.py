@@ -22,11 +22,12 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.pipeline.cost import GroupedMatmuls
 from lightning_shard.sharding import parameter_like
 
+Made = TypeVar("Made")
 Module = TypeVar("Module", bound=nn.Module)
 
 
 @contextmanager
-def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
+def fake_ranks(count: int) -> Iterator[None]:
     """Context: this process is one of ``count`` ranks; the others don't exist, and collectives do nothing.
 
     Raises:
@@ -39,7 +40,7 @@ def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
             "A plan can't be made in a process that has a process group: call plan() before"
             " torch.distributed.init_process_group, or use the command line (lightning-shard plan)."
         )
-    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
     try:
         yield
     finally:
@@ -53,19 +54,26 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
-def built_on_meta(build: Callable[[], Module]) -> Module:
-    """Call ``build`` under ``torch.device("meta")``; if it fails there, refuse with the reason."""
+def on_meta(run: Callable[[], Made], failed: str, remedy: str) -> Made:
+    """Call ``run`` under ``torch.device("meta")``; if it fails there, refuse with the reason."""
     try:
         with torch.device("meta"):
-            return build()
+            return run()
     except Exception as error:
-        name = getattr(build, "__name__", type(build).__name__)
         reason = " ".join(str(error).partition("\nfull_key")[0].split())  # without what hydra appends
         raise ConfigurationError(
-            f"{name} can't build its module without memory, under torch.device('meta')"
-            f" ({type(error).__name__}: {reason}): leave what reads data or weights, or computes with their values, to"
-            " setup, configure_model or reset_parameters; or build it where there is memory, and pass the module."
+            f"{failed} without memory, under torch.device('meta') ({type(error).__name__}: {reason}): {remedy}."
         ) from error
+
+
+def built_on_meta(build: Callable[[], Made]) -> Made:
+    """Call a function that builds a module, without memory."""
+    return on_meta(
+        build,
+        f"{getattr(build, '__name__', type(build).__name__)} can't build its module",
+        "leave what reads data or weights, or computes with their values, to setup, configure_model or"
+        " reset_parameters; or build it where there is memory, and pass the module",
+    )
 
 
 def copied_to_meta(module: Module) -> Module:

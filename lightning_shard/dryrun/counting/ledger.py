@@ -7,9 +7,8 @@ created it. Limits: temporary storage inside a kernel isn't seen, nor an allocat
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,45 +22,30 @@ _aten = torch.ops.aten
 _BETWEEN_RANKS = ("_c10d_functional", "c10d", "_c10d_functional_autograd")
 
 
-@dataclass
-class Work:
-    """The cost of operations on one rank; as in ``counts.py``, where it isn't explained."""
-
-    flops: int = 0
-    moved: int = 0  # views count nothing
-    beside: int = 0
-    sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # input bytes of collectives, by operation
-    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # their number
-
-
 class Ledger(TorchDispatchMode):
     """Records operations and memory, with an account for each label.
-
-    Args:
-        on_peak: Called whenever ``live`` reaches a new maximum.
 
     Attributes:
         label: The label of the next operations.
         around: Under this label, a result belongs to the label of its inputs if that is another one.
-        work: The cost of operations, by label.
+        work: The cost of operations, by label: ``flops``, ``moved`` and ``beside`` as in ``counts.py``; and for each
+            collective operation ``(name, "bytes")`` of its inputs, and ``(name, "calls")``.
         live: Bytes of all storages that were created inside and are alive.
-        peak: The maximum of ``live``.
         growth: The largest growth of ``live`` between a :meth:`begin` and the next, by label.
         of_gradients: Bytes of that growth that were parameters' gradients, as announced by :meth:`mark`, by label.
     """
 
-    def __init__(self, on_peak: Callable[[Ledger], None] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.label: Hashable = None
         self.around: Hashable = None
-        self.work: dict[Hashable, Work] = defaultdict(Work)
-        self.live = self.peak = 0
+        self.work: dict[Hashable, Counter[Hashable]] = defaultdict(Counter)
+        self.live = 0
         self.growth: dict[Hashable, int] = defaultdict(int)
         self.of_gradients: dict[Hashable, int] = defaultdict(int)
         self._at_begin = 0
         self._gradients = self._gradients_at_begin = 0
         self._marked: dict[int, int] = {}
-        self._on_peak = on_peak
         self._made: dict[int, tuple[weakref.ref[Any], int, Hashable]] = {}
 
     def begin(self, label: Hashable) -> None:
@@ -122,16 +106,16 @@ class Ledger(TorchDispatchMode):
             if given and func._opname not in ("wait_tensor", "_wrap_tensor_autograd"):
                 # c10d's operations have their output as the first argument
                 of_input = given[1:] if func.namespace == "c10d" else given
-                work.sent[func._opname] += sum(map(_nbytes, of_input))
-                work.calls[func._opname] += 1
+                work[func._opname, "bytes"] += sum(t.nbytes for t in of_input)
+                work[func._opname, "calls"] += 1
             return
         counted = flop_registry.get(func._overloadpacket) or _FLOPS.get(func._overloadpacket)
         if counted is not None:
-            work.flops += counted(*args, **kwargs, out_val=result)
+            work["flops"] += counted(*args, **kwargs, out_val=result)
         if not func.is_view:
-            moved = sum(map(_nbytes, given)) + sum(map(_nbytes, made))
-            work.moved += moved
-            work.beside += moved if counted is None else 0
+            moved = sum(t.nbytes for t in (*given, *made))
+            work["moved"] += moved
+            work["beside"] += moved if counted is None else 0
 
     def _enter(self, tensor: Tensor, label: Hashable) -> None:
         storage = tensor.untyped_storage()
@@ -147,10 +131,6 @@ class Ledger(TorchDispatchMode):
         if self.live - self._at_begin > self.growth[self.label]:
             self.growth[self.label] = self.live - self._at_begin
             self.of_gradients[self.label] = self._gradients - self._gradients_at_begin
-        if self.live > self.peak:
-            self.peak = self.live
-            if self._on_peak is not None:
-                self._on_peak(self)
 
     def _leave(self, key: int) -> None:
         entry = self._made.pop(key, None)
@@ -159,27 +139,20 @@ class Ledger(TorchDispatchMode):
         self._gradients -= self._marked.pop(key, 0)
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     """Each row of ``a`` is multiplied by one of the matrices in ``b``; in a backward both are rows of tokens."""
-    if a.dim() == 2 and b.dim() == 2:
-        return 2 * a.shape[0] * a.shape[1] * b.shape[1]
     return 2 * a.numel() * b.shape[-1]
 
 
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """As torch's own formula: causal masks aren't subtracted."""
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, widths: Any = (1, 1), **__: Any) -> int:
+    """As torch's own formula: causal masks aren't subtracted; ``widths``: products over each width."""
     batch, heads, queries, width = query.shape
-    return 2 * batch * heads * queries * key.shape[2] * (width + value.shape[-1])
+    return 2 * batch * heads * queries * key.shape[2] * (widths[0] * width + widths[1] * value.shape[-1])
 
 
-def _attention_backward_flops(_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def _attention_backward_flops(_gradient: Tensor, *tensors: Tensor, **_: Any) -> int:
     """Five matrix products, where the forward has two."""
-    batch, heads, queries, width = query.shape
-    return 2 * batch * heads * queries * key.shape[2] * (3 * width + 2 * value.shape[-1])
+    return _attention_flops(*tensors[:3], widths=(3, 2))
 
 
 _FLOPS: dict[Any, Callable[..., int]] = {

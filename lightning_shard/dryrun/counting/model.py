@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,13 +15,12 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
-from lightning_shard import tree
-from lightning_shard.dryrun.counting.fake import built_on_meta, copied_to_meta
+from lightning_shard import lightning_private, tree
+from lightning_shard.dryrun.counting.fake import built_on_meta, copied_to_meta, on_meta
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.blocks import Blocks
 from lightning_shard.parallel.fsdp.shard import parallelizes_itself
 from lightning_shard.pipeline.cost import ModelCost
-from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.assembly.placing import blocks_of, costs_of
 from lightning_shard.plugin.settings import Settings
 
@@ -60,17 +60,17 @@ class Model:
         Raises:
             ConfigurationError: The module can't be built without memory, shards itself, or lacks the needed blocks.
         """
-        _check(module, batch, device_type)
-        settings = replace(settings, gathered_dtype=trainer_private.GATHERED.get(precision))
-        built = copied_to_meta(module) if isinstance(module, pl.LightningModule) else built_on_meta(module)
+        _check(batch, device_type)
+        settings = replace(settings, gathered_dtype=lightning_private.GATHERED.get(precision))
+        built: Any = copied_to_meta(module) if isinstance(module, nn.Module) else built_on_meta(module)
+        name = type(built).__name__
         if not isinstance(built, pl.LightningModule):
-            raise ConfigurationError(
-                f"{built!r:.100} isn't a LightningModule: pass one, or a function that builds one."
-            )
-        _configure(built)
+            raise ConfigurationError(f"{name} isn't a LightningModule: pass one, or a function that builds one.")
+        left = "leave what reads weights or computes with them to setup"
+        on_meta(built.configure_model, f"{name}.configure_model can't be run", left)
         if parallelizes_itself(built):
             raise ConfigurationError(
-                f"{type(built).__name__}.configure_model parallelizes the module itself, so its layout isn't the"
+                f"{name}.configure_model parallelizes the module itself, so its layout isn't the"
                 " strategy's to plan: plan a module that leaves it to the strategy."
             )
         plugin = _TRUE.get(precision, Precision)()
@@ -85,7 +85,7 @@ class Model:
         return copied_to_meta(self.module)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        dtype = trainer_private.GATHERED.get(self.precision)
+        dtype = lightning_private.GATHERED.get(self.precision)
         return nullcontext() if dtype is None else torch.autocast("cpu", dtype, cache_enabled=False)
 
     def loss_of(self, module: pl.LightningModule, batch: Any) -> Tensor:
@@ -100,6 +100,30 @@ class Model:
             raise ConfigurationError(f"training_step gives {type(loss).__name__}, and no loss")
         return loss
 
+    @cached_property
+    def _trainer(self) -> pl.Trainer:
+        logger = logging.getLogger("lightning.pytorch")
+        level, off = logger.level, ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        logger.setLevel(logging.ERROR)
+        try:
+            settings: Any = dict.fromkeys(off, False)
+            return pl.Trainer(accelerator="cpu", devices=1, max_steps=1000, max_epochs=-1, **settings)
+        finally:
+            logger.setLevel(level)
+
+    @contextmanager
+    def fake_trainer(self, module: pl.LightningModule) -> Iterator[None]:
+        """Context: a copy of the module has a Trainer to query, and what it logs is discarded."""
+        before, logs = vars(module).get("_trainer"), ("log", "log_dict")
+        module.trainer = self._trainer
+        vars(module).update(dict.fromkeys(logs, lambda *_, **__: None))
+        try:
+            yield
+        finally:
+            module._trainer = before
+            for name in logs:
+                vars(module).pop(name, None)
+
     @property
     def estimated_flops(self) -> dict[str, int]:
         """Estimated FLOPs of each part's forward, for a step that can't be counted."""
@@ -109,7 +133,7 @@ class Model:
         return {part.name: part.flops for part in parts}
 
 
-def _check(module: Any, batch: Any, device_type: str) -> None:
+def _check(batch: Any, device_type: str) -> None:
     try:
         torch.device(device_type)
     except (RuntimeError, TypeError) as error:
@@ -117,42 +141,5 @@ def _check(module: Any, batch: Any, device_type: str) -> None:
             f"device_type={device_type!r} is not a torch device type: use cuda or cpu. Pass a device model, such as"
             " h100, as device=."
         ) from error
-    if isinstance(module, nn.Module) and not isinstance(module, pl.LightningModule):
-        name = type(module).__name__
-        raise ConfigurationError(f"{name} isn't a LightningModule: pass one, or a function that builds one.")
     if tree.batch_size(batch) < 1:
         raise ConfigurationError("The batch has no samples: pass one of the size that a data-parallel rank reads.")
-
-
-def _configure(module: pl.LightningModule) -> None:
-    try:
-        with torch.device("meta"):
-            module.configure_model()
-    except Exception as error:
-        raise ConfigurationError(
-            f"{type(module).__name__}.configure_model can't be run without memory, under torch.device('meta')"
-            f" ({type(error).__name__}: {error}): leave what reads weights or computes with them to setup."
-        ) from error
-
-
-@contextmanager
-def fake_trainer(module: pl.LightningModule) -> Iterator[None]:
-    """Context: the module has a Trainer to query, and what it logs is discarded."""
-    level = logging.getLogger("lightning.pytorch").level
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    try:
-        off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=1000, max_epochs=-1, **off)  # type: ignore
-    finally:
-        logging.getLogger("lightning.pytorch").setLevel(level)
-    names = ("log", "log_dict")
-    before = module.__dict__.get("_trainer")
-    module.trainer = trainer
-    for name in names:
-        vars(module)[name] = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        module._trainer = before
-        for name in names:
-            vars(module).pop(name, None)

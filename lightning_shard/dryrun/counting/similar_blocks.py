@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ def _recipe(output: Any, given: Any) -> Any:
         if isinstance(leaf, DTensor):
             raise TypeError
         if isinstance(leaf, Tensor):
-            return _Leaf(made=_Made(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
+            return _Leaf(made=(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
         return _Leaf(value=leaf)
 
     try:
@@ -102,11 +102,8 @@ def _recipe(output: Any, given: Any) -> Any:
         return None
 
 
-class _Made(NamedTuple):
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
+_Made = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
+"""A new tensor: its shape, strides, dtype, and whether it requires a gradient."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +135,8 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: Sequence[_Made], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*inputs)
-        outputs = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="cpu") for m in made]
-        ctx.mark_non_differentiable(*(output for output, m in zip(outputs, made) if not m.requires_grad))
+        outputs = [torch.empty_strided(shape, stride, dtype=dtype, device="cpu") for shape, stride, dtype, _ in made]
+        ctx.mark_non_differentiable(*(output for output, (*_, trains) in zip(outputs, made) if not trains))
         return tuple(outputs)
 
     @staticmethod

@@ -19,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 from lightning_shard import tree
 from lightning_shard.dryrun.counting.counts import AROUND, EXPERT, LOSS, TENSOR, Cost, TwoParts, Work
 from lightning_shard.dryrun.counting.ledger import Ledger
-from lightning_shard.dryrun.counting.model import Model, fake_trainer
+from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.counting.similar_blocks import Likes
 from lightning_shard.parallel.activation_checkpointing import leave_out_caches, recompute
 from lightning_shard.parallel.experts.module_lists import is_list
 from lightning_shard.parallel.fsdp.shard import with_forward
-from lightning_shard.pipeline.dataflow.packed_sequences import nothing_packed
+from lightning_shard.pipeline.dataflow.transformers_masks import nothing_packed
 from lightning_shard.pipeline.runtime.split_backward import Product, backward_but_products, backward_of_products
 from lightning_shard.plugin.assembly.example import part_of
 from lightning_shard.scripted import after_calls, before_calls
@@ -67,8 +67,7 @@ class Outcome:
             other, parts = again.costs.get(key, Cost()), cost.parts
             if parts is not None:
                 of = other.parts or TwoParts()
-                peaks = {"inputs_adding_peak": of.inputs_peak, "weights_adding_peak": of.weights_peak}
-                parts = replace(parts, **peaks)  # type: ignore[arg-type]
+                parts = replace(parts, inputs_adding_peak=of.inputs_peak, weights_adding_peak=of.weights_peak)
             return replace(cost, adding_peak=other.backward_peak, parts=parts)
 
         return replace(self, costs={key: both(key, cost) for key, cost in self.costs.items()})
@@ -106,7 +105,7 @@ class Watched:
         module, ledger = self.module, self.ledger
         module.train()
         with ExitStack() as stack:
-            stack.enter_context(fake_trainer(module))
+            stack.enter_context(self.model.fake_trainer(module))
             for name in self.places:
                 for called in with_forward(module.get_submodule(name)):
                     self._watch(stack, name, called, way)
@@ -155,42 +154,41 @@ class Watched:
     def _cost(self, key: Key, kept: Mapping[Hashable, int], parts: Mapping[Key, TwoParts] | None) -> Cost:
         ledger, forward, backward = self.ledger, ("forward", key), ("backward", key)
         own, alive = kept.get(forward, 0), self._alive.get(key, {})
-        peaks = {
-            "inputs_peak": ledger.growth.get(backward, 0),
-            "of_gradients": ledger.of_gradients.get(backward, 0),
-            "weights_peak": ledger.growth.get(("weights", key), 0),
-            "freed": max(0, own - self._left.get(key, own)),
-        }
-        return Cost(
+        cost = Cost(
             forward=self._work(forward),
             backward=self._work(backward),
             kept=own,
             forward_peak=ledger.growth.get(forward, 0),
-            backward_peak=peaks["inputs_peak"],
-            freed=peaks["freed"],
+            backward_peak=ledger.growth.get(backward, 0),
+            freed=max(0, own - self._left.get(key, own)),
             carried=sum(max(0, nbytes - kept.get(other, 0)) for other, nbytes in alive.items() if other != forward),
-            of_gradients=peaks["of_gradients"],
+            of_gradients=ledger.of_gradients.get(backward, 0),
             experts_done=self._experts_done.get(key, 0),
-            parts=None
-            if parts is None
-            else replace(parts.get(key, TwoParts()), weights=self._work(("weights", key)), **peaks),  # type: ignore
         )
+        if parts is None:
+            return cost
+        two = replace(
+            parts.get(key, TwoParts()),
+            freed=cost.freed,
+            inputs_peak=cost.backward_peak,
+            of_gradients=cost.of_gradients,
+            weights_peak=ledger.growth.get(("weights", key), 0),
+            weights=self._work(("weights", key)),
+        )
+        return replace(cost, parts=two)
 
     def _work(self, label: Hashable) -> Work:
-        entered, (tensor, expert) = self.ledger.work.get(label), self._sizes
-        if entered is None:
-            return Work()
-        rings = [name for name in entered.sent if name in _RING]
+        entered, (tensor, expert) = self.ledger.work[label], self._sizes
         along = {
-            TENSOR: sum(_RING[name](tensor) * entered.sent[name] for name in rings),
-            EXPERT: (expert - 1) / expert * entered.sent.get(_EXCHANGE, 0),
+            TENSOR: round(sum(of(tensor) * entered[name, "bytes"] for name, of in _RING.items())),
+            EXPERT: round((expert - 1) / expert * entered[_EXCHANGE, "bytes"]),
         }
-        calls = {TENSOR: sum(entered.calls[name] for name in rings), EXPERT: entered.calls.get(_EXCHANGE, 0)}
+        calls = {TENSOR: sum(entered[name, "calls"] for name in _RING), EXPERT: entered[_EXCHANGE, "calls"]}
         return Work(
-            entered.flops,
-            entered.moved,
-            entered.beside,
-            {axis: round(nbytes) for axis, nbytes in along.items() if nbytes},
+            entered["flops"],
+            entered["moved"],
+            entered["beside"],
+            {axis: nbytes for axis, nbytes in along.items() if nbytes},
             {axis: number for axis, number in calls.items() if along[axis]},
         )
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_shard import tree
 from lightning_shard.dryrun.counting.counts import ParameterCount
 from lightning_shard.dryrun.counting.ledger import Ledger
-from lightning_shard.dryrun.counting.model import Model, fake_trainer
+from lightning_shard.dryrun.counting.model import Model
 
 _SIZES = (3, 5, 7, 11, 13, 17), (4, 6, 8, 12, 14, 18)
 """Sizes of the dims of both small parameters; all different."""
@@ -67,8 +68,8 @@ def ask(model: Model) -> tuple[OptimizerState | None, str]:
 
 def _ask(model: Model) -> OptimizerState:
     module = model.copy()
-    with fake_trainer(module):
-        optimizers = list(_optimizers_in(module.configure_optimizers()))
+    with model.fake_trainer(module):
+        optimizers: list[torch.optim.Optimizer] = tree.leaves(module.configure_optimizers(), torch.optim.Optimizer)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     tensors: dict[str, tuple[StateTensor, ...]] = {}
     stepping, at_once = 0.0, False
@@ -84,15 +85,6 @@ def _ask(model: Model) -> OptimizerState:
         for name, two in small.items():
             tensors[name] = tuple(_kept(optimizer, two))
     return OptimizerState(tuple(type(optimizer).__name__ for optimizer in optimizers), tensors, stepping, at_once)
-
-
-def _optimizers_in(configured: Any) -> Iterator[torch.optim.Optimizer]:
-    if isinstance(configured, torch.optim.Optimizer):
-        yield configured
-    elif isinstance(configured, Mapping):
-        yield from _optimizers_in(configured.get("optimizer"))
-    elif isinstance(configured, (list, tuple)):
-        yield from (found for entry in configured for found in _optimizers_in(entry))
 
 
 def _takes_all_at_once(group: dict[str, Any], device_type: str) -> bool:
@@ -141,20 +133,15 @@ def _step(optimizer: torch.optim.Optimizer, at_once: bool) -> float:
 
 def _kept(optimizer: torch.optim.Optimizer, two: _Two) -> Iterator[StateTensor]:
     """What an optimizer keeps for both small parameters of a kind; a ValueError if that can't be told."""
-    own, others = (dict(_tensors_in(optimizer.state.get(parameter, {}))) for parameter in two)
+    own, others = (_tensors_in(optimizer.state.get(parameter, {})) for parameter in two)
     for key in {**own, **others}:
         if key not in own or key not in others:
             raise ValueError(f"it keeps {key!r} for some parameters only")
         yield _described(key, own[key], others[key], two)
 
 
-def _tensors_in(state: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(state, Tensor):
-        yield key, state
-    if isinstance(state, (list, tuple)):
-        state = dict(enumerate(state))
-    for name, value in state.items() if isinstance(state, Mapping) else ():
-        yield from _tensors_in(value, f"{key}.{name}" if key else str(name))
+def _tensors_in(state: Any) -> dict[str, Tensor]:
+    return {".".join(path): leaf for path, leaf in tree.walk(state) if isinstance(leaf, Tensor)}
 
 
 def _described(key: str, value: Tensor, of_other: Tensor, two: _Two) -> StateTensor:

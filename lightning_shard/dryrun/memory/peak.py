@@ -7,8 +7,8 @@ allocator's fragmentation, and communicators; see ``RESERVED``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -79,82 +79,54 @@ class StageMemory:
     parameters: int  # elements of parameters that a rank holds
 
 
-@dataclass
 class Unit:
-    """An FSDP2 unit: the parameters that are gathered for a block. Sizes are in bytes."""
+    """An FSDP2 unit: the parameters that are gathered for a block. Sizes are in bytes.
 
-    parameters: list[ParameterCount] = field(default_factory=list)
-    shards: int = 1  # over how many ranks the parameters are sharded
-    expert_shards: int = 1  # the same for experts' parameters
-    is_sharded: bool = True  # whether FSDP2 is used; without it nothing is gathered, and no gradient reduced
+    Args:
+        shards: Over how many ranks the parameters are sharded.
+        expert_shards: The same for experts' parameters.
+        is_sharded: Whether FSDP2 is used; without it nothing is gathered, and no gradient reduced.
+
+    Attributes:
+        padded: Each parameter with the number of elements of a rank's (padded) shard.
+        whole: Each parameter that is gathered, with the number of elements of all ranks' padded shards.
+        held, reduced: Shards of parameters; of gradients.
+        gathered: Whole parameters, padded.
+        flat: The buffer of the unit's all-gather; none for parameters on a single rank, which are copied.
+        reduces_in: The dtype in which gradients are accumulated and reduced, if it isn't their own.
+        accumulated: Gradients of whole parameters, in the dtype of accumulation.
+        fresh: The same in the dtype in which a backward creates them.
+        reducing: The buffer of a reduce-scatter: whole gradients, padded.
+    """
+
+    def __init__(self, parameters: Sequence[ParameterCount], shards: int, expert_shards: int, is_sharded: bool) -> None:
+        self.parameters, self.is_sharded, self._sizes = parameters, is_sharded, (shards, expert_shards, is_sharded)
+        of = {False: shards, True: expert_shards}
+        self.padded = [(p, shard_numel(p, of[p.is_expert])) for p in parameters]
+        self.whole = [(p, numel * of[p.is_expert]) for p, numel in self.padded if not p.is_listed]
+        trained = [(p, numel) for p, numel in self.whole if p.requires_grad]
+        halves = any(p.gathers_in in (torch.bfloat16, torch.float16) for p in parameters)
+        self.reduces_in = torch.float32 if halves else None
+        self.held = sum(numel * p.dtype.itemsize for p, numel in self.padded)
+        self.reduced = sum(numel * p.dtype.itemsize for p, numel in self.padded if p.requires_grad)
+        self.gathered = is_sharded * sum(numel * p.gathers_in.itemsize for p, numel in self.whole)
+        self.flat = sum(numel * p.gathers_in.itemsize for p, numel in self.whole if of[p.is_expert] > 1)
+        self.accumulated = sum(p.numel * self.gradient(p).itemsize for p, _ in trained)
+        self.fresh = sum(p.gathered_bytes for p, _ in trained)
+        self.reducing = is_sharded * sum(numel * self.gradient(p).itemsize for p, numel in trained)
+
+    def of(self, parameters: Iterable[ParameterCount]) -> Unit:
+        """A unit of other parameters, sharded alike."""
+        return Unit([*parameters], *self._sizes)
 
     @cached_property
     def gathered_apart(self) -> tuple[Unit, ...]:
         """The units of a block and of its sharded experts, which FSDP2 gathers separately, in the forward's order."""
         kinds = [[p for p in self.parameters if p.is_expert is dealt] for dealt in (False, True)]
-        return tuple(replace(self, parameters=own) for own in kinds if own) if all(kinds) else (self,)
-
-    def _parts(self, parameter: ParameterCount) -> int:
-        return self.expert_shards if parameter.is_expert else self.shards
-
-    @cached_property
-    def padded(self) -> list[tuple[ParameterCount, int]]:
-        """Each parameter with the number of elements of a rank's (padded) shard."""
-        return [(p, shard_numel(p, self._parts(p))) for p in self.parameters]
-
-    @cached_property
-    def _gathers(self) -> list[tuple[ParameterCount, int]]:
-        return [pair for pair in self.padded if not pair[0].is_listed]
-
-    @cached_property
-    def held(self) -> int:
-        return sum(numel * p.dtype.itemsize for p, numel in self.padded)
-
-    def _whole(self, dtype: Callable[[ParameterCount], torch.dtype], chosen: Callable[[ParameterCount], bool]) -> int:
-        """Bytes of whole parameters, padded, of a dtype."""
-        return sum(numel * self._parts(p) * dtype(p).itemsize for p, numel in self._gathers if chosen(p))
-
-    @cached_property
-    def gathered(self) -> int:
-        return self._whole(_gathered, lambda _: True) if self.is_sharded else 0
-
-    @cached_property
-    def flat(self) -> int:
-        """The buffer of the unit's all-gather; none for parameters on a single rank, which are copied."""
-        return self._whole(_gathered, lambda p: self._parts(p) > 1)
-
-    @cached_property
-    def reduces_in(self) -> torch.dtype | None:
-        """The dtype in which gradients are accumulated and reduced, if it isn't their own."""
-        halves = any(_gathered(p) in (torch.bfloat16, torch.float16) for p in self.parameters)
-        return torch.float32 if halves else None
+        return tuple(map(self.of, kinds)) if all(kinds) else (self,)
 
     def gradient(self, parameter: ParameterCount) -> torch.dtype:
         return self.reduces_in or parameter.dtype
-
-    @cached_property
-    def accumulated(self) -> int:
-        """Gradients of whole parameters, in the dtype of accumulation."""
-        return sum(p.numel * self.gradient(p).itemsize for p in self._trained)
-
-    @cached_property
-    def fresh(self) -> int:
-        """Gradients of whole parameters, in the dtype in which a backward creates them."""
-        return sum(p.gathered_bytes for p in self._trained)
-
-    @cached_property
-    def reduced(self) -> int:
-        """Gradients of shards."""
-        return sum(numel * p.dtype.itemsize for p, numel in self.padded if p.requires_grad)
-
-    @cached_property
-    def reducing(self) -> int:
-        """The buffer of a reduce-scatter: whole gradients."""
-        return self._whole(self.gradient, lambda p: p.requires_grad) if self.is_sharded else 0
-
-    @property
-    def _trained(self) -> Iterator[ParameterCount]:
-        return (p for p, _ in self._gathers if p.requires_grad)
 
 
 def shard_numel(parameter: ParameterCount, parts: int) -> int:
@@ -170,36 +142,15 @@ def shard_numel(parameter: ParameterCount, parts: int) -> int:
     return parameter.numel // sizes[dim] * -(-sizes[dim] // parts)
 
 
-def _gathered(parameter: ParameterCount) -> torch.dtype:
-    return parameter.gathered_dtype or parameter.dtype
-
-
 class _Holder:
-    """What holds units' shards: a stage, or a rank."""
+    """What holds units' shards: a stage, or a rank; ``shards`` as :attr:`Unit.padded`."""
 
-    optimizer: OptimizerState | None
-
-    @property
-    def every_unit(self) -> tuple[Unit, ...]:
-        raise NotImplementedError
-
-    @cached_property
-    def shards(self) -> list[tuple[ParameterCount, int]]:
-        """The parameters, each with the number of elements of a rank's shard."""
-        return [pair for unit in self.every_unit for pair in unit.padded]
-
-    @cached_property
-    def state_bytes(self) -> int:
-        return sum(self.optimizer.bytes(p, numel) for p, numel in self.shards) if self.optimizer is not None else 0
-
-    @cached_property
-    def held_bytes(self) -> int:
-        return sum(unit.held for unit in self.every_unit)
-
-    @cached_property
-    def reduced_bytes(self) -> int:
-        """Bytes of the shards' gradients."""
-        return sum(unit.reduced for unit in self.every_unit)
+    def __init__(self, units: Sequence[Unit], optimizer: OptimizerState | None) -> None:
+        self.every_unit, self.optimizer = tuple(units), optimizer
+        self.shards = [pair for unit in units for pair in unit.padded]
+        self.state_bytes = 0 if optimizer is None else sum(optimizer.bytes(p, numel) for p, numel in self.shards)
+        self.held_bytes = sum(unit.held for unit in units)
+        self.reduced_bytes = sum(unit.reduced for unit in units)
 
 
 class Stage(_Holder):
@@ -216,8 +167,8 @@ class Stage(_Holder):
     def __init__(
         self, counts: Counts, layout: Layout, blocks: range, held: Held, optimizer: OptimizerState | None = None
     ) -> None:
-        self.counts, self.held, self.optimizer = counts, held, optimizer
-        self._layout, self._blocks = layout, blocks
+        self.counts, self.held = counts, held
+        self.layout, self.blocks = layout, blocks
         self.parts = counts.of_stage(blocks)
         recomputed = {counts.blocks[place].name for place in chosen(len(counts.blocks), held.activation_checkpointing)}
         selective = held.activation_checkpointing == "selective"
@@ -227,32 +178,30 @@ class Stage(_Holder):
         ]
         self.units, self.root = self._make_units()
         self.of_loss = {part.name for place, part in counts.parts if place == len(counts.blocks)} | {counts.loss.name}
+        super().__init__((*self.units.values(), self.root), optimizer)
 
     def _make_units(self) -> tuple[dict[str, Unit], Unit]:
-        shards = self._layout.shard_size
-        sizes = shards, shards // self._layout.expert_parallel_size, self._is_sharded()
+        shards = self.layout.shard_size
+        sizes = shards, shards // self.layout.expert_parallel_size, self._is_sharded()
         named = {part.name: part for part in self.parts}
         uses = Counter(name for part in named.values() for name in {p.name for p in part.parameters})
         elsewhere = self.counts.uses
-        block_names = {block.name for block in self.counts.blocks[self._blocks.start : self._blocks.stop]}
+        block_names = {block.name for block in self.counts.blocks[self.blocks.start : self.blocks.stop]}
         units: dict[str, Unit] = {}
-        root = Unit([], *sizes)
-        seen: set[str] = set()
+        root: dict[str, ParameterCount] = {}
         for name, part in named.items():
-            own = [p for p in part.parameters if p.name not in seen]
-            seen.update(p.name for p in own)
-            shared = any(uses[p.name] > 1 or elsewhere[p.name] > 1 for p in part.parameters)
-            if name not in block_names or shared:
-                root.parameters += own
+            own = {p.name: p for p in part.parameters}
+            if name not in block_names or any(uses[each] > 1 or elsewhere[each] > 1 for each in own):
+                root |= own
                 continue
-            cast = [p for p in own if p.gathered_dtype is not None]
-            units[name] = Unit([p for p in own if p in cast or p.is_expert] if cast else own, *sizes)
-            root.parameters += [p for p in own if cast and p.gathered_dtype is None and not p.is_expert]
-        return units, root
+            if any(p.gathered_dtype is not None for p in own.values()):  # FSDP2 casts these, and leaves out the others
+                root |= {each: p for each, p in own.items() if p.gathered_dtype is None and not p.is_expert}
+            units[name] = Unit([p for p in own.values() if p.name not in root], *sizes)
+        return units, Unit([*root.values()], *sizes)
 
     def _is_sharded(self) -> bool:
         """Whether FSDP2 is applied; the same rule as in :mod:`lightning_shard.parallel.fsdp.shard`."""
-        layout = self._layout
+        layout = self.layout
         if layout.data_parallel_size > 1 or self.held.cpu_offload:
             return True
         parameters = [p for part in self.counts.of_stage(range(len(self.counts.blocks))) for p in part.parameters]
@@ -262,7 +211,7 @@ class Stage(_Holder):
     def keeps_gathered(self) -> bool:
         """Whether blocks stay gathered for the whole step."""
         reshards = self.held.reshard_after_forward
-        return self._layout.pipeline_parallel_size > 1 if reshards is None else not reshards
+        return self.layout.pipeline_parallel_size > 1 if reshards is None else not reshards
 
     def units_of(self, part: PartCount) -> tuple[Unit, ...]:
         """The units that are gathered for a part, without the root, in the forward's order."""
@@ -270,18 +219,21 @@ class Stage(_Holder):
         return () if unit is None else unit.gathered_apart
 
     @property
-    def every_unit(self) -> tuple[Unit, ...]:
-        return (*self.units.values(), self.root)
-
-    @cached_property
     def received(self) -> int:
         """Bytes that a microbatch's forward receives from the previous stage."""
-        return self.counts.blocks[self._blocks.start - 1].output if self._blocks.start else 0
+        return self.counts.blocks[self.blocks.start - 1].output if self.blocks.start else 0
 
-    @cached_property
+    @property
     def handed_on(self) -> int:
         """Bytes that a microbatch's forward sends to the next stage."""
-        return 0 if self._blocks.stop == len(self.counts.blocks) else self.counts.blocks[self._blocks.stop - 1].output
+        return 0 if self.blocks.stop == len(self.counts.blocks) else self.counts.blocks[self.blocks.stop - 1].output
+
+
+def stages_of(
+    counts: Counts, layout: Layout, blocks: Iterable[range], held: Held, optimizer: OptimizerState | None = None
+) -> list[Stage]:
+    """The stages with these blocks."""
+    return [Stage(counts, layout, own, held, optimizer) for own in blocks]
 
 
 class Rank(_Holder):
@@ -293,30 +245,21 @@ class Rank(_Holder):
         splits: Whether the schedule splits any backward.
         brought: By stage, bytes that a microbatch's forward receives from another rank.
         taken: By stage, bytes that a microbatch's forward sends to another rank.
+        units: The units of all stages' blocks, with their experts' units.
+        root: The root unit of all stages together; a parameter that several stages have counts once.
     """
 
     def __init__(self, stages: Mapping[int, Stage], schedule: Schedule, rank: int) -> None:
-        holder, one = schedule.rank_of, stages[schedule.stages_of(rank)[0]]
-        self.held, self.optimizer = one.held, one.optimizer
+        holder = schedule.rank_of
         self.stages = {index: stages[index] for index in schedule.stages_of(rank)}
         self.row = schedule.rows[rank]
         self.splits = schedule.splits_backwards
         self.brought = {i: stage.received * (holder.get(i - 1) != rank) for i, stage in self.stages.items()}
         self.taken = {i: stage.handed_on * (holder.get(i + 1) != rank) for i, stage in self.stages.items()}
-
-    @cached_property
-    def units(self) -> list[Unit]:
-        """The units of all stages' blocks, with their experts' units."""
+        first, *others = self.stages.values()
+        self.held = first.held
         of_blocks = (unit for stage in self.stages.values() for unit in stage.units.values())
-        return [unit for of_block in of_blocks for unit in of_block.gathered_apart]
-
-    @cached_property
-    def root(self) -> Unit:
-        """The root unit of all stages together; a parameter that several stages have counts once."""
-        first, *others = (stage.root for stage in self.stages.values())
-        parameters = {p.name: p for root in (first, *others) for p in root.parameters}
-        return replace(first, parameters=[*parameters.values()]) if others else first
-
-    @property
-    def every_unit(self) -> tuple[Unit, ...]:
-        return (*self.units, self.root)
+        self.units = [unit for of_block in of_blocks for unit in of_block.gathered_apart]
+        parameters = {p.name: p for stage in self.stages.values() for p in stage.root.parameters}
+        self.root = first.root.of(parameters.values()) if others else first.root
+        super().__init__((*self.units, self.root), first.optimizer)

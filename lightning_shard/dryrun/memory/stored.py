@@ -7,20 +7,20 @@ same amount, which is right except for a few bytes of replicated tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES
 from lightning_shard.checkpoint.format.header import header_of
-from lightning_shard.checkpoint.saving.files import Outline, plan_file
+from lightning_shard.checkpoint.saving.files import Piece, plan_file
 from lightning_shard.checkpoint.saving.part import Outlined, my_cuts
 from lightning_shard.checkpoint.shards import Split, local_boxes, shard_strided_last
 from lightning_shard.checkpoint.store.remote import RANGE_BYTES
 from lightning_shard.checkpoint.store.s3 import PART_BYTES
-from lightning_shard.checkpoint.tensors import Frame, Place, Spread
+from lightning_shard.checkpoint.tensors import Frame, KnownMesh, Spread
 from lightning_shard.dryrun.counting.counts import Counts, ParameterCount
 from lightning_shard.dryrun.memory.optimizer import OptimizerState, StateTensor
 from lightning_shard.layout import Layout
@@ -96,15 +96,13 @@ def _of_rank(
     """Bytes of each file of the stage's first rank, and of the table's rows of their chunks and the tensors' lines."""
     ranks = torch.tensor(layout.stages()[stage]).view(layout.data_parallel_replicas, layout.shard_size, -1)
     frame = Frame(ranks, int(ranks[0, 0, 0]))
-    place = Place(lambda: None, ranks, (0, 0, 0))  # type: ignore[arg-type,return-value]
+    place = KnownMesh(lambda: None, ranks, (0, 0, 0))  # type: ignore[arg-type,return-value]
 
     @cache
     def plain(*sizes: int) -> Spread:
         return Spread(sizes, tuple(local_boxes([((0, size),) for size in sizes])))
 
-    @cache
-    def cut(shape: tuple[int, ...], local_shape: tuple[int, ...], is_expert: bool) -> Spread:
-        return _spread(ParameterCount("", shape, local_shape, torch.float32, is_expert=is_expert), layout, place)
+    cut = cache(partial(_spread, layout=layout, place=place))
 
     def spread(parameter: ParameterCount) -> Spread:
         return cut(parameter.shape, parameter.local_shape, parameter.is_expert)
@@ -129,7 +127,7 @@ def _of_rank(
         if not cuts:
             continue
         outlined = [(tensors[cut.number], cut.box) for cut in cuts]
-        plan = plan_file([Outline(t.name, t.dtype, t.spread.shape, box) for t, box in outlined])
+        plan = plan_file([Piece(t.name, t.dtype, t.spread.shape, box) for t, box in outlined])
         files.append(len(header_of(plan.header, plan.places)) + plan.data_bytes)
         rows += sum(_row_bytes(tensor, box.sizes, layout) for tensor, box in outlined)
     return files, rows
@@ -142,24 +140,16 @@ def _row_bytes(tensor: Outlined, sizes: Sequence[int], layout: Layout) -> int:
     return row + (len(tensor.name) + _OF_A_TENSOR) // layout.stage_size
 
 
-def _spread(parameter: ParameterCount, layout: Layout, place: Place) -> Spread:
+def _spread(
+    shape: tuple[int, ...], local_shape: tuple[int, ...], is_expert: bool, layout: Layout, place: KnownMesh
+) -> Spread:
     """A parameter's layout over the stage's replicas, shards and tensor ranks, as by FSDP2 over tensor parallelism."""
     from torch.distributed.tensor import Replicate, Shard
 
-    cut = [d for d, (whole, local) in enumerate(zip(parameter.shape, parameter.local_shape)) if whole != local]
-    splits = list(_splits(parameter, layout, cut))
-    tensor = Replicate() if not cut or parameter.is_expert else Shard(cut[0])
-    boxes = tuple(local_boxes(shard_strided_last(parameter.shape, splits)))
-    return Spread(parameter.shape, boxes, place, (Replicate(), Shard(0) if parameter.shape else Replicate(), tensor))
-
-
-def _splits(parameter: ParameterCount, layout: Layout, cut: Sequence[int]) -> Iterator[Split]:
-    if not parameter.shape:
-        return
-    if parameter.is_expert:
-        yield Split(0, layout.shard_size, 0)  # over both of the experts' axes; the same bytes for any dim
-        return
-    factor = layout.tensor_parallel_size if cut and cut[0] == 0 else 1
-    yield Split(0, layout.shard_size, 0, factor)
-    if cut:
-        yield Split(cut[0], layout.tensor_parallel_size, 0)
+    cut = [] if is_expert else [d for d, (whole, local) in enumerate(zip(shape, local_shape)) if whole != local][:1]
+    tensor = layout.tensor_parallel_size
+    # experts are over both of their axes; the same bytes for any dim
+    splits = [Split(0, layout.shard_size, 0, tensor if cut == [0] else 1)] if shape else []
+    boxes = tuple(local_boxes(shard_strided_last(shape, [*splits, *(Split(dim, tensor, 0) for dim in cut)])))
+    placements = Replicate(), Shard(0) if shape else Replicate(), Shard(cut[0]) if cut else Replicate()
+    return Spread(shape, boxes, place, placements)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning_shard.dryrun.timing.layout import StepTime, share_text
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.pipeline.placement import seconds_text, size_text, table
 
-CANT_BE_CUT = "the module can't be split that way"
-CANT_BE_COUNTED = "the step of the split module can't be counted"
-DOESNT_DIVIDE = "the global batch doesn't divide by the data ranks"
-TOO_FEW = "too few microbatches for the stages, or the schedule"
-TOO_FEW_BLOCKS = "too few blocks for a schedule with several stages on each rank"
-NOT_IN_PARTS = "its schedule postpones weight gradients, which these settings prevent"
-DOESNT_FIT = "a device's memory is too small"
-SLOWER = "slower than those listed, whatever memory they need"
+
+class Why:
+    """The reasons for which candidates are dropped."""
+
+    CANT_BE_CUT = "the module can't be split that way"
+    CANT_BE_COUNTED = "the step of the split module can't be counted"
+    DOESNT_DIVIDE = "the global batch doesn't divide by the data ranks"
+    TOO_FEW = "too few microbatches for the stages, or the schedule"
+    TOO_FEW_BLOCKS = "too few blocks for a schedule with several stages on each rank"
+    NOT_IN_PARTS = "its schedule postpones weight gradients, which these settings prevent"
+    DOESNT_FIT = "a device's memory is too small"
+    SLOWER = "slower than those listed, whatever memory they need"
 
 
 @dataclass(frozen=True)
@@ -34,29 +38,27 @@ class Choice:
     step: StepTime | None = None  # simulated
     peak_bytes: int = 0  # the fullest stage's
 
-    HEADER: ClassVar = (
-        *("pipeline", "tensor", "data", "replicas", "experts", "schedule", "microbatches", "checkpointing"),
-        *("step", "MFU", "tokens/s", "bubble", "memory"),
-    )
-
     @property
-    def row(self) -> list[str]:
-        """The row of the table, with the columns of ``HEADER``."""
+    def columns(self) -> dict[str, str]:
+        """The row of the table, by column."""
         layout, step = self.layout, self.step
         assert step is not None
-        optional = (layout.data_parallel_replicas, layout.expert_parallel_size)
-        return [
-            *map(str, (layout.pipeline_parallel_size, layout.tensor_parallel_size, layout.data_parallel_size)),
-            *(str(size) if size > 1 else "" for size in optional),
-            self.schedule or "",
-            f"{self.microbatches} × {self.samples}",
-            "" if self.activation_checkpointing is None else str(self.activation_checkpointing).lower(),
-            seconds_text(step.step),
-            "" if step.mfu is None else f"{100 * step.mfu:.1f} %",
-            f"{step.tokens_per_s:,.0f}",
-            f"{100 * step.bubble:.1f} %",
-            size_text(self.peak_bytes),
-        ]
+        replicas, experts = layout.data_parallel_replicas, layout.expert_parallel_size
+        return {
+            "pipeline": str(layout.pipeline_parallel_size),
+            "tensor": str(layout.tensor_parallel_size),
+            "data": str(layout.data_parallel_size),
+            "replicas": str(replicas) if replicas > 1 else "",
+            "experts": str(experts) if experts > 1 else "",
+            "schedule": self.schedule or "",
+            "microbatches": f"{self.microbatches} × {self.samples}",
+            "checkpointing": str(self.activation_checkpointing or "").lower(),
+            "step": seconds_text(step.step),
+            "MFU": "" if step.mfu is None else f"{100 * step.mfu:.1f} %",
+            "tokens/s": f"{step.tokens_per_s:,.0f}",
+            "bubble": f"{100 * step.bubble:.1f} %",
+            "memory": size_text(self.peak_bytes),
+        }
 
     def to_json(self) -> dict[str, Any]:
         assert self.step is not None
@@ -133,10 +135,10 @@ class Found:
             f" {size_text(self.device_memory)} for tensors on each; {self.simulated} simulated"
         ]
         if self.choices:
-            rows = _merged([choice.row for choice in self.choices])
-            numbers = (*Choice.HEADER[:5], "microbatches", *Choice.HEADER[-5:])
+            rows = _merged([choice.columns for choice in self.choices])
+            numbers = [name for name in rows[0] if name not in ("schedule", "checkpointing")]
             fastest, best = self.choices[0], self.choices[0].step
-            lines += ["", table(list(Choice.HEADER), rows, to_the_right=numbers), ""]
+            lines += ["", table([*rows[0]], [[*row.values()] for row in rows], to_the_right=numbers), ""]
             assert best is not None
             call = fastest.overrides if self.is_recipe else fastest.call(**self.given)
             lines += [f"the fastest{', for a recipe' * self.is_recipe}:", f"  {call}"]
@@ -149,10 +151,11 @@ class Found:
         return "\n".join(lines)
 
 
-def _merged(rows: Sequence[list[str]]) -> list[list[str]]:
+def _merged(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     """Merge rows that differ only in the schedule's name."""
-    place = Choice.HEADER.index("schedule")
-    found: dict[tuple[str, ...], list[str]] = {}
+    found: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        found.setdefault((*row[:place], *row[place + 1 :]), []).append(row[place])
-    return [[*rest[:place], " or ".join(names), *rest[place:]] for rest, names in found.items()]
+        first = found.setdefault(tuple(text for name, text in row.items() if name != "schedule"), row)
+        if first is not row:
+            first["schedule"] += f" or {row['schedule']}"
+    return [*found.values()]

@@ -19,12 +19,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_shard import tree
+from lightning_shard import lightning_private, tree
 from lightning_shard.arguments import check_count
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.optimizer import OptimizerState, ask
 from lightning_shard.dryrun.memory.peak import Held, usable
-from lightning_shard.dryrun.search.found import CANT_BE_COUNTED, DOESNT_FIT, SLOWER, Choice, Found
+from lightning_shard.dryrun.search.found import Choice, Found, Why
 from lightning_shard.dryrun.search.workshop import Space, Workshop
 from lightning_shard.dryrun.timing.devices import Device
 from lightning_shard.dryrun.timing.devices import device as device_of
@@ -32,7 +32,6 @@ from lightning_shard.dryrun.timing.rates import Rates, dtype_of
 from lightning_shard.errors import ConfigurationError, PlacementError
 from lightning_shard.parallel.experts.stacked import ExpertPlan
 from lightning_shard.parallel.tensor.plan import Plan as TensorPlan
-from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.settings import Settings, check_switches
 
 
@@ -71,15 +70,10 @@ def search_module(
     if device_memory is not None:
         device_memory = check_count("device_memory", device_memory)
     check_switches(reduce_each_microbatch=reduce_each_microbatch)
-    precision = trainer_private.named_precision(precision)
+    precision = lightning_private.named_precision(precision)
     profile = device_of(device)
-    settings = Settings(
-        "auto",
-        pipeline_blocks,
-        tensor_parallel_plan,
-        expert_parallel_plan,
-        reshard_after_forward=reshard_after_forward,
-    )
+    blocks_and_plans = pipeline_blocks, tensor_parallel_plan, expert_parallel_plan
+    settings = Settings("auto", *blocks_and_plans, reshard_after_forward=reshard_after_forward)
     make = partial(Model.of, module, batch, settings, precision=precision, device_type=device_type)
     try:
         model = make(stages=2)
@@ -97,11 +91,7 @@ def search_module(
         global_batch,
         usable(profile.memory if device_memory is None else device_memory),
         most_samples=max(n for n in (1, 2, 4, 8) if samples % n == 0),
-        held=Held(
-            reduce_each_microbatch=reduce_each_microbatch,
-            reshard_after_forward=reshard_after_forward,
-            sends_stay=device_type == "cpu",
-        ),
+        held=Held(None, False, reduce_each_microbatch, reshard_after_forward, sends_stay=device_type == "cpu"),
     )
     found = search(model, optimizer, space, Rates(profile, dtype_of(precision)), most=most)
     given = {
@@ -114,30 +104,12 @@ def search_module(
     return replace(found, given={name: value for name, value in given.items() if value is not None})
 
 
-def search(
-    model: Model,
-    optimizer: OptimizerState,
-    space: Space,
-    rates: Rates,
-    *,
-    most: int = 10,
-    exhaustively: bool = False,
-) -> Found:
+def search(model: Model, optimizer: OptimizerState, space: Space, rates: Rates, *, most: int = 10) -> Found:
     """Find the fastest layouts that fit, and list ``most`` of them.
 
-    Args:
-        exhaustively: Simulate all candidates that fit, not only those that could be among the fastest.
-
     Raises:
-        ConfigurationError: The step can't be counted, or a number is invalid.
+        ConfigurationError: The step can't be counted.
     """
-    for name, value in (("devices", space.devices), ("global_batch", space.global_batch), ("most", most)):
-        check_count(name, value)
-    if space.held.cpu_offload:
-        raise ConfigurationError(
-            "cpu_offload=True can't be searched, since an optimizer's step on the host isn't timed: leave it out, and"
-            " plan the layout that was found with it."
-        )
     workshop = Workshop(model, optimizer, space, rates)
     dropped: Counter[str] = Counter()
     candidates = list(workshop.bounded(dropped))
@@ -146,21 +118,21 @@ def search(
     best: list[Choice] = []
     simulated = 0
     for number, candidate in enumerate(candidates):
-        if not exhaustively and len(best) >= most and candidate.bound > _seconds(best[most - 1]):
-            dropped[SLOWER] += len(candidates) - number
+        if len(best) >= most and candidate.bound > _seconds(best[most - 1]):
+            dropped[Why.SLOWER] += len(candidates) - number
             break
         peak = workshop.peak(candidate)
         if peak is None or peak > space.device_memory:
-            dropped[CANT_BE_COUNTED if peak is None else DOESNT_FIT] += 1
+            dropped[Why.CANT_BE_COUNTED if peak is None else Why.DOESNT_FIT] += 1
             continue
         simulated += 1
         best.append(replace(candidate, step=workshop.timing(candidate).simulated(workshop.flops), peak_bytes=peak))
         best.sort(key=_seconds)
-        if not exhaustively and len(best) > most:
+        if len(best) > most:
             best.pop()
-            dropped[SLOWER] += 1
+            dropped[Why.SLOWER] += 1
     return Found(
-        tuple(best[:most]),
+        tuple(best),
         dict(dropped),
         considered,
         simulated,

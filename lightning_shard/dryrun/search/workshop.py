@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from itertools import accumulate
 from typing import Any
 
 from lightning_shard import tree
@@ -17,15 +16,7 @@ from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.moments import moments_of
 from lightning_shard.dryrun.memory.optimizer import OptimizerState
 from lightning_shard.dryrun.memory.peak import Held, Rank, Stage
-from lightning_shard.dryrun.search.found import (
-    CANT_BE_COUNTED,
-    CANT_BE_CUT,
-    DOESNT_DIVIDE,
-    NOT_IN_PARTS,
-    TOO_FEW,
-    TOO_FEW_BLOCKS,
-    Choice,
-)
+from lightning_shard.dryrun.search.found import Choice, Why
 from lightning_shard.dryrun.timing.layout import LEFT_OUT, Timing, model_flops, ties
 from lightning_shard.dryrun.timing.links import Groups
 from lightning_shard.dryrun.timing.rates import Rates
@@ -41,16 +32,16 @@ from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.plugin.assembly.placing import as_run
 from lightning_shard.plugin.steps.schedule_choice import SIMPLEST_FIRST, against_parts
 
+_CHECKPOINTING: tuple[Recomputing, ...] = (None, "selective", True)
+
 
 @dataclass(frozen=True)
 class Space:
-    """The search space; each layout uses all devices."""
+    """The search space, beside schedules and activation checkpointing; each layout uses all devices."""
 
     devices: int
     global_batch: int  # samples per step, over all data ranks
     device_memory: int  # bytes of a device's memory that are available to tensors
-    schedules: Sequence[str] = SIMPLEST_FIRST  # each with its usual number of stages per rank
-    activation_checkpointing: Sequence[Recomputing] = (None, "selective", True)
     most_samples: int = 8  # of a microbatch
     held: Held = field(default_factory=Held)  # the other settings
 
@@ -83,12 +74,11 @@ class Workshop:
         self._why_not: dict[tuple[int, int], str] = {}
         self._refusals: dict[str, str] = {}  # of each axis the smallest size's: others' say mostly the same
         self._made: dict[Any, Any] = {}
-        one = self._of(1, 1, 1)
-        if one is None or not one.counted:
-            reason = one.reason if one is not None else CANT_BE_CUT
+        one = self._counts_of(Choice(Layout(), None, 1, 1, None))
+        if not one.counted:
             raise ConfigurationError(
-                f"Layouts can't be compared, since the step can't be counted on fake tensors ({reason}): change that,"
-                " or plan single layouts."
+                f"Layouts can't be compared, since the step can't be counted on fake tensors ({one.reason}): change"
+                " that, or plan single layouts."
             )
         self.flops = model_flops(one)
         self.assumed = (*rates.device.assumptions, *one.assumed, LEFT_OUT)
@@ -105,7 +95,7 @@ class Workshop:
         for layout in layouts(self.space.devices, self._most_stages):
             each, left = divmod(self.space.global_batch, layout.data_parallel_size)
             if left:
-                dropped[DOESNT_DIVIDE] += 1
+                dropped[Why.DOESNT_DIVIDE] += 1
                 continue
             for samples in self._samples:
                 if each % samples == 0:
@@ -114,14 +104,14 @@ class Workshop:
     def _choices(self, layout: Layout, samples: int, microbatches: int, dropped: Counter[str]) -> Iterator[Choice]:
         stages = layout.pipeline_parallel_size
         if microbatches < stages:
-            dropped[TOO_FEW] += 1
+            dropped[Why.TOO_FEW] += 1
             return
         sizes = layout.tensor_parallel_size, layout.expert_parallel_size
         if self._of(*sizes, samples) is None:
             dropped[self._why_not[sizes]] += 1
             return
-        for schedule in self.space.schedules if stages > 1 else (None,):
-            for way in self.space.activation_checkpointing if self._model.blocks is not None else (None,):
+        for schedule in SIMPLEST_FIRST if stages > 1 else (None,):
+            for way in _CHECKPOINTING if self._model.blocks is not None else (None,):
                 why_not = self._cant_run(schedule, stages, microbatches, way)
                 if why_not:
                     dropped[why_not] += 1
@@ -136,12 +126,12 @@ class Workshop:
             return None
         named = SCHEDULES[name]
         if microbatches < named.microbatches * ranks:
-            return TOO_FEW
+            return Why.TOO_FEW
         if named.usual * ranks > self._most_stages:
-            return TOO_FEW_BLOCKS
+            return Why.TOO_FEW_BLOCKS
         held = replace(self.space.held, activation_checkpointing=way)
         if _order(name, ranks, named.microbatches * ranks).splits_backwards and against_parts(vars(held)):
-            return NOT_IN_PARTS
+            return Why.NOT_IN_PARTS
         return None
 
     # -- counts
@@ -166,30 +156,22 @@ class Workshop:
         except ConfigurationError as error:
             if tensor == expert == 1:
                 raise
-            refused = f"{CANT_BE_CUT} ({str(error).partition('. ')[0].removesuffix('.')})"
+            refused = f"{Why.CANT_BE_CUT} ({str(error).partition('. ')[0].removesuffix('.')})"
             self._why_not[tensor, expert] = self._refusals.setdefault(axis, refused) if axis else refused
             return
         self._made.update(((tensor, expert, n), counts) for n, counts in zip(self._samples, found))
         if not found[-1].counted and not tensor == expert == 1:  # for the uncut module the caller reports the reason
             # a module may be cut, and then fail to run, such as with heads that don't divide
             sizes = f"tensor_parallel_size={tensor}" + (f" expert_parallel_size={expert}" if expert > 1 else "")
-            self._why_not[tensor, expert] = f"{CANT_BE_COUNTED} ({sizes}: {found[-1].reason})"
+            self._why_not[tensor, expert] = f"{Why.CANT_BE_COUNTED} ({sizes}: {found[-1].reason})"
             del self._made[tensor, expert, self._samples[len(found) - 1]]
-
-    def _in_two_parts(self, counts: Counts) -> Counts | None:
-        found: Counts = self._once(("in two parts", id(counts)), lambda: count_two_parts(self._model, counts))
-        return found if found.counted else None
 
     # -- one candidate
 
     def timing(self, choice: Choice, *, for_bound: bool = False) -> Timing:
         """The timing of a candidate's step; for a bound with whole backwards, and an order of few microbatches."""
         schedule = _order_of(choice, fewest=for_bound)
-        counts = self._counts_of(choice)
-        if schedule.splits_backwards and not for_bound:
-            parted = self._in_two_parts(counts)
-            assert parted is not None, "its peak was computed"
-            counts = parted
+        counts = self._counts_of(choice, in_two_parts=schedule.splits_backwards and not for_bound)
         layout, splits = choice.layout, schedule.splits_backwards
         groups = Groups(layout, self.rates.device.per_machine)
         stages = self._stages_of(choice, counts, schedule)
@@ -221,10 +203,10 @@ class Workshop:
         if least > most:
             return least
         if schedule.splits_backwards:
-            parted = self._in_two_parts(counts)
-            if parted is None:
+            counts = self._counts_of(choice, in_two_parts=True)
+            if not counts.counted:
                 return None
-            counts, stages = parted, self._stages_of(choice, parted, schedule)
+            stages = self._stages_of(choice, counts, schedule)
         # of equal ranks with one stage each, only the one with most microbatches in flight
         fullest: dict[Any, int] = {}
         for rank, of_rank in enumerate(own):
@@ -249,9 +231,11 @@ class Workshop:
                 break
         return found
 
-    def _counts_of(self, choice: Choice) -> Counts:
+    def _counts_of(self, choice: Choice, *, in_two_parts: bool = False) -> Counts:
         found = self._of(choice.layout.tensor_parallel_size, choice.layout.expert_parallel_size, choice.samples)
         assert found is not None, "a candidate's microbatch was counted"
+        if in_two_parts:
+            found = self._once(("in two parts", id(found)), partial(count_two_parts, self._model, found))
         return found
 
     def _blocks(self, stages: int, way: Recomputing) -> list[range]:
@@ -288,10 +272,8 @@ class Workshop:
             )
             is_last = blocks.stop == len(counts.blocks)
             around = tuple(place for place, _ in counts.parts if place in range(blocks.start, blocks.stop + is_last))
-            # if a setting recomputes every n-th block, the blocks' places matter
-            placed = any(type(way) is int for way in self.space.activation_checkpointing) and blocks
             received = counts.blocks[blocks.start - 1].output if blocks.start else 0
-            return tuple(kinds[place] for place in blocks), around, placed, received, is_last
+            return tuple(kinds[place] for place in blocks), around, received, is_last
 
         found: tuple[Any, ...] = self._once(("alike", id(counts), blocks), alike)
         return found
@@ -344,6 +326,4 @@ def _shorter(schedule: Schedule, flight: int) -> Schedule:
 @cache
 def _flights(name: str, ranks: int, microbatches: int) -> list[int]:
     """For each rank, the largest number of forwards whose backward (or its first part) hasn't run yet."""
-    changes = {"F": 1, "B": -1, "I": -1, "W": 0}
-    rows = _order(name, ranks, microbatches).rows
-    return [max(accumulate(changes[action.kind] for action in row)) for row in rows]
+    return [_order(name, ranks, microbatches).in_flight(rank, until="BI") for rank in range(ranks)]

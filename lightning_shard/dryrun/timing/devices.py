@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -117,14 +118,14 @@ def device(profile: str | Mapping[str, Any] | Device) -> Device:
     """
     if isinstance(profile, Device):
         return profile
+    if isinstance(profile, str) and profile.endswith((".yaml", ".yml")):
+        profile = read_yaml(profile, "device")
     if isinstance(profile, Mapping):
         return _of_mapping(profile)
     if not isinstance(profile, str):
         raise ConfigurationError(
             f'device={profile!r} must be the name of a profile, such as "h100", the path of a .yaml file, or a mapping.'
         )
-    if profile.endswith((".yaml", ".yml")):
-        return _of_mapping(read_yaml(profile, "device"))
     name = profile.lower().replace("_", "-")
     name = _ALSO.get(name, name)
     if name not in profiles():
@@ -159,12 +160,14 @@ def read_yaml(path: str, setting: str) -> dict[str, Any]:
     return {str(key): value for key, value in found.items()}
 
 
+_PER_SECOND, _FRACTION = "a number above 0, per second", "a fraction above 0 and at most 1"
+
+
 def _of_mapping(given: Mapping[str, Any]) -> Device:
     given = dict(given)
     based_on = given.pop("based_on", None)
     own = given.get("name", based_on or "own")
-    known = [field.name for field in fields(Device)]
-    _check_names(given, known, f"device {own!r}")
+    known = _checked_names(given, Device, f"device {own!r}")
     base: dict[str, Any] = asdict(device(based_on)) if based_on is not None else {"source": "the user's profile"}
     values = {**base, "name": str(own), **given}
     missing = [name for name in known if values.get(name, {}) == {} and name not in _OPTIONAL]
@@ -178,7 +181,7 @@ def _of_mapping(given: Mapping[str, Any]) -> Device:
             raise ConfigurationError(f"{name} ({given[name]!r}) must be settings by name.")
         values[name] = {**base.get(name, {}), **given.get(name, {})}
         if kind is not None:
-            _check_names(values[name], [field.name for field in fields(kind)], f"{name} of device {own!r}")
+            _checked_names(values[name], kind, f"{name} of device {own!r}")
     values["flops"] = {str(dtype): _number(peak, f"flops.{dtype}") for dtype, peak in values["flops"].items()}
     values["memory"] = size(values["memory"], "memory")
     for name in ("memory_bandwidth", *(("host_bandwidth",) if values.get("host_bandwidth") is not None else ())):
@@ -193,10 +196,12 @@ def _of_mapping(given: Mapping[str, Any]) -> Device:
     return Device(**values)
 
 
-def _check_names(given: Mapping[str, Any], known: list[str], where: str) -> None:
-    unknown = [name for name in given if name not in known]
-    if unknown:
+def _checked_names(given: Mapping[str, Any], kind: Any, where: str) -> list[str]:
+    """The attributes of a dataclass; refuses settings that aren't among them."""
+    known = [field.name for field in fields(kind)]
+    if unknown := [name for name in given if name not in known]:
         raise ConfigurationError(f"{where} says {', '.join(unknown)}, which isn't known: use {', '.join(known)}.")
+    return known
 
 
 def _link(value: Mapping[str, Any], setting: str) -> Link:
@@ -208,15 +213,9 @@ def _link(value: Mapping[str, Any], setting: str) -> Link:
     )
 
 
-_FRACTION = "a fraction above 0 and at most 1"
-
-
-def _number(value: Any, setting: str, must: str = "a number above 0, per second", most: float = math.inf) -> float:
+def _number(value: Any, setting: str, must: str = _PER_SECOND, most: float = math.inf) -> float:
     """A number above 0, also from text, since YAML parses ``9e14`` as text."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 < number <= most:
-        raise ConfigurationError(f"{setting} ({value!r}) must be {must}.")
-    return number
+    with suppress(TypeError, ValueError):
+        if not isinstance(value, bool) and 0 < float(value) <= most:
+            return float(value)
+    raise ConfigurationError(f"{setting} ({value!r}) must be {must}.")

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from lightning_shard.dryrun.counting.counts import Counts, ParameterCount
-from lightning_shard.dryrun.memory.optimizer import OptimizerState
-from lightning_shard.dryrun.memory.peak import Held, Stage, shard_numel
+from lightning_shard.dryrun.memory.peak import Stage, shard_numel
 from lightning_shard.dryrun.timing.links import Groups
 from lightning_shard.dryrun.timing.rates import Rates, Seconds
-from lightning_shard.dryrun.timing.stage import DATA, StageTime, Turns, sent, stage_time, total
+from lightning_shard.dryrun.timing.stage import DATA, StageTime, sent, stage_time, total
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.placement import seconds_text
 from lightning_shard.pipeline.schedules.schedule import Action, Schedule
@@ -35,9 +33,7 @@ class StepTime:
     device: str  # the profile's name
     step: float  # from the first microbatch to the end of the optimizer's step
     timeline: Timeline  # of the pipeline's ranks, simulated, for the step's last batch
-    stages: tuple[StageTime, ...]
     optimizer: float  # the slowest rank's optimizer step
-    ties: float  # to sum gradients of weights that several stages share, after the last backward
     bubble: float  # the fraction of the timeline in which the average rank computes nothing: it receives, or waits
     tokens_per_s: float  # of all devices together
     mfu: float | None
@@ -84,37 +80,28 @@ class Timing:
         microbatches: int | None = None,
     ) -> None:
         self.schedule, self.rates, self.stages = schedule, rates, tuple(times)
-        self._groups, self._made, self._tied = groups, stages, tied
-        self._turns = Turns(microbatches or schedule.microbatches, stages[0].held.accumulates)
+        self._groups, self._made = groups, stages
+        self._microbatches, self._batches = microbatches or schedule.microbatches, stages[0].held.accumulates
         self._crossing = [stage.handed_on for stage in stages[:-1]]  # bytes of a microbatch over each cut
         self._own = [schedule.stages_of(rank) for rank in range(len(schedule.rows))]
+        self.transfers = [self._transfer(cut, cut + 1, nbytes) for cut, nbytes in enumerate(self._crossing)]
+        """Transfer time over each cut; 0 between stages of one rank."""
+        self.optimizer = max(sum(self.stages[stage].optimizer for stage in own) for own in self._own)
+        self.ties: float = sum(2 * self._transfer(first, last, nbytes) for first, last, nbytes in tied)
+        """Time to sum gradients of weights that several stages have: to and fro between the outermost stages."""
 
     @classmethod
-    def of(
-        cls,
-        counts: Counts,
-        layout: Layout,
-        blocks: Sequence[range],
-        schedule: Schedule,
-        held: Held,
-        rates: Rates,
-        optimizer: OptimizerState | None = None,
-    ) -> Timing:
-        """The timing of one plan, with each stage's blocks; ``optimizer`` is ``None`` if its state isn't known."""
-        groups = Groups(layout, rates.device.per_machine)
-        stages = [Stage(counts, layout, own, held, optimizer) for own in blocks]
+    def of(cls, stages: Sequence[Stage], schedule: Schedule, rates: Rates) -> Timing:
+        """The timing of one plan."""
+        groups = Groups(stages[0].layout, rates.device.per_machine)
         times = [stage_time(stage, groups, rates, splits=schedule.splits_backwards) for stage in stages]
-        return cls(schedule, rates, groups, stages, times, ties(counts, layout, blocks))
+        tied = ties(stages[0].counts, stages[0].layout, [stage.blocks for stage in stages])
+        return cls(schedule, rates, groups, stages, times, tied)
 
-    @cached_property
-    def transfers(self) -> list[float]:
-        """Transfer time over each cut; 0 between stages of one rank."""
-        holder = self.schedule.rank_of
-        pairs = [(holder[cut], holder[cut + 1]) for cut in range(len(self._crossing))]
-        return [
-            self.rates.links.transfer(self._groups.between(one, other), nbytes) if one != other else 0.0
-            for (one, other), nbytes in zip(pairs, self._crossing)
-        ]
+    def _transfer(self, one: int, other: int, nbytes: int) -> float:
+        """Time to send bytes from one stage to another; 0 between stages of one rank."""
+        ranks = self.schedule.rank_of[one], self.schedule.rank_of[other]
+        return self.rates.links.transfer(self._groups.between(*ranks), nbytes) if len({*ranks}) > 1 else 0.0
 
     def costs(self, *, reduces: bool = True) -> Costs:
         """The costs of a batch's actions; it ``reduces`` gradients if it is the last before an optimizer step."""
@@ -137,24 +124,9 @@ class Timing:
         beside = None if self.schedule.splits_backwards else row[-1].stage
         return {s: self.stages[s].last if s == beside else self.stages[s].reduces for s in self._own[rank]}
 
-    @cached_property
-    def optimizer(self) -> float:
-        return max(sum(self.stages[stage].optimizer for stage in own) for own in self._own)
-
-    @cached_property
-    def ties(self) -> float:
-        """Time to sum gradients of weights that several stages have: to and fro between the outermost stages."""
-        found = 0.0
-        for first, last, nbytes in self._tied:
-            one, other = self.schedule.rank_of[first], self.schedule.rank_of[last]
-            if one != other:
-                found += 2 * self.rates.links.transfer(self._groups.between(one, other), nbytes)
-        return found
-
     def bound(self) -> float:
         """A lower bound of the step's time, for any order of the schedule's actions."""
-        batches = self._turns.batches
-        return (batches - 1) * self._bound(0) + self._bound(1) + self.optimizer + self.ties
+        return (self._batches - 1) * self._bound(0) + self._bound(1) + self.optimizer + self.ties
 
     def _bound(self, reduces: int) -> float:
         """A lower bound of a batch's time: a rank computes all microbatches, and receives what they need.
@@ -178,22 +150,22 @@ class Timing:
             each = sum(costs.forward[s] + costs.backward_input[s] + costs.backward_weight[s] for s in own)
             each += sum(transfers[s] for s in own) + sum(transfers[s - 1] for s in own if s)
             once = sum(self.stages[s].first for s in own) + reduces * sum(self._last(rank).values())
-            longest = max(longest, self._turns.microbatches * each + once + passed[own[0]])
+            longest = max(longest, self._microbatches * each + once + passed[own[0]])
         return longest
 
     def simulated(self, flops_per_sample: float | None = None) -> StepTime:
         """Simulate the step; for MFU, given the whole model's operations for one sample (see :func:`model_flops`)."""
-        counts, layout, batches = self._made[0].counts, self._groups.layout, self._turns.batches
+        counts, layout, batches = self._made[0].counts, self._groups.layout, self._batches
         timeline = simulate(self.schedule, self.costs())
         before = simulate(self.schedule, self.costs(reduces=False)).duration if batches > 1 else 0.0
         step = (batches - 1) * before + timeline.duration + self.optimizer + self.ties
-        times = self._turns.microbatches * batches * layout.data_parallel_size
+        runs = self._microbatches * batches
+        times = runs * layout.data_parallel_size
         flops = None if flops_per_sample is None else flops_per_sample * counts.samples * times
-        runs = self._turns.microbatches * batches
         bytes_sent = []
         for own in self._own:
             crossing = sum(self._crossing[cut] for stage in own for cut in self._cuts_of(stage) if self.transfers[cut])
-            of_stages = [sent(self._made[stage], layout, self._turns) for stage in own]
+            of_stages = [sent(self._made[stage], layout, self._microbatches) for stage in own]
             # activations forward over one of a stage's cuts, gradients backward over the other
             bytes_sent.append(total([*of_stages, *([{PIPELINE: runs * crossing}] if crossing else [])]))
         axes = dict.fromkeys(axis for of in bytes_sent for axis in of)
@@ -201,9 +173,7 @@ class Timing:
             device=self.rates.device.name,
             step=step,
             timeline=timeline,
-            stages=self.stages,
             optimizer=self.optimizer,
-            ties=self.ties,
             bubble=timeline.bubble,
             tokens_per_s=counts.tokens * times / step if step else float("inf"),
             mfu=None if flops is None or not step else flops / (step * layout.world_size * self.rates.peak),
@@ -219,7 +189,7 @@ class Timing:
 
     def _spent(self, step: float) -> dict[str, float]:
         """The busiest rank's time in a step, by purpose."""
-        runs = self._turns.microbatches * self._turns.batches
+        runs = self._microbatches * self._batches
         ranks = []
         for rank, own in enumerate(self._own):
             times = [self.stages[stage] for stage in own]
@@ -227,7 +197,7 @@ class Timing:
                 [
                     *({what: runs * of for what, of in stage.forward.items()} for stage in times),
                     *({what: runs * of for what, of in stage.backward.items()} for stage in times),
-                    {DATA: sum(self._turns.batches * s.first for s in times) + sum(self._last(rank).values())},
+                    {DATA: sum(self._batches * s.first for s in times) + sum(self._last(rank).values())},
                     {OPTIMIZER: sum(stage.optimizer for stage in times)},
                 ]
             )

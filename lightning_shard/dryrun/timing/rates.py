@@ -51,12 +51,12 @@ class Rates:
         return min(whole[PRODUCTS] + whole[MEMORY], weights[PRODUCTS] + weights[MEMORY])
 
     def _sent(self, work: Work, groups: Groups) -> dict[str, float]:
-        found = {}
-        if work.traffic.get(TENSOR):
-            found[TENSOR] = self.links.ring(groups.tensor, work.traffic[TENSOR], work.collectives.get(TENSOR, 1))
-        if work.traffic.get(EXPERT):
-            found[EXPERT] = self.links.exchange(groups.expert, work.traffic[EXPERT], work.collectives.get(EXPERT, 1))
-        return found
+        ways = (TENSOR, self.links.ring, groups.tensor), (EXPERT, self.links.exchange, groups.expert)
+        return {
+            axis: send(group, work.traffic[axis], work.collectives.get(axis, 1))
+            for axis, send, group in ways
+            if work.traffic.get(axis)
+        }
 
 
 def dtype_of(precision: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from lightning_shard.dryrun.counting.counts import EXPERT, TENSOR
@@ -43,13 +43,6 @@ class StageTime:
         return sum(self.backward.values())
 
 
-class Turns(NamedTuple):
-    """Repetitions in a step: microbatches per batch, and batches."""
-
-    microbatches: int
-    batches: int
-
-
 class _Piece(NamedTuple):
     """One of a rank's consecutive tasks: compute a part, gather its unit before, and reduce it after; in seconds."""
 
@@ -77,12 +70,13 @@ def _together(pieces: Sequence[_Piece], *, overlaps: bool) -> float:
 
 def stage_time(stage: Stage, groups: Groups, rates: Rates, *, splits: bool = False) -> StageTime:
     """Estimate a stage's time; ``splits``: the schedule splits backwards, so reduces don't overlap with computation."""
-    held, offloads = stage.held, stage.held.cpu_offload
+    held = stage.held
     spent = [(rates.spent(cost.forward, groups), rates.spent(cost.backward, groups)) for cost in stage.costs]
     forwards, backwards = ([sum(of[way].values()) for of in spent] for way in (0, 1))
-    units = _units_in_turn(stage)
-    *gathers, gathers_root = (_gather(unit, groups, rates, offloads) for unit in (*units, stage.root))
-    *reduces, reduces_root = (_reduce(unit, groups, rates, offloads) for unit in (*units, stage.root))
+    units = dict(stage.units)
+    in_turn = [units.pop(part.name, None) for part in stage.parts]  # a block that runs again is still gathered
+    on_links = partial(_on_links, groups=groups, rates=rates, offloads=held.cpu_offload)
+    (*gathers, gathers_root), (*reduces, reduces_root) = zip(*map(on_links, (*in_turn, stage.root)))
 
     def forward(gathering: bool, root: float = 0.0) -> float:
         pieces = [_Piece(c, g if gathering else 0.0) for c, g in zip(forwards, gathers)]
@@ -97,7 +91,6 @@ def stage_time(stage: Stage, groups: Groups, rates: Rates, *, splits: bool = Fal
     regathers, each = not stage.keeps_gathered, held.reduce_each_microbatch
     each_forward, each_backward = forward(regathers), backward(regathers, each)
     backward_s = total(of[1] for of in spent)
-    trained = sum(numel * p.dtype.itemsize for p, numel in stage.shards if p.requires_grad)
     return StageTime(
         forward={**total(of[0] for of in spent), DATA: max(0.0, each_forward - sum(forwards))},
         backward={**backward_s, DATA: max(0.0, each_backward - sum(backwards))},
@@ -106,7 +99,7 @@ def stage_time(stage: Stage, groups: Groups, rates: Rates, *, splits: bool = Fal
         last=0.0 if each else backward(regathers, True) - each_backward,
         reduces=0.0 if each else sum(reduces) + reduces_root,
         # its state and parameters are read and written, gradients are read
-        optimizer=0.0 if offloads else rates.read(2 * stage.state_bytes + 3 * trained),
+        optimizer=0.0 if held.cpu_offload else rates.read(2 * stage.state_bytes + 3 * stage.reduced_bytes),
     )
 
 
@@ -118,68 +111,53 @@ def total(spent: Iterable[Seconds]) -> dict[str, float]:
     return found
 
 
-def _units_in_turn(stage: Stage) -> list[Unit | None]:
-    """For each part, the unit that is gathered for it; only the first time if a block runs several times."""
-    units = dict(stage.units)
-    return [units.pop(part.name, None) for part in stage.parts]
+def _bytes(unit: Unit, *, gradients: bool) -> tuple[int, int]:
+    """Bytes of a unit's whole parameters or gradients: those sharded over all data ranks, and those of experts.
+
+    Experts in lists aren't among them: they are included in their part's traffic.
+    """
+    whole = {False: 0, True: 0}
+    for parameter, numel in unit.whole:
+        if parameter.requires_grad or not gradients:
+            dtype = unit.gradient(parameter) if gradients else parameter.gathers_in
+            whole[parameter.is_expert] += numel * dtype.itemsize
+    return whole[False], whole[True]
 
 
-def _of_unit(unit: Unit, *, gradients: bool) -> tuple[float, float]:
-    """Bytes of a unit's whole parameters or gradients: those sharded over all data ranks, and those of experts."""
-    shared = experts = 0.0
-    for parameter, numel in unit.padded:
-        if parameter.is_listed or (gradients and not parameter.requires_grad):
-            continue  # experts in lists are included in their part's traffic
-        dtype = (unit.reduces_in if gradients else parameter.gathered_dtype) or parameter.dtype
-        nbytes = numel * dtype.itemsize
-        if parameter.is_expert:
-            experts += nbytes * unit.expert_shards
-        else:
-            shared += nbytes * unit.shards
-    return shared, experts
-
-
-def _gather(unit: Unit | None, groups: Groups, rates: Rates, offloads: bool) -> float:
+def _on_links(unit: Unit | None, groups: Groups, rates: Rates, *, offloads: bool) -> tuple[float, float]:
+    """Time to gather a unit; and to reduce-scatter its gradients, and all-reduce the shards over replicas."""
     if unit is None:
-        return 0.0
-    shared, experts = _of_unit(unit, gradients=False)
-    copied = rates.to_host(unit.held) if offloads else 0.0
-    return copied + rates.links.gather(groups.shards, shared) + rates.links.gather(groups.expert_shards, experts)
-
-
-def _reduce(unit: Unit | None, groups: Groups, rates: Rates, offloads: bool) -> float:
-    """Time to reduce-scatter a unit's gradients, and to all-reduce the shards over replicas."""
-    if unit is None:
-        return 0.0
-    shared, experts = _of_unit(unit, gradients=True)
-    links = rates.links
+        return 0.0, 0.0
+    links, to_host = rates.links, rates.to_host if offloads else lambda _: 0.0
+    shared, experts = _bytes(unit, gradients=False)
+    gather = to_host(unit.held) + links.gather(groups.shards, shared) + links.gather(groups.expert_shards, experts)
+    shared, experts = _bytes(unit, gradients=True)
     shards = shared / groups.shards.size + experts / groups.expert_shards.size
-    return (
+    return gather, (
         links.gather(groups.shards, shared)
         + links.gather(groups.expert_shards, experts)
         + links.reduce(groups.replicas, shards)
-        + (rates.to_host(unit.reduced) if offloads else 0.0)
+        + to_host(unit.reduced)
     )
 
 
-def sent(stage: Stage, layout: Layout, turns: Turns) -> dict[str, float]:
-    """Bytes that a rank of a stage sends in a step, by axis; without pipeline transfers."""
+def sent(stage: Stage, layout: Layout, microbatches: int) -> dict[str, float]:
+    """Bytes that a rank of a stage sends in a step, by axis; without pipeline transfers; of a batch's microbatches."""
     shards, experts = layout.shard_size, layout.shard_size // layout.expert_parallel_size
-    replicas = layout.data_parallel_replicas
+    replicas, batches = layout.data_parallel_replicas, stage.held.accumulates
 
     def ring(sizes: tuple[float, float]) -> float:
         return sizes[0] * (shards - 1) / shards + sizes[1] * (experts - 1) / experts
 
-    runs = turns.microbatches * turns.batches
-    gathers = turns.batches if stage.keeps_gathered else 2 * runs
+    runs = microbatches * batches
+    gathers = batches if stage.keeps_gathered else 2 * runs
     reduces = runs if stage.held.reduce_each_microbatch else 1
-    units = [unit for unit in _units_in_turn(stage) if unit is not None]
-    blocks = sum(ring(_of_unit(unit, gradients=False)) for unit in units)
-    root = ring(_of_unit(stage.root, gradients=False))
-    gradients = [_of_unit(unit, gradients=True) for unit in (*units, stage.root)]
+    blocks = sum(ring(_bytes(unit, gradients=False)) for unit in stage.units.values())
+    root = ring(_bytes(stage.root, gradients=False))
+    gradients = [_bytes(unit, gradients=True) for unit in stage.every_unit]
     of_shards = sum(shared / shards + expert / experts for shared, expert in gradients)
     found: dict[str, float] = {
-        DATA: gathers * blocks + turns.batches * root + reduces * sum(map(ring, gradients)),
+        DATA: gathers * blocks + batches * root + reduces * sum(map(ring, gradients)),
         REPLICAS: reduces * of_shards * 2 * (replicas - 1) / replicas,
     }
     for axis in (TENSOR, EXPERT):

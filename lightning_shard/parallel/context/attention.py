@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.context.chunks import Gather, Part
-from lightning_shard.parallel.context.recomputed import recomputed_within
-from lightning_shard.torch_private import attention_replaced
+from lightning_shard.parallel.context.chunks import Part, join
+from lightning_shard.torch_private import attention_replaced, checkpointed_functions_replaced
 
 _SEQUENCE = -2
 """The dim of queries, keys and values, ``[…, sequence, features]``, and of a mask's rows."""
@@ -39,10 +38,24 @@ def attention_by(function: Callable[..., Tensor]) -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with attention_replaced(function), recomputed_within(partial(attention_by, function)):
+        with attention_replaced(function), checkpointed_functions_replaced(partial(_attending, function)):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _attending(attention: Callable[..., Tensor], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is checkpointed in a block's own code, with the block's attention in the backward too.
+
+    A backward runs it when the block's forward has ended. Ranks that run the same blocks recompute the same functions
+    in the same order, so these may hold collectives.
+    """
+
+    def attending(*args: Any, **kwargs: Any) -> Any:
+        with attention_by(attention):
+            return function(*args, **kwargs)
+
+    return attending
 
 
 @functools.cache
@@ -91,7 +104,7 @@ def over_ranks(part: Part, length: int) -> Callable[..., Tensor]:
                 )
         rows = None if attn_mask is None else _own_rows(attn_mask, part, length)
         query, key, value = _cast(query, key, value)
-        key, value = Gather.apply(_SEQUENCE, part, 1, key, value)
+        key, value = join(_SEQUENCE, part, key, value)
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         with attention_by(_PLAIN):
             if is_causal and attn_mask is None:

@@ -160,7 +160,7 @@ class ShardedSequences:
 
     def _joined(self, returned: Any) -> Any:
         if isinstance(returned, Tensor):
-            return join(returned, 1, self._part)
+            return join(1, self._part, returned)[0]
         if isinstance(returned, (tuple, list)):
             return tree.rebuild(returned, [self._joined(value) for value in returned])
         return returned

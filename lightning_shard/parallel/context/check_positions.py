@@ -11,8 +11,8 @@ Noise is added to the parameters for these runs, so that parameters that are zer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lightning_shard.errors import ShardError, StepError
 from lightning_shard.parallel.block_probe import Result, TrialRuns, are_alike, random_state
 from lightning_shard.parallel.context.attention import attention_by
 from lightning_shard.parallel.fsdp.units import class_name
+from lightning_shard.parallel.tensor.local_modules import computing_with
 
 POSITIONS = 64
 """Maximum number of positions, of a rank's part, that the check runs on."""
@@ -159,8 +160,7 @@ def _alike(whole: Seen, first: Seen, second: Seen) -> bool:
     return True
 
 
-@contextmanager
-def _noisy(block: nn.Module) -> Iterator[None]:
+def _noisy(block: nn.Module) -> AbstractContextManager[None]:
     """Inside, a block's parameters are float32 copies with noise of about their size, its buffers float32 copies."""
     made: dict[int, Tensor] = {}
 
@@ -172,12 +172,7 @@ def _noisy(block: nn.Module) -> Iterator[None]:
             made[id(tensor)] = nn.Parameter(_with_noise(tensor), False) if is_parameter else tensor.float().clone()
         return made[id(tensor)]
 
-    with torch.no_grad(), ExitStack() as inside:
-        held: Iterator[dict[str, Any]] = (d for m in block.modules() for d in (m._parameters, m._buffers))
-        for slots in held:
-            inside.callback(slots.update, dict(slots))
-            slots.update({name: other(tensor) for name, tensor in slots.items() if tensor is not None})
-        yield
+    return computing_with(block.modules(), other, buffers=True)
 
 
 def _with_noise(parameter: Tensor) -> Tensor:

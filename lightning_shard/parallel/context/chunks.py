@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_shard.parallel.collectives import gather, in_32_bits, summed_both_ways
+
 
 @dataclass(frozen=True)
 class Part:
@@ -46,37 +48,12 @@ class Part:
     @property
     def chunks(self) -> tuple[int, int]:
         """The indices of this rank's two chunks, out of ``2 × ranks``."""
-        return self._chunks_of(self.rank)
-
-    def _chunks_of(self, rank: int) -> tuple[int, int]:
-        return rank, 2 * self.ranks - 1 - rank
+        return self.rank, 2 * self.ranks - 1 - self.rank
 
     def cut(self, whole: Tensor, dim: int) -> Tensor:
         """A copy of this rank's chunks of a tensor that all ranks hold whole; no communication."""
-        return self._cut_for(self.rank, whole, dim)
-
-    def _cut_for(self, rank: int, whole: Tensor, dim: int) -> Tensor:
         size = whole.size(dim) // (2 * self.ranks)
-        return torch.cat([whole.narrow(dim, chunk * size, size) for chunk in self._chunks_of(rank)], dim)
-
-    def gather(self, own: Tensor, dim: int) -> Tensor:
-        """All-gather the ranks' parts to the whole tensor, in the order of the sequence. Collective over the group."""
-        own = own.contiguous()
-        joined = own.new_empty(self.ranks, *own.shape)
-        dist.all_gather(list(joined.unbind()), own, group=self.group)
-        heads, tails = zip(*(part.chunk(2, dim) for part in joined))
-        return torch.cat([*heads, *reversed(tails)], dim)
-
-    def sum(self, whole: Tensor, dim: int) -> Tensor:
-        """Reduce-scatter: this rank's part of the sum of the ranks' whole tensors. Collective over the group.
-
-        16-bit tensors are summed in 32 bits, as in one process, which has one sum over all positions.
-        """
-        given = torch.stack([self._cut_for(rank, whole, dim) for rank in range(self.ranks)])
-        taken = torch.empty_like(given)
-        dist.all_to_all_single(taken, given, group=self.group)
-        wide = torch.float32 if whole.dtype in (torch.bfloat16, torch.float16) else None
-        return taken.sum(0, dtype=wide).to(whole.dtype)
+        return torch.cat([whole.narrow(dim, chunk * size, size) for chunk in self.chunks], dim)
 
 
 class Cut(torch.autograd.Function):
@@ -89,14 +66,20 @@ class Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (whole,) = Gather.apply(ctx.dim, ctx.part, 1 / ctx.part.ranks, gradient)
-        return whole, None, None
+        (whole,) = join(ctx.dim, ctx.part, gradient)
+        return whole / ctx.part.ranks, None, None
 
 
-def join(own: Tensor, dim: int, part: Part) -> Tensor:
-    """For the output of a block: all-gather the ranks' parts; the backward sums and cuts (reduce-scatter)."""
-    (whole,) = Gather.apply(dim, part, 1, own)
-    return whole  # type: ignore[no-any-return]
+def join(dim: int, part: Part, *own: Tensor) -> list[Tensor]:
+    """All-gather the ranks' parts to whole tensors, in the order of the sequence; the backward sums and cuts.
+
+    For the output of a block, and for keys and values within a block, which each rank uses for its own queries.
+    """
+    wholes = []
+    for of_ranks in gather(part.group, *own):
+        heads, tails = zip(*(each.chunk(2, dim) for each in of_ranks))
+        wholes.append(torch.cat([*heads, *reversed(tails)], dim))
+    return wholes
 
 
 def share(whole: Tensor, part: Part) -> Tensor:
@@ -112,53 +95,5 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Mean.apply(gradient, ctx.part), None
-
-
-class _Mean(torch.autograd.Function):
-    """Mean over the ranks; the backward averages the gradients of all ranks' losses in the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, part: Part) -> Tensor:
-        ctx.part = part
-        summed = whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
-        dist.all_reduce(summed, group=part.group)
-        return summed.div_(part.ranks).to(whole.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Mean.apply(gradient, ctx.part), None
-
-
-class Gather(torch.autograd.Function):
-    """All-gather of parts to whole tensors, times ``by``; the backward is a reduce-scatter, also times ``by``.
-
-    Used for a block's output, and for keys and values within a block, which each rank uses for its own queries. One
-    function takes keys and values, so that every rank's backward sends their gradients in the same order.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, dim: int, part: Part, by: float, *own: Tensor) -> tuple[Tensor, ...]:
-        ctx.given = dim, part, by
-        return tuple(_times(part.gather(tensor, dim), by) for tensor in own)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_Sum.apply(*ctx.given, *gradients)
-
-
-class _Sum(torch.autograd.Function):
-    """Reduce-scatter, times ``by``: this rank's parts of the sums of whole tensors; the backward of :class:`Gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, dim: int, part: Part, by: float, *wholes: Tensor) -> tuple[Tensor, ...]:
-        ctx.given = dim, part, by
-        return tuple(_times(part.sum(tensor, dim), by) for tensor in wholes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *Gather.apply(*ctx.given, *gradients)
-
-
-def _times(made: Tensor, by: float) -> Tensor:
-    return made if by == 1 else made.mul_(by)
+        wide = gradient.to(in_32_bits(gradient.dtype))
+        return (summed_both_ways(wide, ctx.part.group) / ctx.part.ranks).to(gradient.dtype), None

@@ -10,7 +10,7 @@ the same way in 32 bits, and are averaged over all data ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.parallel.experts.exchange import all_to_all
+from lightning_shard.parallel.collectives import all_to_all
 from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
+from lightning_shard.parallel.tensor.local_modules import computing_with
 from lightning_shard.sharding import chunk
 
 
@@ -77,8 +78,7 @@ class ExpertWeights:
         """This rank's shards of the parameters of all experts, expert by expert."""
         return [module._parameters[key] for slots in self._slots for module, key in slots]  # type: ignore[misc]
 
-    @contextmanager
-    def in_place(self, place: int, full: Sequence[Tensor]) -> Iterator[None]:
+    def in_place(self, place: int, full: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Inside, one of this rank's experts holds its full parameters.
 
         Args:
@@ -86,14 +86,8 @@ class ExpertWeights:
             full: The result of :meth:`gather`.
         """
         slots = self._own_slots[place]
-        held = [module._parameters[key] for module, key in slots]
-        for (module, key), whole in zip(slots, full[place * len(slots) :]):
-            module._parameters[key] = whole  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            for (module, key), shard in zip(slots, held):
-                module._parameters[key] = shard
+        whole = {id(module._parameters[key]): each for (module, key), each in zip(slots, full[place * len(slots) :])}
+        return computing_with({module: None for module, _ in slots}, lambda shard: whole[id(shard)])
 
     def gather(self, shards: Sequence[DTensor]) -> list[Tensor]:
         """The full parameters of this rank's experts, expert by expert. Collective over the data ranks."""

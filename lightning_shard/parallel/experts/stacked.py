@@ -20,8 +20,7 @@ for powers of two.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -33,11 +32,12 @@ from torch.distributed.tensor import Shard
 
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.blocks import tied_parameters
+from lightning_shard.parallel.collectives import Exchange
 from lightning_shard.parallel.experts.check_rows import RowCheck
-from lightning_shard.parallel.experts.exchange import Exchange
 from lightning_shard.parallel.experts.module_lists import TwoRuns, distribute_list, experts_of, is_list, unfit_list
 from lightning_shard.parallel.plans import declared_plan, matches, similar
 from lightning_shard.parallel.tensor.local_modules import local_parameters, split_parameter
+from lightning_shard.torch_private import replaced
 
 ExpertPlan = Mapping[str, str]
 
@@ -290,7 +290,7 @@ class Dispatched:
             # every parameter must get a gradient
             rows, scales = rows.sum(0, keepdim=True), scales.sum(0, keepdim=True)
             experts = experts.new_zeros(1, 1)
-        with local_parameters(module), _holding(module, here):
+        with local_parameters(module), replaced((module, "num_experts", here)):
             results: Tensor = self._own_forward(module, rows, experts, scales)
         if not isinstance(results, Tensor) or len(results) != len(rows) or results.ndim != 2:
             shape = tuple(results.shape) if isinstance(results, Tensor) else type(results).__name__
@@ -299,14 +299,3 @@ class Dispatched:
                 " be dealt to ranks: write it so, or use expert_parallel_size=1."
             )
         return results[:count]
-
-
-@contextmanager
-def _holding(module: nn.Module, experts: int) -> Iterator[None]:
-    """Inside, a module's ``num_experts`` is the number of this rank's experts."""
-    before = module.num_experts
-    module.num_experts = experts  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        module.num_experts = before

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,20 +22,7 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp.arguments import Node, UnitCall, recorded
-from lightning_shard.parallel.fsdp.units import gather_for_backward, groups_of, sharded_units
-
-
-@dataclass
-class _Forward:
-    """A forward that was watched.
-
-    Attributes:
-        begin: The number that autograd gave to a node before it.
-        calls: The calls of units so far.
-    """
-
-    begin: int
-    calls: list[UnitCall] = field(default_factory=list)
+from lightning_shard.parallel.fsdp.units import frees, gather_for_backward, gathered_in, groups_of, sharded_units
 
 
 class BypassedUnits:
@@ -50,12 +36,12 @@ class BypassedUnits:
     """
 
     def __init__(self, root: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        frees = (unit for unit in sharded_units(root) if any(g._reshard_after_forward for g in groups_of(unit)))
-        self._units: list[nn.Module] = [unit for unit in frees if unit is not root]
+        self._units = [unit for unit in sharded_units(root) if unit is not root and frees(unit)]
         self._group = group
         self._device = device
         self._names = {module: name for name, module in root.named_modules()}
-        self._forwards: dict[int, _Forward] = {}
+        self._forwards: dict[int, tuple[int, list[UnitCall]]] = {}
+        """By stage, of the forward that was watched: the number of a node before it, and the calls of units so far."""
         self._numbers: dict[int, set[int]] = defaultdict(set)
         self._found: dict[int, set[int]] = defaultdict(set)
         self._in_forward = False
@@ -80,9 +66,9 @@ class BypassedUnits:
         if not self._units:
             yield
             return
-        forward = self._forwards[stage] = _Forward(_next_number())
-
-        with recorded(forward.calls):
+        calls: list[UnitCall] = []
+        self._forwards[stage] = _next_number(), calls
+        with recorded(calls):
             self._in_forward = True
             try:
                 yield
@@ -101,12 +87,12 @@ class BypassedUnits:
             StepError: In another step than these, there are units to gather that weren't before.
         """
         if stage in self._forwards:
-            forward = self._forwards[stage] if self._in_forward else self._forwards.pop(stage)
-            number = max((node._sequence_nr() for node in _nodes(outputs)), default=0) - forward.begin
+            begin, calls = self._forwards[stage] if self._in_forward else self._forwards.pop(stage)
+            number = max((node._sequence_nr() for node in _nodes(outputs)), default=0) - begin
             agrees = self._steps & (self._steps - 1) == 0
             if agrees or number not in self._numbers[stage]:
                 self._numbers[stage].add(number)
-                self._note(self._bypassed(outputs, forward.calls), stage, agrees)
+                self._note(self._bypassed(outputs, calls), stage, agrees)
         for index in sorted(self._found[stage]):
             gather_for_backward(self._units[index], (), outputs)
 
@@ -123,7 +109,8 @@ class BypassedUnits:
                 " features collected by a hook. Data ranks hold these blocks in parts, and"
                 " agree on what to gather for that in an epoch's first, second, fourth, eighth, … step only: use it"
                 " from the first step on (with a weight of 0), resume from the last checkpoint, or set"
-                " reshard_after_forward=False."
+                " reshard_after_forward=False.",
+                breaks=8,
             )
 
     def _agreed(self, own: set[int], group: dist.ProcessGroup) -> set[int]:
@@ -168,8 +155,7 @@ class BypassedUnits:
             gathered: index
             for index, unit in enumerate(self._units)
             for group in groups_of(unit)
-            for parameter in group.fsdp_params
-            if (gathered := getattr(parameter, "_unsharded_param", None)) is not None
+            for _, gathered in gathered_in(group)
         }
 
 

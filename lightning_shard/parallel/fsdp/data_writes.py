@@ -28,20 +28,16 @@ def show_writes(parameter: Tensor) -> None:
 
 
 def was_written(parameter: Tensor) -> bool:
-    """Whether its ``data`` was taken since the last call, or :func:`forget_data`, and its values were changed by that.
+    """Whether its ``data`` was taken since the last call, and its values were changed by that; not if they are freed.
 
-    Waits for the device only where something was written. The parameter's memory must be there.
+    Waits for the device only where something was written.
     """
     if parameter not in TAKEN:
         return False
     before, given = TAKEN.pop(parameter)
     with torch._C.DisableTorchFunction():
-        return any(data._version for data in given) and _differ(given[0], before)
-
-
-def forget_data(parameter: Tensor) -> None:
-    """Forget what of it was taken: its memory is freed."""
-    TAKEN.pop(parameter, None)
+        is_there = _local(given[0]).untyped_storage().nbytes() > 0
+        return is_there and any(data._version for data in given) and _differ(given[0], before)
 
 
 def data_of(tensor: Any) -> Tensor:
@@ -56,7 +52,7 @@ def data_of(tensor: Any) -> Tensor:
 
 
 def watch_data() -> None:
-    """Patch ``nn.Parameter.data``, of all parameters of this process; ``dtensor_writes.py`` patches DTensor's."""
+    """Patch ``nn.Parameter.data``, of all parameters of this process; ``as_tensors.py`` patches DTensor's."""
     watched: Any = nn.Parameter
     watched.data = property(data_of, _DATA.__set__)
 

@@ -12,68 +12,39 @@ dispatcher, in C++, refuses plain tensors before it asks anything that could be 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_shard.errors import StepError
-from lightning_shard.sharding import full_tensor
+from lightning_shard.parallel.fsdp.as_tensors import full, is_plain, reduced
+from lightning_shard.torch_private import replaced
 
 _COMPARISONS = 2
 """Of one tensor: the first time it may be as it was made, such as zeros."""
 _LEFT = {Tensor.copy_, Tensor.__setitem__}
-"""``dtensor_writes.py`` knows these."""
-
-
-class _Now:
-    runs = 0
-    steps = 0
+"""``as_tensors.py`` knows these."""
 
 
 _compared: Any = WeakIdKeyDictionary()
 """How often a tensor was compared."""
-_sharded: Any = DTensor
-_disabled: Any = _sharded.__dict__["__torch_function__"]
 
 
-@contextmanager
-def run() -> Iterator[None]:
+def run() -> AbstractContextManager[None]:
     """Context of a Trainer's run."""
-    with _counted("runs"):
-        yield
+    return replaced((DTensor, "__torch_function__", _BETWEEN))
 
 
-@contextmanager
-def step() -> Iterator[None]:
+def step() -> AbstractContextManager[None]:
     """Context of what a run computes in steps: forwards, backwards and optimizer steps."""
-    with _counted("steps"):
-        yield
-
-
-@contextmanager
-def _counted(what: str) -> Iterator[None]:
-    setattr(_Now, what, getattr(_Now, what) + 1)
-    _switch()
-    try:
-        yield
-    finally:
-        setattr(_Now, what, getattr(_Now, what) - 1)
-        _switch()
-
-
-def _switch() -> None:
-    is_between = bool(_Now.runs) and not _Now.steps
-    wanted = _BETWEEN if is_between else _disabled
-    if _sharded.__dict__["__torch_function__"] is not wanted:
-        _sharded.__torch_function__ = wanted
+    return replaced((DTensor, "__torch_function__", _DISABLED))
 
 
 def _between(_: Any, func: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,35 +53,24 @@ def _between(_: Any, func: Any, __: Any, args: Any = (), kwargs: Any = None) -> 
         if len(args) == 1 and not kwargs:  # reads of attributes, such as p.grad
             return func(*args)
         given = [*args, *kwargs.values()]
-        plain = [each for each in given if _is_plain(each) and each.numel() > 1]
+        plain = [each for each in given if is_plain(each) and each.numel() > 1]
         sharded = next((each for each in given if isinstance(each, DTensor)), None)
         if not plain or sharded is None or func in _LEFT:
             return func(*args, **kwargs)
         for each in plain:
             _compare(each, sharded.device_mesh)
         name = getattr(func, "__name__", "")
-        if args and _is_plain(args[0]) and name.endswith("_") and not name.endswith("__"):
-            return func(*map(_whole, args), **{key: _whole(each) for key, each in kwargs.items()})
+        if args and is_plain(args[0]) and name.endswith("_") and not name.endswith("__"):
+            return func(*full(args), **full(kwargs))
         with implicit_replication():
             return func(*map(_reduced, args), **{key: _reduced(each) for key, each in kwargs.items()})
 
 
-_BETWEEN = classmethod(_between)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, DTensor)
-
-
-def _whole(value: Any) -> Any:
-    return full_tensor(value) if isinstance(value, DTensor) else value
+_BETWEEN, _DISABLED = classmethod(_between), vars(DTensor)["__torch_function__"]
 
 
 def _reduced(value: Any) -> Any:
-    """A tensor whose ranks' parts are still to be joined, such as ``p.norm()``, as they are joined."""
-    if not isinstance(value, DTensor) or not any(each.is_partial() for each in value.placements):
-        return value
-    return value.redistribute(placements=[Replicate() if each.is_partial() else each for each in value.placements])
+    return reduced(value) if isinstance(value, DTensor) else value
 
 
 def _compare(tensor: Tensor, mesh: DeviceMesh) -> None:
@@ -132,5 +92,6 @@ def _compare(tensor: Tensor, mesh: DeviceMesh) -> None:
         raise StepError(
             f"Between steps a plain tensor of shape {tuple(tensor.shape)} meets a sharded parameter, and has other"
             " values on other ranks, each of which would change its own part of the parameter by its own values: make"
-            " it equal on all, as by trainer.strategy.reduce(values) or self.all_gather(values).mean(0)."
+            " it equal on all, as by trainer.strategy.reduce(values) or fabric.all_reduce(values).",
+            breaks=9,
         )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.shard import expect_backward, has_unreduced_gradients, is_gathered
+from lightning_shard.parallel.fsdp.shard import expect_backward_of, has_unreduced_gradients, is_gathered
 from lightning_shard.parallel.fsdp.units import call_fsdp, groups_of, sharded_units
+from lightning_shard.torch_private import backwards_replaced
 
 
 class InputGradients:
@@ -25,10 +26,6 @@ class InputGradients:
     the first such graph of a step on, all units that such graphs use are unsharded before each backward, and nothing is
     reduced or freed before that whole backward is over.
 
-    Private (torch 2.11 to 2.14): ``torch.autograd._engine_run_backward``, the one function that runs all backwards;
-    torch's compiler replaces it too. ``torch.autograd.grad`` itself isn't replaced, since user code may have imported
-    it by name.
-
     Args:
         root: The model, with its units.
         reduces: Returns whether the next backward of a step is to reduce gradients.
@@ -37,53 +34,41 @@ class InputGradients:
     """
 
     def __init__(self, root: nn.Module, reduces: Callable[[], bool], *, frees: bool) -> None:
-        self._root, self._reduces, self._frees = root, reduces, frees
+        self._reduces, self._frees = reduces, frees
         self._units = list(sharded_units(root))
         self._used: list[nn.Module] = []
         self._runs = False
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """The context of a step: backwards inside are intercepted."""
         self._used = []
-        if not self._units:
-            yield
-            return
-        autograd: Any = torch.autograd
-        plain = autograd._engine_run_backward
+        return backwards_replaced(lambda plain: partial(self._run, plain)) if self._units else nullcontext()
 
-        def run(outputs: Any, gradients: Any, keeps: Any, creates: bool, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            def differentiate() -> Any:
-                return plain(outputs, gradients, keeps, creates, inputs, *args, **kwargs)
-
-            if self._runs:  # a nested backward, as of a reentrant checkpoint
-                return differentiate()
-            self._runs = True
-            try:
-                if not inputs:
-                    return self._of_parameters(differentiate, creates)
-                self._refuse_parameters(inputs)
-                return self._by_inputs(differentiate, creates)
-            finally:
-                self._runs = False
-
-        autograd._engine_run_backward = run
+    def _run(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of torch's function, called with (outputs, gradients, retain_graph, create_graph, inputs, …)."""
+        differentiate, creates, inputs = partial(plain, *args, **kwargs), args[3], args[4]
+        if self._runs:  # a nested backward, as of a reentrant checkpoint
+            return differentiate()
+        self._runs = True
         try:
-            yield
+            if not inputs:
+                return self._of_parameters(differentiate, creates)
+            self._refuse_parameters(inputs)
+            return self._by_inputs(differentiate, creates)
         finally:
-            autograd._engine_run_backward = plain
+            self._runs = False
 
     def begin(self) -> None:
         """Before a backward: unshard the units that created graphs use, and delay reductions."""
         if self._used:
-            expect_backward(self._root, reduces=False, reshards=False)
+            expect_backward_of(self._units, reduces=False, reshards=False)
             _gather(self._used)
 
     def end(self) -> None:
         """After any backward, also one that used no created graph: reduce the delayed gradients, and reshard."""
         if not self._used:
             return
-        expect_backward(self._root, reduces=self._reduces())
+        expect_backward_of(self._units, reduces=self._reduces())
         for unit in self._units:
             for group in groups_of(unit):
                 if group.is_unsharded or has_unreduced_gradients(group):
@@ -95,7 +80,8 @@ class InputGradients:
             raise StepError(
                 "A step calls backward(create_graph=True), whose graph would be of gathered parameters and of gradients"
                 " that aren't reduced over the ranks: take the gradients that are wanted by"
-                " torch.autograd.grad(…, create_graph=True), or name them by backward(inputs=[…], create_graph=True)."
+                " torch.autograd.grad(…, create_graph=True), or name them by backward(inputs=[…], create_graph=True).",
+                breaks=4,
             )
         self.begin()
         try:
@@ -111,17 +97,18 @@ class InputGradients:
             raise StepError(
                 "A step takes gradients by parameters (inputs of torch.autograd.grad or backward) that are sharded over"
                 " data ranks, so no graph is of them, and there are none: leave inputs out and freeze the others by"
-                " toggle_optimizer or requires_grad_(False), or use data_parallel_size=1."
+                " toggle_optimizer or requires_grad_(False), or use data_parallel_size=1.",
+                breaks=4,
             )
 
     def _by_inputs(self, differentiate: Callable[[], Any], creates: bool) -> Any:
         before = [unit for unit in self._units if is_gathered(unit)]
-        expect_backward(self._root, reduces=False, reshards=False)
+        expect_backward_of(self._units, reduces=False, reshards=False)
         _gather(self._used)
         try:
             return differentiate()
         finally:
-            expect_backward(self._root, reduces=self._reduces())
+            expect_backward_of(self._units, reduces=self._reduces())
             if creates:
                 self._used = [unit for unit in self._units if unit in self._used or is_gathered(unit)]
             for unit in self._units if self._frees else ():

@@ -54,24 +54,15 @@ def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module], *, whole_st
 
     The unit is ``root`` with ``whole_steps``; otherwise each unit below it, but for the blocks.
     """
-    if whole_steps:
-        _gather_for_calls(root, blocks, whole_steps=True)
-        return
-    for unit in called_below(root):
-        if unit not in blocks:
-            _gather_for_calls(unit, blocks, whole_steps=False)
-
-
-def _gather_for_calls(root: nn.Module, blocks: Collection[nn.Module], *, whole_steps: bool) -> None:
-    if unsharded_of(root) is None and not is_unit(root):
-        return
-    calls = _Calls(root)
-    for part in set(_called(root, blocks)):
-        calls.gather_for(part)
-    if not whole_steps:
-        return
-    root.register_forward_pre_hook(calls.enter_whole, prepend=True)
-    root.register_forward_hook(calls.leave_whole, always_call=True)
+    for unit in [root] if whole_steps else called_below(root):
+        if (unit in blocks and not whole_steps) or (unsharded_of(unit) is None and not is_unit(unit)):
+            continue
+        calls = _Calls(unit)
+        for part in set(_called(unit, blocks)):
+            calls.gather_for(part)
+        if whole_steps:
+            unit.register_forward_pre_hook(calls.enter_whole, prepend=True)
+            unit.register_forward_hook(calls.leave_whole, always_call=True)
 
 
 def refuse_calls(root: nn.Module, blocks: Collection[nn.Module], whole: Collection[nn.Module] = ()) -> None:
@@ -156,7 +147,8 @@ class _Calls:
                 f"A part of the network, a {type(part).__name__}, was called outside a step. With several pipeline"
                 " stages only the ranks of one stage hold its parameters: call it in training_step, validation_step,"
                 " test_step or predict_step, load a checkpoint into a new module on one process"
-                " (load_from_checkpoint), or use pipeline_parallel_size=1."
+                " (load_from_checkpoint), or use pipeline_parallel_size=1.",
+                breaks=10,
             )
 
     def leave(self, part: nn.Module, args: Any, output: Any) -> None:
@@ -170,7 +162,7 @@ class _Calls:
         state = state_of(self._root)
         if state is None:
             if (whole := unsharded_of(self._root)) is None:
-                raise StepError(COPIED.format(kind=class_name(self._root)))
+                raise StepError(COPIED.format(kind=class_name(self._root)), breaks=9)
             return whole.is_gathered
         if state._is_root is None:  # a part may be called before the first step, such as in configure_optimizers
             set_up(self._root)

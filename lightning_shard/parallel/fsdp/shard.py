@@ -28,7 +28,8 @@ from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
 from lightning_shard.parallel.fsdp.dtype_units import of_one_dtype
 from lightning_shard.parallel.fsdp.units import (
     call_fsdp,
-    gathered_of,
+    frees,
+    gathered_in,
     give_classes_back,
     groups_of,
     groups_under,
@@ -235,23 +236,18 @@ def parallelizes_itself(root: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in root.parameters())
 
 
-def expect_backward(root: nn.Module, *, reduces: bool, reshards: bool = True, is_last: bool | None = None) -> None:
+def expect_backward_of(
+    units: Iterable[nn.Module], *, reduces: bool, reshards: bool = True, is_last: bool | None = None
+) -> None:
     """Set what FSDP2 does in the next backward.
 
     Args:
-        root: The model.
+        units: All of a model's.
         reduces: Whether the backward reduces gradients over the ranks; the last one before an optimizer step must.
         reshards: Whether the backward frees unsharded parameters; ``False`` if another microbatch's backward needs
             them.
         is_last: Whether the backward is the last one for the forwards so far. Default: the value of ``reshards``.
     """
-    expect_backward_of(sharded_units(root), reduces=reduces, reshards=reshards, is_last=is_last)
-
-
-def expect_backward_of(
-    units: Iterable[nn.Module], *, reduces: bool, reshards: bool = True, is_last: bool | None = None
-) -> None:
-    """:func:`expect_backward` for given units: all of a model's, so that its modules needn't be searched for them."""
     for unit in units:
         call_fsdp(unit, FSDPModule.set_requires_gradient_sync, reduces, recurse=False)
         call_fsdp(unit, FSDPModule.set_reshard_after_backward, reshards, recurse=False)
@@ -283,7 +279,7 @@ def prefetching(root: nn.Module, *, all_units: bool) -> Iterator[None]:
 @contextmanager
 def kept_gathered(root: nn.Module) -> Iterator[None]:
     """Context in which units that are resharded after their forward stay unsharded until its end."""
-    units = [unit for unit in sharded_units(root) if any(group._reshard_after_forward for group in groups_of(unit))]
+    units = [*filter(frees, sharded_units(root))]
     for unit in units:
         call_fsdp(unit, FSDPModule.set_reshard_after_forward, False, recurse=False)
     try:
@@ -305,11 +301,11 @@ def reshard(root: nn.Module) -> None:
 @contextmanager
 def no_gradient_sync(root: nn.Module) -> Iterator[None]:
     """Backwards inside don't reduce gradients over the ranks."""
-    expect_backward(root, reduces=False)
+    expect_backward_of(sharded_units(root), reduces=False)
     try:
         yield
     finally:
-        expect_backward(root, reduces=True)
+        expect_backward_of(sharded_units(root), reduces=True)
 
 
 def end_backward(root: nn.Module, *, reduces: bool) -> None:
@@ -343,10 +339,9 @@ def accumulate_late_gradients(units: Iterable[nn.Module]) -> None:
     FSDP2 itself does this at the end of a unit's backward that doesn't reduce.
     """
     for group in chain.from_iterable(map(groups_of, units)):
-        for parameter in group.fsdp_params:
-            if gathered_of(parameter) is not None:
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
+        for parameter, _ in gathered_in(group):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
 
 
 def drop_unreduced_gradients(root: nn.Module) -> None:
@@ -354,11 +349,8 @@ def drop_unreduced_gradients(root: nn.Module) -> None:
     if (held := unsharded_of(root)) is not None:
         held.drop_unreduced_gradients()
     for group in groups_under(root):
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            gathered = getattr(parameter, "_unsharded_param", None)
-            if gathered is not None:
-                gathered.grad = None
+        for parameter, gathered in gathered_in(group):
+            parameter.unsharded_accumulated_grad = gathered.grad = None
 
 
 def join_all_gather(unit: nn.Module) -> None:
@@ -366,7 +358,7 @@ def join_all_gather(unit: nn.Module) -> None:
     if is_gathered(unit):
         return  # the other ranks have it unsharded too, and all-gather nothing
     call_fsdp(unit, FSDPModule.unshard)
-    if any(group._reshard_after_forward for group in groups_of(unit)):
+    if frees(unit):
         call_fsdp(unit, FSDPModule.reshard)
 
 
@@ -378,7 +370,6 @@ def is_gathered(unit: nn.Module) -> bool:
 def has_unreduced_gradients(group: Any) -> bool:
     """Whether backwards have left unreduced gradients in one of FSDP2's parameter groups."""
     return any(
-        parameter.unsharded_accumulated_grad is not None
-        or ((gathered := gathered_of(parameter)) is not None and gathered.grad is not None)
-        for parameter in group.fsdp_params
+        parameter.unsharded_accumulated_grad is not None or gathered.grad is not None
+        for parameter, gathered in gathered_in(group)
     )

@@ -13,7 +13,7 @@ use the groups too. Before 2.13 a unit had at most one group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
@@ -115,9 +115,14 @@ def groups_of(unit: nn.Module) -> list[Any]:
     return [*filter(None, [state._fsdp_param_group])] if groups is None else groups
 
 
-def gathered_of(parameter: Any) -> Any:
-    """The unsharded tensor of a parameter's state in a group; ``None`` before the unit is first gathered."""
-    return getattr(parameter, "_unsharded_param", None)
+def frees(unit: nn.Module) -> bool:
+    """Whether a unit's parameters are freed after its forward."""
+    return any(group._reshard_after_forward for group in groups_of(unit))
+
+
+def gathered_in(group: Any) -> list[tuple[Any, Any]]:
+    """The states of a group's parameters with their unsharded tensors; none before the unit is first gathered."""
+    return [(each, each._unsharded_param) for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
 
 
 def class_name(module: nn.Module) -> str:
@@ -144,16 +149,17 @@ def set_up(root: nn.Module) -> None:
         state_of(root)._lazy_init()
 
 
-@contextmanager
-def within_its_call(module: nn.Module) -> Iterator[None]:
+def within_its_call(module: nn.Module) -> AbstractContextManager[None]:
     """Context within a call of a module, in which it may be called once more: as a unit it is gathered already.
 
     FSDP2 would free the parameters at the end of the outer call, since its hooks take that for one without a beginning,
     and gather them again for the backward. A step that calls ``self(x)`` is such a call.
     """
-    if not is_unit(module):
-        yield
-        return
+    return _without_hooks(module) if is_unit(module) else nullcontext()
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
     state = state_of(module)
     hooks: list[tuple[dict[int, Any], int]] = [
         (module._forward_pre_hooks, state._pre_forward_hook_handle.id),

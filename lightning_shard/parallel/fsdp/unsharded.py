@@ -28,6 +28,8 @@ from lightning_shard.sharding import parameter_like, share_attributes
 
 _OF: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
 _OF_PART: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
+unsharded_of: Callable[[nn.Module], UnshardedParameters | None] = _OF.get
+"""The :class:`UnshardedParameters` that :func:`hold_unsharded` made for a root, if any."""
 _PLACEMENT = (Shard(0),)
 COPIED = (
     "A copy of {kind} was called that was made after its parameters were sharded: copy it in __init__, or keep a"
@@ -80,18 +82,14 @@ def hold_unsharded(root: nn.Module, mesh: DeviceMesh) -> None:
 def _gather(root: nn.Module, _: Any) -> None:
     held = unsharded_of(root)
     if held is None:
-        raise StepError(COPIED.format(kind=type(root).__name__))
-    held.gather(root)
+        raise StepError(COPIED.format(kind=type(root).__name__), breaks=9)
+    if not held.is_gathered:
+        held.gather(root)
 
 
 def _free(module: nn.Module, *_: Any, **__: Any) -> None:
     if (whole := _OF_PART.get(module)) is not None:
         whole.free()
-
-
-def unsharded_of(root: nn.Module) -> UnshardedParameters | None:
-    """The :class:`UnshardedParameters` that :func:`hold_unsharded` made for ``root``, if any."""
-    return _OF.get(root)
 
 
 class UnshardedParameters:
@@ -176,7 +174,8 @@ class UnshardedParameters:
                         f"The parameter {slot.name!r} of a {type(slot.module_ref()).__name__}, of shape"
                         f" {tuple(slot.running.shape)}, was"
                         " changed in place in a step, which runs once for each microbatch: make the change in"
-                        " on_train_batch_start or on_train_batch_end, or keep it as a buffer."
+                        " on_train_batch_start or on_train_batch_end, or keep it as a buffer.",
+                        breaks=8,
                     )
 
     def _seen_versions(self) -> list[int]:
@@ -252,5 +251,6 @@ def _replaced(module: nn.Module, name: str, parameter: nn.Parameter) -> StepErro
     return StepError(
         f"The parameter {name!r} of a {type(module).__name__}, of shape {tuple(parameter.shape)}, was replaced or"
         " removed after the module was sharded, but the optimizer still trains the original: change its"
-        " values in place, as by copy_, or replace it before the fit."
+        " values in place, as by copy_, or replace it before the fit.",
+        breaks=9,
     )

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.data_writes import TAKEN, forget_data, show_writes, was_written
+from lightning_shard.parallel.fsdp.data_writes import TAKEN, show_writes, was_written
 from lightning_shard.parallel.fsdp.units import groups_of
 from lightning_shard.sharding import share_attributes
 
@@ -50,7 +50,8 @@ class _Parameter:
     def error(self, what: str) -> StepError:
         module, name = self.slots[0]
         shape = tuple(self.held.sharded_param.shape)
-        return StepError(f"The parameter {name!r} of a {type(module).__name__}, of shape {shape}, {what}")
+        named = f"{self.held._param_fqn or name} of a {type(module).__name__}"
+        return StepError(f"The parameter {named}, of shape {shape}, {what}", breaks=8)
 
 
 class Watched:
@@ -119,10 +120,7 @@ class Watched:
                     local = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
                     outputs = each.held.all_gather_outputs
                     is_changed |= len(outputs) == 1 and local.data_ptr() != outputs[0].data_ptr()
-                    is_changed |= was_taken and was_written(gathered)
-                elif was_taken:
-                    forget_data(gathered)
-                if is_changed:
+                if is_changed or (was_taken and was_written(gathered)):
                     raise each.error(_LOST)
 
     def _check_in_place(self) -> None:
@@ -144,8 +142,9 @@ _REPLACED = (
     " data_parallel_size=1."
 )
 _LOST = (
-    "was changed in place while it was unsharded (all-gathered) for a step, and the change is lost when it is"
-    " resharded: make it in on_train_batch_start or on_train_batch_end, where it is sharded, or keep it as a buffer."
+    "was changed in place in a step. In a step parameters are read, not written: it is"
+    " unsharded (all-gathered) for the step, and the change would be lost when it is resharded. Make it in"
+    " on_train_batch_start or on_train_batch_end, where it is sharded, or keep it as a buffer."
 )
 
 

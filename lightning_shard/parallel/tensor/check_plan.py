@@ -218,7 +218,7 @@ def _are_parts(given: Any, block: nn.Module) -> bool:
     if axis is None:
         return False
     own = {str(number): each for number, each in enumerate(tree.tensors(given)) if each.is_floating_point()}
-    return bool(differing(exchanged({"": fingerprints(own)}, axis.get_group())[""], _APART[True]))
+    return bool(differing(exchanged(axis.get_group(), fingerprints(own))[0], _APART[True]))
 
 
 def _outcomes(

@@ -1,14 +1,12 @@
-"""Let modules run their own code on this rank's part of their parameters; the autograd functions between ranks."""
+"""Let modules run their own code on this rank's part of their parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -28,35 +26,24 @@ def split_parameter(module: nn.Module, key: str, mesh: DeviceMesh, placements: S
 
 
 @contextmanager
-def computing_with(module: nn.Module, part: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, a module's own parameters are replaced by ``part(parameter)``."""
-    whole = dict(module._parameters)
-    for key, parameter in whole.items():
-        if parameter is not None:
-            module._parameters[key] = part(parameter)  # type: ignore[assignment]
+def computing_with(
+    modules: Iterable[nn.Module], other: Callable[[Tensor], Tensor], *, buffers: bool = False
+) -> Iterator[None]:
+    """Inside, modules' own parameters, and buffers, are replaced by ``other(tensor)``."""
+    slots: list[Any] = [own for m in modules for own in ([m._parameters, m._buffers] if buffers else [m._parameters])]
+    before = [dict(own) for own in slots]
+    for own in slots:
+        own.update({key: other(tensor) for key, tensor in own.items() if tensor is not None})
     try:
         yield
     finally:
-        module._parameters.update(whole)
+        for own, held in zip(slots, before):
+            own.update(held)
 
 
 def local_parameters(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, a module's own parameters are plain tensors with this rank's parts; gradients go to the DTensors."""
-    return computing_with(module, lambda whole: whole.to_local() if isinstance(whole, DTensor) else whole)
-
-
-def shared(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Identity in the forward, all-reduce in the backward: for a replicated value used in a part of a computation.
-
-    This function and :func:`summed` are each other's backward, so second-order gradients are correct too. DTensor's
-    ``from_local`` and ``to_local`` have no second-order gradients (torch 2.13: ``_FromTorchTensor.backward``).
-    """
-    return _Shared.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce in the forward, identity in the backward: every rank has the whole gradient of the sum."""
-    return _Summed.apply(part, group)  # type: ignore[no-any-return, no-untyped-call]
+    return computing_with([module], lambda whole: whole.to_local() if isinstance(whole, DTensor) else whole)
 
 
 def as_plain(tensor: DTensor) -> Tensor:
@@ -75,25 +62,3 @@ class _NotAView(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         return gradient
-
-
-class _Shared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return value.detach()  # not a view, which the user's code couldn't change in place
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return summed(gradient, ctx.group), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return collectives.wait_tensor(collectives.all_reduce(part.contiguous(), "sum", group))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return shared(gradient, ctx.group), None

@@ -19,7 +19,6 @@ from torch.distributed.tensor import (
     Shard,
 )
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.blocks import tied_parameters
@@ -40,6 +39,7 @@ from lightning_shard.parallel.tensor.styles import (
     SummedGradients,
     SummedOutput,
 )
+from lightning_shard.torch_private import StridedShard
 
 Plan = Mapping[str, str | ParallelStyle]
 
@@ -236,7 +236,7 @@ def _experts_style(name: str, module: nn.Module, cuts: Mapping[str, str], parts:
                 f"has {parameter.size(dim)} features in dim {dim} of {key}, which {packed * parts} must divide"
                 f" ({packed} × tensor_parallel_size)"
             )
-        placements[key] = Shard(dim) if packed == 1 else _StridedShard(dim, split_factor=packed)
+        placements[key] = Shard(dim) if packed == 1 else StridedShard(dim, split_factor=packed)
     return SummedOutput(placements)
 
 

@@ -35,14 +35,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard import tree
 from lightning_shard.errors import PlanError
-from lightning_shard.parallel.tensor.local_modules import (
-    as_plain,
-    computing_with,
-    local_parameters,
-    shared,
-    split_parameter,
-    summed,
-)
+from lightning_shard.parallel.collectives import shared, summed
+from lightning_shard.parallel.tensor.local_modules import as_plain, computing_with, local_parameters, split_parameter
 from lightning_shard.sharding import parameter_like
 
 REPLICATED, LAST, _SEQUENCE, _HEADS = Replicate(), Shard(-1), Shard(1), Shard(-2)
@@ -192,7 +186,7 @@ class SummedGradients(ParallelStyle):
         own_forward: Any = type(module).forward
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with computing_with(module, partial(_to_shares, mesh=device_mesh)):
+            with computing_with([module], partial(_to_shares, mesh=device_mesh)):
                 return own_forward(module, *args, **kwargs)
 
         module.forward = MethodType(forward, module)

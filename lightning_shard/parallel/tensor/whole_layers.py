@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.parallel.fsdp.watched_parameters import others_in_place
+from lightning_shard.parallel.tensor.local_modules import computing_with
 from lightning_shard.sharding import full_tensor, parameter_like
 
 Forward = Callable[..., Any]
@@ -24,14 +25,12 @@ def whole_parameters(layers: Layers) -> dict[int, nn.Parameter]:
 
 
 @contextmanager
-def with_whole_layers(layers: Layers, parameters: Mapping[int, nn.Parameter]) -> Iterator[None]:
+def with_whole_layers(layers: Layers, parameters: Mapping[int, Tensor]) -> Iterator[None]:
     """Inside, split layers have their whole parameters and original forwards, and no hooks."""
     with others_in_place(), ExitStack() as inside:
         for layer, forward in layers.values():
             inside.enter_context(exchanged_forward(layer, forward))
-            for own in (part._parameters for part in layer.modules()):
-                inside.callback(own.update, dict(own))
-                own.update({key: parameters.get(id(p), p) for key, p in own.items()})
+            inside.enter_context(computing_with(layer.modules(), lambda p: parameters.get(id(p), p)))
         yield
 
 

@@ -84,7 +84,8 @@ class SharedMemory:
                 " step changes in place (a view, as by h[:, 0] or h.view(…), or what a hook or an attribute keeps):"
                 " there each has its own memory, and the change of one wouldn't be one of the other. Change it by a new"
                 " tensor (h = h + x in place of h += x, inplace=False), keep a copy (h[:, 0].clone()), or use"
-                " pipeline_parallel_size=1."
+                " pipeline_parallel_size=1.",
+                breaks=3,
             )
 
 

@@ -12,8 +12,6 @@ Private in torch 2.13: a module's ``_backward_hooks`` and ``_backward_pre_hooks`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,15 +19,8 @@ from torch.nn.modules import module as of_all_modules
 
 from lightning_shard.errors import WHOLE_BATCHES, StepError
 
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether there is anything to refuse of it; asked of each block in each step."""
-    return bool(
-        module._backward_hooks
-        or module._backward_pre_hooks
-        or of_all_modules._global_backward_hooks
-        or of_all_modules._global_backward_pre_hooks
-    )
+HOOKS_OF_ALL = (of_all_modules._global_backward_hooks, of_all_modules._global_backward_pre_hooks)
+"""Global backward hooks of all modules, by id: the dicts into which torch registers them."""
 
 
 def refuse_hooks(name: str, module: nn.Module) -> None:
@@ -43,7 +34,8 @@ def refuse_hooks(name: str, module: nn.Module) -> None:
         raise StepError(
             f"{name} has a backward hook ({what.format('register_full_backward_hook', 'full_backward_hook')}), and its"
             " output is sent to another pipeline stage without passing that hook: put the hook on a module inside of"
-            " it, or use pipeline_parallel_size=1."
+            " it, or use pipeline_parallel_size=1.",
+            breaks=4,
         )
 
 
@@ -71,7 +63,8 @@ def refuse_pre_hooks(name: str, module: nn.Module) -> None:
         raise StepError(
             f"{name} has a backward pre-hook ({what.format(*names)}), and what it returns is used on several pipeline"
             " stages, so that the hook would see a part of the gradient on each: register a hook on the tensor"
-            " (tensor.register_hook) where the network has computed it, or use pipeline_parallel_size=1."
+            " (tensor.register_hook) where the network has computed it, or use pipeline_parallel_size=1.",
+            breaks=4,
         )
 
 
@@ -85,21 +78,17 @@ _OF_AN_EARLIER_ONE = "backward through the graph a second time"
 """torch's message (2.11 to 2.14)."""
 
 
-@contextmanager
-def refusing_earlier_graphs() -> Iterator[None]:
-    """Context of a backward.
+def refuse_earlier_graph(error: RuntimeError) -> None:
+    """Refuse a backward that has failed since it reached another microbatch's graph, by a value that the step has kept.
 
     Raises:
-        StepError: It reaches another microbatch's graph, by a value that the step has kept.
+        StepError: It did.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if _OF_AN_EARLIER_ONE not in str(error):
-            raise
+    if _OF_AN_EARLIER_ONE in str(error):
         raise StepError(
             "The result of a step depends on what the step before has left, with its graph. State that a step changes"
-            " counts once per microbatch (sentence 6 of the contract), and an earlier stage leaves the step after its"
+            " counts once per microbatch, and an earlier stage leaves the step after its"
             " last block: set it anew where the step begins, keep it without a graph (detach()), or use"
-            f" {WHOLE_BATCHES} or pipeline_parallel_size=1."
+            f" {WHOLE_BATCHES} or pipeline_parallel_size=1.",
+            breaks=6,
         ) from error

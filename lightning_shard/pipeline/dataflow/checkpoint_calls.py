@@ -1,34 +1,52 @@
-"""Finds the enclosing calls of ``torch.utils.checkpoint`` on the Python stack: a backward reruns what they call.
-
-Reads the parameter ``function`` from the frame of ``checkpoint`` (torch 2.13).
-"""
+"""Knows which calls of ``torch.utils.checkpoint`` enclose the code that runs: a backward reruns what they call."""
 
 from __future__ import annotations
 
-import inspect
-import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any
 
-from torch.utils.checkpoint import checkpoint
-
-_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+from lightning_shard.torch_private import checkpoint_calls_within
 
 
-def checkpoints() -> Iterator[FrameType]:
-    """The frames of ``torch.utils.checkpoint`` that enclose the caller, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CHECKPOINT:
-            yield frame
-        frame = frame.f_back
+class _Calls(threading.local):
+    functions: tuple[Any, ...] = ()
 
 
-def function_of(call: FrameType) -> Any:
-    """The function that a checkpoint calls; for a method, the object it is bound to (a module)."""
-    function = call.f_locals["function"]
+_calls = _Calls()
+
+
+@contextmanager
+def seen() -> Iterator[None]:
+    """Context in which checkpoints are known."""
+    left()
+    with checkpoint_calls_within(_calling):
+        yield
+
+
+def left() -> None:
+    """Forget those that were left with the code that called them, by an error: in torch before 2.13 they end later."""
+    _calls.functions = ()
+
+
+@contextmanager
+def _calling(function: Any) -> Iterator[None]:
+    before = _calls.functions
+    _calls.functions = *before, function
+    try:
+        yield
+    finally:
+        _calls.functions = before
+
+
+def checkpointed() -> tuple[Any, ...]:
+    """What the enclosing checkpoints call, outermost first; for a method, the object it is bound to (a module)."""
+    return tuple(map(_bound_to, _calls.functions))
+
+
+def _bound_to(function: Any) -> Any:
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__self__", function)

@@ -3,11 +3,10 @@
 Every stage runs the user's code on the same microbatch. So a value has the same name on all stages: the block that
 returned it, or the number of the operation outside of the blocks, counted from the step's beginning (:class:`Trace`).
 The hidden state, the output of the previous stage's last block, always crosses. The other values that cross are found
-in the first microbatch of a signature. A stage runs its part; if it needs a value that is unknown there, it requests
-the value by name from the previous stage, and reruns its part with the received value. A stage that doesn't know a
-requested value requests it from its own predecessor. So conditioning, masks and position biases computed from
-parameters, skips, residuals around blocks, encoder states and states collected from blocks cross too, through the
-stages between, and their gradients come back.
+in the first microbatch of a signature: a stage that needs a value that is unknown there requests it by name from the
+previous stage, which requests what it doesn't know itself from its own predecessor. So conditioning, masks and position
+biases computed from parameters, skips, residuals around blocks, encoder states and states collected from blocks cross
+too, through the stages between, and their gradients come back.
 
 Later microbatches are sent with all of these values at once. A received value replaces the result of the operation of
 the same name, so the user's code continues as if the value had been computed locally.
@@ -18,7 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.arguments import few
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
 from lightning_shard.pipeline.dataflow.functions import leaves
 from lightning_shard.pipeline.dataflow.messages import (
     BlockCall,
@@ -40,7 +39,6 @@ from lightning_shard.pipeline.dataflow.messages import (
     Slot,
 )
 from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, mark, refuse, said_of_hook
-from lightning_shard.pipeline.dataflow.uncalled import few
 from lightning_shard.user_hooks import is_of_fsdp
 
 if TYPE_CHECKING:
@@ -111,6 +109,11 @@ class Crossing:
 class Passage:
     """One microbatch's forward on this stage: received values, progress, and values to send.
 
+    It has many attributes, since what its hooks, stand-ins and unknown values note of the run is one record.
+
+    Args:
+        crossing: The values that cross, as far as known.
+
     Attributes:
         hollow: The parameters that other stages hold, by name.
         received: Values from the previous stage.
@@ -132,38 +135,42 @@ class Passage:
         active: Whether the microbatch's forward runs.
         in_step: Whether any step of the user's runs.
         differentiates: Whether gradients were enabled when it began.
+        searching: Whether this run searches for the values that cross.
         ledger: While searching, the values by name (``fetching.py``).
         at_end: While searching, sends to the next stage, and serves it.
         in_place_of: The tensors that the user's code holds in place of received values that require gradients.
-        memory: While searching, tracks which values share memory.
     """
 
     stage: int
     hollow: Mapping[str, Hollow]
+    crossing: InitVar[Crossing | None] = None
     received: dict[Key, Tensor] = field(default_factory=dict)
-    blocks: dict[int, BlockCall] = field(default_factory=dict)
-    wanted: frozenset[Key] = frozenset()
-    sent: dict[Key, Tensor] = field(default_factory=dict)
-    missing: Request | None = None
     counted: Counted = _NOTHING_YET
-    entered_at: Counted | None = None
-    entered_after: End | None = None
-    leaves_after: End | None = None
-    until: End | None = None
-    last_block: int | None = None
-    counted_at_last_block: Counted = _NOTHING_YET
-    in_block: bool = False
-    in_hooks: bool = False
-    calls: int = 0
-    active: bool = False
     in_step: Callable[[], bool] = lambda: True
-    differentiates: bool = False
-    ledger: Ledger | None = None
-    at_end: Callable[[], None] | None = None
-    in_place_of: list[Tensor] = field(default_factory=list)
-    memory: SharedMemory | None = None
-    _kept: dict[int, dict[tuple[str, str], None]] | None = None
-    _objects_cross: bool | None = None
+    searching: bool = False
+    active: bool = False
+
+    def __post_init__(self, crossing: Crossing | None) -> None:
+        crossing = crossing or Crossing(Delivery())
+        self.blocks: dict[int, BlockCall] = dict((crossing.outgoing or crossing.incoming).blocks)
+        self.wanted: frozenset[Key] = frozenset(crossing.asked)
+        self.sent: dict[Key, Tensor] = {}
+        self.missing: Request | None = None
+        until = crossing.incoming.until
+        self.entered_at: Counted | None = None
+        self.entered_after = until if until is not None and until.after else None
+        self.leaves_after = crossing.leaves_after
+        self.until: End | None = None
+        self.last_block: int | None = None
+        self.counted_at_last_block = _NOTHING_YET
+        self.in_block = self.in_hooks = False
+        self.calls = 0
+        self.differentiates = self.active and torch.is_grad_enabled()
+        self.ledger: Ledger | None = None
+        self.at_end: Callable[[], None] | None = None
+        self.in_place_of: list[Tensor] = []
+        self._kept: dict[int, dict[tuple[str, str], None]] | None = None
+        self._objects_cross: bool | None = None
 
     def kept_by(self, number: int) -> list[tuple[str, str]]:
         """Attributes that cross as set by the call of a part with this operation number: submodule and attribute."""
@@ -173,11 +180,6 @@ class Passage:
                 if key[0] == "operation" and isinstance(key[2], tuple):
                     self._kept[key[1]][key[2][:2]] = None
         return [*self._kept.get(number, ())]
-
-    @property
-    def searching(self) -> bool:
-        """Whether this run searches for the values that cross."""
-        return self.ledger is not None
 
     @property
     def entered(self) -> bool:
@@ -215,8 +217,9 @@ class Passage:
     def forget_hooks(self) -> None:
         """Remove tensor hooks from received values: the previous stage ran the same code so far, so it has them."""
         for tensor in self.in_place_of:
-            for number in _hooks_of_code(tensor):
-                del tensor._backward_hooks[number]  # type: ignore[union-attr]
+            if tensor._backward_hooks:
+                for number in _hooks_of_code(tensor):
+                    del tensor._backward_hooks[number]
 
     def check_hooks(self) -> None:
         """Refuse tensor hooks on received values that were registered after this stage's first block was called.
@@ -226,27 +229,17 @@ class Passage:
         Raises:
             StepError: There is one.
         """
-        if not self.entered:
+        if self.entered_at is None:
             self.forget_hooks()
-        elif any(map(_hooks_of_code, self.in_place_of)):
-            raise StepError(
-                "A step registers a hook on a tensor that an earlier pipeline stage computed, after later blocks have"
-                " run: it would see the gradient of these stages only. Register it where the tensor is computed, or"
-                " use pipeline_parallel_size=1."
-            )
-
-    def check_differentiates(self, name: str) -> None:
-        """
-        Args:
-            name: The block that is called.
-        """
-        if torch.is_grad_enabled() != self.differentiates:
-            raise StepError(
-                f"{name} and other blocks run with gradients switched off within a step that needs them, so no gradient"
-                " would cross the stages: with activation checkpointing, use use_reentrant=False; if they are frozen,"
-                " say so by requires_grad_(False) too, or name the blocks that train by pipeline_blocks; or use"
-                " pipeline_parallel_size=1."
-            )
+            return
+        for tensor in self.in_place_of:
+            if tensor._backward_hooks and _hooks_of_code(tensor):
+                raise StepError(
+                    "A step registers a hook on a tensor that an earlier pipeline stage computed, after later blocks"
+                    " have run: it would see the gradient of these stages only. Register it where the tensor is"
+                    " computed, or use pipeline_parallel_size=1.",
+                    breaks=4,
+                )
 
     def produced(self, key: Key, tensor: Tensor, *, written: bool = False) -> Tensor:
         """Register a computed value; return what the user's code continues with: the received value, if any.
@@ -257,8 +250,8 @@ class Passage:
         if torch.is_grad_enabled() != self.differentiates:
             with torch.set_grad_enabled(self.differentiates):  # also in the user's torch.no_grad()
                 return self.produced(key, tensor, written=written)
-        if written and self.memory is not None:
-            self.memory.is_written(tensor)
+        if written and self.ledger is not None:
+            self.ledger.memory.is_written(tensor)
         if key in self.received:
             sent = self.received[key].clone()  # code may change it in place; the received leaf gathers a gradient
             if not written:
@@ -267,8 +260,8 @@ class Passage:
                 fill(tensor, sent)
             if sent.requires_grad:
                 self.in_place_of.append(tensor)
-            if self.memory is not None:
-                self.memory.receives(key, tensor)
+            if self.ledger is not None:
+                self.ledger.memory.receives(key, tensor)
         unknown = isinstance(tensor, Unknown)
         if self.ledger is not None:
             self.ledger.enter(key, tensor)
@@ -280,8 +273,8 @@ class Passage:
         """Copy a value for sending, since the user's code may change it in place later."""
         refuse(tensor, "The next pipeline stage")
         self.sent[key] = tensor.clone()
-        if self.memory is not None:
-            self.memory.sends(key, tensor)
+        if self.ledger is not None:
+            self.ledger.memory.sends(key, tensor)
 
     def unknown(self, slot: Slot, key: Key, text: str, device: torch.device) -> Tensor:
         """An unknown tensor for this slot. It has its own memory, since models may write into it."""
@@ -296,7 +289,7 @@ class Passage:
         try:
             self.request(values, sentence)
         except LateValue as late:
-            raise StepError(str(late)) from None
+            raise StepError(str(late), breaks=1) from None
 
     def request(self, values: Sequence[Unknown], sentence: str) -> None:
         """Fetch unknown values from the previous stage, or leave the step after the last block.
@@ -306,13 +299,14 @@ class Passage:
             StepError: They can't be requested for another reason.
         """
         if not self.in_step():
-            raise StepError(said_of_hook(sentence))
+            raise StepError(said_of_hook(sentence), breaks=1)
         if not self.active:
-            raise StepError(f"{sentence} {_FROM_THE_FIRST}")
+            raise StepError(f"{sentence} {_FROM_THE_FIRST}", breaks=1)
         if self.ledger is None:
             raise StepError(
                 f"{sentence} It was not needed in the first microbatch of these shapes: what crosses between stages may"
-                f" depend on a batch's shapes, not on its values or its number. {_FROM_THE_FIRST}"
+                f" depend on a batch's shapes, not on its values or its number. {_FROM_THE_FIRST}",
+                breaks=1,
             )
         try:
             self.ledger.fetch(values, sentence)
@@ -331,10 +325,19 @@ class Passage:
         self.ledger.forget_from(self.counted.number)
 
 
+def switched_off(name: str) -> StepError:
+    """The error for a block that is called where gradients are switched off, in a step that needs them."""
+    return StepError(
+        f"{name} and other blocks run with gradients switched off within a step that needs them, so no gradient would"
+        " cross the stages: with activation checkpointing, use use_reentrant=False; if they are frozen, say so by"
+        " requires_grad_(False), or name the blocks that train by pipeline_blocks; or use pipeline_parallel_size=1.",
+        breaks=3,
+    )
+
+
 def _hooks_of_code(tensor: Tensor) -> list[int]:
     """The ids of a tensor's hooks, without those that sharding registers."""
-    hooks = tensor._backward_hooks or {}
-    return [number for number, hook in hooks.items() if not is_of_fsdp(hook)]
+    return [number for number, hook in tensor._backward_hooks.items() if not is_of_fsdp(hook)]  # type: ignore[union-attr]
 
 
 def _why_late(names: Sequence[str]) -> str:
@@ -355,11 +358,10 @@ def parameters_crossing(root: nn.Module, passage: Passage) -> AbstractContextMan
         StepError: A requested parameter is sharded over ranks of this stage, as one of a block is before its call.
     """
     for key in passage.wanted:
-        if key[0] == "parameter" and key not in passage.received:
-            passage.sent[key] = sendable_parameter(root, key[1], passage.stage).clone()
-    for key, tensor in passage.received.items():
-        if key[0] == "parameter" and key in passage.wanted:
-            passage.sent[key] = tensor.clone()
+        if key[0] == "parameter":
+            received = passage.received.get(key)
+            sent = sendable_parameter(root, key[1], passage.stage) if received is None else received
+            passage.sent[key] = sent.clone()
     return parameters_in_place(root, passage.received)
 
 
@@ -379,15 +381,18 @@ def sendable_parameter(root: nn.Module, name: str, stage: int) -> Tensor:
         raise StepError(
             f"{name}, of stage {stage}, is used on a later pipeline stage, and several ranks hold it in parts when a"
             " step begins: have its module return (or keep as an attribute) what is needed of it there; or use"
-            " data_parallel_size=1 and tensor_parallel_size=1, or pipeline_parallel_size=1."
+            " data_parallel_size=1 and tensor_parallel_size=1, or pipeline_parallel_size=1.",
+            breaks=8,
         )
     return parameter
 
 
 def parameters_in_place(root: nn.Module, received: Mapping[Key, Tensor]) -> AbstractContextManager[None]:
     """Context in which received parameters replace hollow ones."""
-    parameters = {key[1]: tensor for key, tensor in received.items() if key[0] == "parameter"}
-    return _in_place(root, parameters) if parameters else nullcontext()
+    for key in received:
+        if key[0] == "parameter":
+            return _in_place(root, {key[1]: tensor for key, tensor in received.items() if key[0] == "parameter"})
+    return nullcontext()
 
 
 @contextmanager

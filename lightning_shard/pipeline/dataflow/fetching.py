@@ -29,11 +29,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow import opaque_functions
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
 from lightning_shard.pipeline.dataflow.computing import is_computing_unknown
 from lightning_shard.pipeline.dataflow.crossing import (
@@ -51,6 +50,7 @@ from lightning_shard.pipeline.dataflow.taint import (
     memory_of,
     put_values,
 )
+from lightning_shard.torch_private import dispatch_mode, is_in_function, saves_by_hooks
 
 #: Asks the previous stage for values of these names, with the sentence of the error if they can't be had.
 Ask = Callable[[Sequence[Key], str], Mapping[Key, Tensor]]
@@ -71,14 +71,19 @@ class Ledger:
         ask: Asks the previous stage.
         own: The names of this stage's parameters around the blocks that no earlier stage has.
         root: The LightningModule.
-        memory: Notes which values share memory.
+        aliased: Names of received values that shared memory with another one where they were computed.
+
+    Attributes:
+        memory: Notes which sent and received values share memory.
     """
 
-    def __init__(self, passage: Passage, ask: Ask, own: Collection[str], root: nn.Module, memory: SharedMemory) -> None:
+    def __init__(
+        self, passage: Passage, ask: Ask, own: Collection[str], root: nn.Module, aliased: Collection[Key]
+    ) -> None:
         self._passage = passage
         self._ask = ask
         self._root = root
-        self._memory = memory
+        self.memory = SharedMemory(aliased)
         self._named: dict[Key, _Named] = {}
         self._keys: dict[int, Key] = {}
         self._others: dict[Key, Key] = {}
@@ -104,7 +109,7 @@ class Ledger:
 
     def block_begins(self) -> None:
         """An own block begins, which has no unknown values, and may be compiled."""
-        if _get_current_dispatch_mode() is self._guard:
+        if dispatch_mode() is self._guard:
             self._guard.__exit__(None, None, None)
             self._is_paused = True
 
@@ -184,7 +189,7 @@ class Ledger:
             return False
         passage = self._passage
         must = combines or passage.entered or passage.in_hooks or into_known or self.is_own(operands)
-        if not must and not (_is_recomputed() and not any(isinstance(leaf, Hollow) for leaf in unknown)):
+        if not must and not (saves_by_hooks() and not any(isinstance(leaf, Hollow) for leaf in unknown)):
             return False
         self._passage.on_missing(unknown, f"{name} computes with {unknown[0].origin.at_end}.")
         return True
@@ -206,8 +211,8 @@ class Ledger:
         unknown = [*{id(leaf): leaf for leaf in values}.values()]
         if late := self.late(unknown):
             raise LateValue(sentence, late)
-        if not torch.is_grad_enabled() and self._passage.differentiates and opaque_functions.is_inside():
-            raise StepError(f"{sentence} An autograd function's forward uses it, which isn't given it.")
+        if not torch.is_grad_enabled() and self._passage.differentiates and is_in_function():
+            raise StepError(f"{sentence} An autograd function's forward uses it, which isn't given it.", breaks=1)
         with torch._C.DisableTorchFunction(), torch.set_grad_enabled(self._passage.differentiates):
             missing: dict[Key, list[Unknown]] = {}
             for leaf in unknown:
@@ -215,7 +220,7 @@ class Ledger:
                     self._check_small(leaf, sentence)
                     missing.setdefault(("parameter", leaf.fqn), []).append(leaf)
                 elif not self._can_be_fetched(leaf) or self._passage.stage == 0:
-                    raise StepError(sentence)
+                    raise StepError(sentence, breaks=1)
                 else:
                     missing.setdefault(leaf.key, []).append(leaf)
             self.receive([*missing], sentence)
@@ -233,7 +238,8 @@ class Ledger:
             raise StepError(
                 f"{sentence} {hollow.fqn} is used on both sides of a cut, and too large to be sent with each"
                 f" microbatch ({hollow.numel()} elements, at most {LARGEST_PARAMETER}): use two modules that"
-                " share their weights."
+                " share their weights.",
+                breaks=8,
             )
 
     def _put(self, key: Key, leaf: Unknown) -> None:
@@ -245,7 +251,7 @@ class Ledger:
         put_values(leaf, value.clone())
         if leaf.requires_grad:
             self._passage.in_place_of.append(leaf)
-        self._memory.receives(key, leaf)
+        self.memory.receives(key, leaf)
         self._named[key] = _Named(leaf, -1 if leaf.is_inference() else leaf._version)
 
     # Serving
@@ -264,7 +270,7 @@ class Ledger:
             for key, name in zip(keys, names):
                 value = self._value(name, sentence)
                 passage.sent[key] = value.clone()
-                self._memory.sends(key, value)
+                self.memory.sends(key, value)
         return {key: passage.sent[key] for key in keys}
 
     def _is_unknown(self, key: Key, sentence: str) -> bool:
@@ -274,15 +280,16 @@ class Ledger:
             raise StepError(
                 f"{sentence} Stage {self._passage.stage} didn't compute it (internal name: {' '.join(map(str, key))}):"
                 " a step must run the same code on every stage (its code around the blocks may not depend on random"
-                " numbers, or on what a stage holds)."
+                " numbers, or on what a stage holds).",
+                breaks=1,
             )
         tensor = self._named[key].tensor
         if not isinstance(tensor, Unknown):
             return False
         if late := self.late([tensor]):
-            raise StepError(str(LateValue(sentence, late)))
+            raise StepError(str(LateValue(sentence, late)), breaks=1)
         if self._passage.stage == 0:
-            raise StepError(sentence)
+            raise StepError(sentence, breaks=1)
         return True
 
     def _value(self, key: Key, sentence: str) -> Tensor:
@@ -295,7 +302,8 @@ class Ledger:
             raise StepError(
                 f"{sentence} It shares its memory with a tensor that the step changes in place (a view, or what a hook"
                 " or an attribute keeps), and has another value by now: change that by a new tensor (h = h + x in place"
-                " of h += x, inplace=False), keep a copy (h[:, 0].clone()), or use pipeline_parallel_size=1."
+                " of h += x, inplace=False), keep a copy (h[:, 0].clone()), or use pipeline_parallel_size=1.",
+                breaks=3,
             )
         return tensor
 
@@ -323,11 +331,7 @@ class Guard(TorchDispatchMode):
                 raise StepError(
                     f"{function} reads what only an earlier stage has, in a way that can't be followed, such as in a"
                     " scripted function. Use torch's own functions there, make it a part of the blocks, or use"
-                    " pipeline_parallel_size=1."
+                    " pipeline_parallel_size=1.",
+                    breaks=1,
                 )
         return function(*args, **(kwargs or {}))
-
-
-def _is_recomputed() -> bool:
-    """Whether an activation checkpoint encloses the caller."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

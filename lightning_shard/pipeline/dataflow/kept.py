@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import UserDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -15,16 +13,14 @@ from torchmetrics import Metric
 
 from lightning_shard import tree
 from lightning_shard.pipeline.dataflow.messages import Held, Kept, KeptNumber, Slot
-from lightning_shard.pipeline.dataflow.objects import held_by, may_be_changed
 from lightning_shard.scripted import is_scripted
-from lightning_shard.versions import content, version
+from lightning_shard.state.patch import Outline
+from lightning_shard.state.walk import OF_RECURRENT_LAYERS, entries, is_object, put_entries
 
 OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 """Attributes of every module, such as its hooks, and ``forward``, which a stand-in replaces."""
-OF_RECURRENT_LAYERS = ("_flat_weights", "_flat_weight_refs")
-"""In which nn.LSTM and others keep their parameters, which sharding replaces in a forward."""
-_OTHERS = (deque, set)
-"""Containers that aren't nodes of trees."""
+_DEPTH = 5
+"""So many objects in each other are looked into."""
 _AS_THEY_ARE = (str, bytes, type(None), torch.dtype, torch.device)
 
 Name = tuple[str, str]
@@ -32,50 +28,19 @@ Name = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class _Noted:
-    """A value, and what it held: keys and entries of lists, dicts and tuples, versions and digests of tensors.
-
-    A version tells of a write of equal values, which may be others in the next microbatch; a digest of one that leaves
-    the version as it was.
-    """
-
-    value: Any
-    keys: list[Any]
-    held: list[Any]
-    contents: list[tuple[int, int]]
-
-    @classmethod
-    def of(cls, value: Any, *, looks_into_objects: bool) -> _Noted:
-        if isinstance(value, _OTHERS):
-            return cls(value, [], [*value], [])
-        is_looked_into = looks_into_objects and may_be_changed(value) and _items(value) is None
-        found = ((None, each) for each in held_by(value)) if is_looked_into else _entries(value, {})
-        entries = [(key, each) for key, each in found if not isinstance(each, nn.Parameter)]
-        keys, held = [key for key, _ in entries], [each for _, each in entries]
-        return cls(value, keys, held, [(version(each), content(each)) for each in held])
-
-    def holds_as(self, other: _Noted) -> bool:
-        return self.keys == other.keys and self.contents == other.contents and tree.same_entries(self.held, other.held)
-
-
-@dataclass(frozen=True)
 class Attributes:
-    """A snapshot of the attributes and buffers of a module's submodules, without metrics and scripted ones."""
+    """A snapshot of modules' attributes and buffers, without those of metrics and scripted modules."""
 
-    noted: list[tuple[str, nn.Module, dict[str, _Noted]]]
-    looks_into_objects: bool
+    noted: list[tuple[str, nn.Module, dict[str, Outline]]]
+    looks_into_objects: bool = False
 
     @classmethod
-    def of(cls, module: nn.Module, *, looks_into_objects: bool = False) -> Attributes:
+    def of(cls, named: Iterable[tuple[str, nn.Module]], *, looks_into_objects: bool = False) -> Attributes:
         """
         Args:
-            looks_into_objects: Whether tensors in objects of other classes are noted, too, which takes longer.
+            named: Modules, without those in them.
+            looks_into_objects: Whether changes in objects of a user's classes are noted, too, which takes longer.
         """
-        return cls.of_each(module.named_modules(), looks_into_objects=looks_into_objects)
-
-    @classmethod
-    def of_each(cls, named: Iterable[tuple[str, nn.Module]], *, looks_into_objects: bool = False) -> Attributes:
-        """The same of these modules, without those in them."""
         return cls(
             [
                 (path, each, dict(_noted(each, looks_into_objects)))
@@ -92,49 +57,15 @@ class Attributes:
             Kept(path, key, now.value, before is not None and before.value is now.value)
             for path, module, noted in self.noted
             for key, now in _noted(module, self.looks_into_objects)
-            if (before := noted.get(key)) is None
-            or before.value is not now.value
-            or not before.holds_as(now)
-            or (path, key) in also
+            if (before := noted.get(key)) is None or not before.is_as(now) or (path, key) in also
         ]
 
 
-def _entries(value: Any, seen: dict[int, Any]) -> Iterator[tuple[Any, Any]]:
-    """What nested lists, tuples, dicts and dataclasses hold, with its keys; of other values themselves."""
-    if id(value) in seen:
-        return
-    inside = _items(value)
-    if inside is None:
-        yield None, value
-        return
-    seen[id(value)] = value
-    yield len(inside), None
-    for key, each in inside:
-        yield key, None
-        yield from _entries(each, seen)
-
-
-def _items(value: Any) -> list[tuple[Any, Any]] | None:
-    """The keys and values of a container; ``None`` for other values.
-
-    Transformers' configs, which are dataclasses, aren't entered: they have fields that may not be read.
-    """
-    if isinstance(value, (dict, UserDict)):
-        return [*dict.items(value.data if isinstance(value, UserDict) else value)]
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return [*enumerate(value)]
-    if not dataclasses.is_dataclass(value) or not tree.is_node(value):
-        return None
-    kinds: Any = type(value).__mro__
-    if any(kind.__module__.startswith("transformers.") for kind in kinds):
-        return None
-    return [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value) if hasattr(value, each.name)]
-
-
-def _noted(module: nn.Module, looks_into_objects: bool) -> Iterator[tuple[str, _Noted]]:
+def _noted(module: nn.Module, looks_into_objects: bool) -> Iterator[tuple[str, Outline]]:
     for key, value in chain(vars(module).items(), module._buffers.items()):
         if key not in OF_TORCH and key not in OF_RECURRENT_LAYERS and not isinstance(value, nn.Module):
-            yield key, _Noted.of(value, looks_into_objects=looks_into_objects)
+            is_entered = looks_into_objects or tree.is_node(value) or not is_object(value)
+            yield key, Outline.whole(value, _DEPTH if is_entered else 0)
 
 
 @dataclass
@@ -197,19 +128,11 @@ def is_told_otherwise(agreed: Any, value: Any) -> bool:
 
 def put_into(container: Any, filled: Any) -> bool:
     """Give a list, dict or dataclass the entries of another one of its type; returns whether it has them now."""
-    if type(container) is not type(filled) and not (isinstance(container, dict) and isinstance(filled, dict)):
-        return False
-    if isinstance(container, MutableMapping):
-        container.clear()
-        container.update(filled)
-    elif isinstance(container, list):
-        container[:] = filled
-    elif tree.is_node(container) and not isinstance(container, tuple):
-        for key, value in tree.children(filled):
-            object.__setattr__(container, key, value)
-    else:
-        return False
-    return True
+    is_dict = isinstance(container, dict) and isinstance(filled, dict)
+    is_other = type(container) is type(filled) and tree.is_node(container) and not isinstance(container, tuple)
+    if is_dict or is_other:
+        put_entries(container, entries(filled))
+    return is_dict or is_other
 
 
 def with_leaves(function: Callable[[Any], Any], value: Any) -> Any:

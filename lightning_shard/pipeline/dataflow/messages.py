@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -182,6 +183,11 @@ class Delivery(tree.Leaf):
     until: End | None = None
     traced: bool = False
     aliased: frozenset[Key] = frozenset()
+
+    @cached_property
+    def gradients(self) -> list[Slot]:
+        """The slots of values whose gradients come back, in their order."""
+        return [slot for slot in self.slots.values() if slot.requires_grad]
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,10 @@ items, or its attributes. Objects in objects are found by their paths: the keys 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import inspect
-from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,11 +17,10 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.namespaces import is_machinery
+from lightning_shard.state.walk import CONTAINERS, attributes
+from lightning_shard.state.walk import entries as entries_in
 from lightning_shard.versions import version
 
-PLAIN_OBJECTS = (SimpleNamespace, argparse.Namespace, UserDict, UserList)
-"""Classes of the standard library whose objects hold a user's values."""
 Path = tuple[Any, ...]
 """The attributes, keys and indices that lead to an object from the arguments of a call."""
 
@@ -40,44 +36,18 @@ def is_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not (isinstance(value, others) or is_function(value))
 
 
-def is_opaque(value: Any) -> bool:
-    """Whether it is an object with attributes that is neither a tensor, a module, a class nor a nesting (``tree``)."""
-    return not (tree.is_node(value) or isinstance(value, (Tensor, nn.Module, type))) and hasattr(value, "__dict__")
-
-
-def may_be_changed(value: Any) -> bool:
-    """Whether it is an object in which a user's code may keep values: of a class of its own, or a namespace."""
-    if isinstance(value, (Tensor, nn.Module, type, list, tuple, dict)) or not hasattr(value, "__dict__"):
-        return False
-    return type(value) in PLAIN_OBJECTS or not is_machinery(value)
-
-
-def held_by(value: Any, depth: int = 4) -> list[Any]:
-    """What a container or object holds, and what containers and objects in it hold."""
-    if isinstance(value, dict):
-        entries = [*value.values()]
-    elif isinstance(value, (list, tuple, set, deque)):
-        entries = [*value]
-    else:
-        slots = {
-            name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)
-        }
-        entries = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in sorted(slots))]
-    containers = (dict, list, tuple, set, deque)
-    inside = (each for each in entries if isinstance(each, containers) or is_object(each) or is_opaque(each))
-    return [*entries, *(held for each in inside if depth for held in held_by(each, depth - 1))]
-
-
 def is_function(value: Any) -> bool:
     """Whether it is a function, a method, or a partial one."""
     return inspect.isroutine(value) or isinstance(value, partial)
 
 
-def holds_tensors(value: Any) -> bool:
+def holds_tensors(value: Any, depth: int = 5) -> bool:
     """Whether tensors are reached from a value that is neither a tensor, a module, a class nor a plain value."""
     if value is None or isinstance(value, (Tensor, nn.Module, type, bool, int, float, str, bytes)):
         return False
-    return any(isinstance(each, Tensor) for each in held_by(value))
+    is_container = isinstance(value, (tuple, *CONTAINERS))
+    held = [*(entries_in(value) if is_container else attributes(value)).values()]
+    return any(isinstance(each, Tensor) or (depth and holds_tensors(each, depth - 1)) for each in held)
 
 
 def objects(
@@ -162,7 +132,7 @@ def rebuilt(value: Any, function: Callable[[Any], Any], remedy: str) -> Any:
         return filled
     is_followed = is_object(value)
     if isinstance(value, nn.Module) or is_function(value) or (not is_followed and holds_tensors(value)):
-        raise StepError(f"The network leaves a {type(value).__name__} in what it is given. {remedy}")
+        raise StepError(f"The network leaves a {type(value).__name__} in what it is given. {remedy}", breaks=3)
     if not is_followed:
         return value
     made = copy.copy(value)

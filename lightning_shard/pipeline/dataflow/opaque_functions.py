@@ -4,28 +4,20 @@ torch's function modes see the operations inside ``Function.forward``, where gra
 function itself. Inside a transform, such as ``vmap``, or a scripted function, tensors lose their class, and so their
 mark as unknown. So while a thread traces, such calls are patched to report to its watcher (``trace.py``) as one
 operation.
-
-Private (torch 2.11 to 2.14): the functions that ``torch.func``'s transforms call. ``Function.apply`` was Python's, and
-has been C's since torch 2.14.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from inspect import unwrap
-from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
-from torch._functorch import apis, eager_transforms
 from torch.autograd import Function
 
 from lightning_shard.pipeline.dataflow.taint import Unknown, collecting_unknown
-from lightning_shard.torch_private import replaced
+from lightning_shard.torch_private import TRANSFORMS, replaced
 
 
 class Watcher(Protocol):
@@ -64,11 +56,7 @@ _PATCHED: list[tuple[Any, str, Any]] = [
     (Function, "apply", classmethod(_reporting_apply)),
     *(
         (holder, name, _reporting(getattr(holder, name)))
-        for holder, name in [
-            (apis, "vmap_impl"),
-            (eager_transforms, "_jvp_with_argnums"),
-            (torch.jit.ScriptFunction, "__call__"),
-        ]
+        for holder, name in [*TRANSFORMS, (torch.jit.ScriptFunction, "__call__")]
     ),
 ]
 """Each patched function: its holder, its name, and the replacement that reports to the watcher."""
@@ -83,38 +71,3 @@ def reported_to(watcher: Watcher) -> Iterator[None]:
             yield
     finally:
         _of_thread.watcher = None
-
-
-def is_inside() -> bool:
-    """Whether the caller runs inside an autograd function, whose operations record no gradients.
-
-    A function whose ``apply`` code had taken before it was patched is found too.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _runs_function(frame.f_code):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _is_apply(code: CodeType) -> bool:
-    return code is _apply.__func__.__code__
-
-
-@lru_cache(maxsize=4096)
-def _is_forward(code: CodeType) -> bool:
-    """Whether it is an autograd function's ``forward``, by the classes that there are: its own is one when it runs."""
-    if code.co_name != "forward":
-        return False
-    waiting = [Function]
-    while waiting:
-        kind = waiting.pop()
-        forward = kind.__dict__.get("forward")
-        if forward is not None and getattr(unwrap(forward), "__code__", None) is code:
-            return True
-        waiting += kind.__subclasses__()
-    return False
-
-
-_runs_function = _is_apply if hasattr(_apply, "__func__") else _is_forward

@@ -40,7 +40,7 @@ class CallsAgain(Exception):
 
 
 class Memory(Protocol):
-    """A snapshot of what a step may change beside gradients."""
+    """The state that a step may change beside gradients."""
 
     def put_back(self) -> None: ...
 
@@ -48,31 +48,10 @@ class Memory(Protocol):
         """After each run: raise if it changed something that can't be restored."""
 
     def changed(self) -> list[str]:
-        """Paths of what differs from the snapshot."""
+        """Paths of what is another one now."""
 
     def forget(self) -> None:
-        """Release the snapshot: it won't be restored any more."""
-
-
-@dataclass(frozen=True)
-class MemoryBeside:
-    """A snapshot, together with a function that restores something outside of it."""
-
-    memory: Memory
-    put_rest_back: Callable[[], None]
-
-    def put_back(self) -> None:
-        self.memory.put_back()
-        self.put_rest_back()
-
-    def check(self) -> None:
-        self.memory.check()
-
-    def changed(self) -> list[str]:
-        return self.memory.changed()
-
-    def forget(self) -> None:
-        self.memory.forget()
+        """Nothing will be restored any more."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +129,11 @@ class Search:
     channel: Channel
     post: Post
     asked: list[Key] = field(default_factory=list)
-    passage: Passage | None = None
-    result: Any = None
-    done: Request | None = None
-    failed: Request | None = None
-    crossing: Crossing = field(default_factory=lambda: Crossing(Delivery()))
+    passage: Passage | None = field(default=None, init=False)
+    result: Any = field(default=None, init=False)
+    done: Request | None = field(default=None, init=False)
+    failed: Request | None = field(default=None, init=False)
+    crossing: Crossing = field(default_factory=lambda: Crossing(Delivery()), init=False)
 
     def __post_init__(self) -> None:
         self.post.stages[self.stage.index] = self
@@ -219,9 +198,9 @@ class Search:
         done = self.failed or self.done or Request(done=True)
         crossing = self.crossing
         if self.failed is None and passage is not None and done.done:
-            assert passage.memory is not None
+            assert passage.ledger is not None
             check_order(passage, crossing)
-            passage.memory.check(passage.sent, self.stage.blocks)
+            passage.ledger.memory.check(passage.sent, self.stage.blocks)
             if not self.stage.is_last:
                 crossing.outgoing = self.stage.delivery(passage, crossing)
             done = Request(done=True, traced=done.traced or crossing.is_traced())
@@ -250,8 +229,8 @@ class Search:
         received = self.channel.receive(answer.slots)
         self.crossing.incoming.slots.update(answer.slots)
         assert self.passage is not None
-        assert self.passage.memory is not None
-        self.passage.memory.also(answer.aliased)
+        assert self.passage.ledger is not None
+        self.passage.ledger.memory.also(answer.aliased)
         return received
 
     def serve(self, request: Request) -> None:
@@ -259,7 +238,6 @@ class Search:
         passage = self.passage
         assert passage is not None
         assert passage.ledger is not None
-        assert passage.memory is not None
         try:
             self.stage.check_asked(request.keys)
             values = passage.ledger.answer(request.keys, request.sentence)
@@ -268,7 +246,7 @@ class Search:
             return
         self.asked.extend(key for key in request.keys if key not in self.asked)
         slots = {key: Slot.of(value) for key, value in values.items()}
-        self._send(Delivery(slots, aliased=passage.memory.aliased()), self.stage.index + 1)
+        self._send(Delivery(slots, aliased=passage.ledger.memory.aliased()), self.stage.index + 1)
         self.channel.send(values, slots)
 
 
@@ -313,24 +291,28 @@ def check_ran(stage: Stage, passage: Passage, crossing: Crossing) -> None:
     agreed = crossing.outgoing.until if crossing.outgoing is not None else None
     if until is None and passage.last_block is None:
         if agreed is not None:
-            raise StepError(missing_now(stage.method, [stage.blocks[agreed.place]]))
+            raise StepError(missing_now(stage.method, [stage.blocks[agreed.place]]), breaks=1)
         if passage.differentiates or incoming is not None:
-            raise StepError(none_called(stage.method, stage.blocks))
+            raise StepError(none_called(stage.method, stage.blocks), breaks=3)
         return
     if agreed is None and crossing.outgoing is not None and not passage.searching:
-        raise StepError(called_now(stage.blocks[passage.last_block or 0]))
+        raise StepError(called_now(stage.blocks[passage.last_block or 0]), breaks=1)
     if until is None and not stage.is_last and passage.searching:
         passage.end_after_last_block()
         until = passage.until
-    passes = not passage.entered and until is not None and not until.after  # all of its blocks are left out
-    if incoming is not None and not passage.entered and not (passes and not incoming.after):
-        raise StepError(missing_now(stage.method, [stage.blocks[incoming.place]]))
+    entered = passage.entered_at is not None
+    passes = not entered and until is not None and not until.after  # all of its blocks are left out
+    if incoming is not None and not entered and not (passes and not incoming.after):
+        raise StepError(missing_now(stage.method, [stage.blocks[incoming.place]]), breaks=1)
     if agreed is not None and (until is None or until.after != agreed.after):
-        raise StepError(missing_now(stage.method, [stage.blocks[agreed.place]]))
-    passage.enter()
+        raise StepError(missing_now(stage.method, [stage.blocks[agreed.place]]), breaks=1)
+    if not entered:
+        passage.enter()
     slots = crossing.outgoing.slots if crossing.outgoing is not None and not passage.searching else {}
+    if slots.keys() <= passage.sent.keys():
+        return
     if unsent := [stage.blocks[key[1]] for key in slots if key[0] == "block" and key not in passage.sent]:
-        raise StepError(missing_now(stage.method, unsent))
+        raise StepError(missing_now(stage.method, unsent), breaks=1)
 
 
 def check_order(passage: Passage, crossing: Crossing) -> None:
@@ -343,5 +325,6 @@ def check_order(passage: Passage, crossing: Crossing) -> None:
         raise StepError(
             f"Stage {passage.stage} ran other code around the blocks than the stage before, or than for an earlier"
             " microbatch of the same shapes, so what crosses between stages isn't known: what a network runs may depend"
-            " on a batch's shapes, not on its values or on random numbers. Or use pipeline_parallel_size=1."
+            " on a batch's shapes, not on its values or on random numbers. Or use pipeline_parallel_size=1.",
+            breaks=1,
         )

@@ -7,13 +7,10 @@ sent to other stages. Changes of globals, and of sets and the like that a block 
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
-from types import ModuleType
+from types import BuiltinMethodType, CellType
 from typing import Any
 
 import torch
@@ -21,32 +18,61 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.namespaces import namespaces
+from lightning_shard.namespaces import Namespace, namespaces
 from lightning_shard.pipeline.dataflow.kept import OF_TORCH, Attributes
 from lightning_shard.pipeline.dataflow.messages import Change, Held, Slot
-from lightning_shard.pipeline.dataflow.objects import (
-    Path,
-    held_by,
-    is_object,
-    may_be_changed,
-    objects,
-    rebuilt,
-    snapshot,
-)
+from lightning_shard.pipeline.dataflow.objects import Path, is_object, objects, rebuilt, snapshot
 from lightning_shard.pipeline.dataflow.objects import entries as entries_of
+from lightning_shard.state.walk import LEAVES, below
+from lightning_shard.state.walk import entries as entries_in
 from lightning_shard.versions import version
 
-_GIVEN = "a dataclass with slots that it is given"
-_LISTS = (list, dict, set, deque)
-_OTHER_LISTS = (set, deque)
-"""Those of them that aren't sent."""
+_MOST = 1024
+"""The most objects in one value, or in the globals of one Python module, whose changes are noticed."""
+_MOST_GIVEN = 2**14
+"""The same of a call's arguments."""
 _IN_OBJECTS = "Blocks may set and add tensors and numbers there; or return what is new."
 _CACHES = "transformers.cache_utils"
-_SLOTTED = {"builtins", "torch", "numpy", "datetime", "decimal", "fractions", "pathlib", "uuid"}
-"""Modules whose classes with slots hold no values of a user's."""
 DEEPEST = 8
 """The longest path in a call's arguments to an object whose changes are noticed."""
 _RETURN_IT = "return what it adds, or set an attribute to it anew, which they do."
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """Something whose changes other stages don't see: a set, a deque, an object with slots, globals.
+
+    Attributes:
+        what: Words for it.
+        held: Its entries.
+        of_gradients: Whether only what requires gradients may not be added. Other values, such as masks that are
+            created once, are made on each stage.
+    """
+
+    what: str
+    value: Any
+    held: dict[Any, Any]
+    of_gradients: bool
+
+    def has_changed(self) -> bool:
+        return not tree.same_entries([*self.held.values()], [*entries_in(self.value).values()])
+
+    def check(self, name: str) -> None:
+        """
+        Raises:
+            StepError: The block of this name has changed it.
+        """
+        now, known = entries_in(self.value), {*map(id, self.held.values())}
+        added = (key for key, each in now.items() if id(each) not in known and _has_gradients(each))
+        if (key := next(added, None)) is not None and isinstance(self.value, Namespace):
+            raise StepError(
+                f"{name} sets {self.value.name}.{key}, which the other pipeline stages don't see: {_RETURN_IT}",
+                breaks=3,
+            )
+        if key is not None or (not self.of_gradients and self.has_changed()):
+            raise StepError(
+                f"{name} changes {self.what}, which the other pipeline stages don't see: {_RETURN_IT}", breaks=3
+            )
 
 
 @dataclass(frozen=True)
@@ -55,54 +81,43 @@ class Before:
 
     Attributes:
         arguments: The leaves of its arguments, with the versions of tensors.
-        lists: Lists, dicts and dataclasses among the arguments, sets and deques of its own, and lists, dicts, sets and
-            deques in globals that it could add to: a description, the container, and its entries.
+        containers: Lists, dicts and dataclasses among the arguments.
         objects: All mutable objects among the arguments, by path, each with a copy of its entries and the versions of
             the tensors among these.
-        attributes: Those of its submodules.
-        unfollowed: Deques, sets, objects with slots, callable objects and bound methods among the arguments, and
-            objects that its submodules hold: a description, the value, what it held, and whether only what has
-            gradients matters.
-        globals_before: What its code keeps in globals and in attributes of classes and functions, by name; ``None`` if
-            these aren't compared.
+        attributes: Those of its submodules, in a search.
+        outside: Deques, sets, objects with slots and closures that the arguments lead to; sets, deques and objects that
+            its submodules hold; and what its code keeps in globals, classes and functions.
     """
 
-    block: nn.Module
     arguments: list[tuple[Any, int]]
-    lists: list[tuple[str, Any, list[Any]]]
+    containers: list[Any]
     objects: dict[Path, tuple[Any, dict[Any, Any], dict[Any, int]]]
     attributes: Attributes
-    unfollowed: list[tuple[str, Any, list[Any], bool]]
-    globals_before: dict[str, Any] | None
+    outside: list[_Outside]
 
     @classmethod
-    def of(cls, block: nn.Module, arguments: Any, *, compares_globals: bool = False) -> Before:
+    def of(cls, block: nn.Module, arguments: Any, *, deeply: bool = False) -> Before:
         """
         Args:
-            compares_globals: Whether to include globals and attributes of classes and functions, which takes longer.
+            deeply: Whether to include attributes of submodules, and globals and attributes of classes and
+                functions, which takes longer.
         """
         noted = [(leaf, version(leaf)) for _, leaf in tree.walk(arguments)]
-        given = [(_GIVEN, each, _entries(each)) for each in tree.containers(arguments)]
+        containers = [*tree.containers(arguments)]
         held = {path: (each, *snapshot(each)) for path, each in objects(arguments, deepest=DEEPEST)}
-        own: list[tuple[str, Any, list[Any]]] = [
-            (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, _entries(value))
-            for path, module in block.named_modules()
-            for key, value in vars(module).items()
-            if isinstance(value, _OTHER_LISTS) and key not in OF_TORCH
-        ]
-        outside = _globals_of(block) if compares_globals else None
-        own += [(f"the {type(v).__name__} {n}", v, _entries(v)) for n, v in outside or () if isinstance(v, _LISTS)]
-        attributes = Attributes.of(block, looks_into_objects=compares_globals)
-        unfollowed = [*_unfollowed(arguments, held)]
-        if compares_globals:
-            unfollowed += [
-                (f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value, held_by(value), True)
-                for path, module in block.named_modules()
-                for key, value in vars(module).items()
-                if key not in OF_TORCH and may_be_changed(value) and not tree.is_node(value)
-            ]
-        globals_before = None if outside is None else dict(outside)
-        return cls(block, noted, [*given, *own], held, attributes, unfollowed, globals_before)
+        outside = [*_among(arguments, {id(each) for each, *_ in held.values()})]
+        for path, module in block.named_modules():
+            for key, value in vars(module).items():
+                is_compared = deeply and not tree.is_node(value)
+                if key not in OF_TORCH and (isinstance(value, (set, deque)) or is_compared):
+                    outside += _all_in(f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value)
+        if deeply:
+            kinds: dict[Any, None] = dict.fromkeys(type(module) for module in block.modules())
+            for each in namespaces(*kinds):
+                outside += _all_in("", each)
+        modules = block.named_modules() if deeply else ()
+        attributes = Attributes.of(modules, looks_into_objects=True)
+        return cls(noted, containers, held, attributes, outside)
 
     def slot(self, name: str, leaf: Any) -> Any:
         """What stands for a leaf of the output, with the argument's index if it is an argument.
@@ -120,12 +135,12 @@ class Before:
         if isinstance(leaf, Tensor) and leaf.requires_grad and version(leaf) == before:
             return slot  # for another microbatch the block may compute it (stochastic depth)
         if isinstance(slot, Held) and place is None:
-            raise StepError(_unsendable(name, leaf))
+            raise StepError(_unsendable(name, leaf), breaks=3)
         return replace(slot, argument=place) if isinstance(slot, (Slot, Held)) else slot
 
     def returned_containers(self, output: Any) -> tuple[tuple[int | None, int], ...]:
-        """The argument containers that a block returns: index in a returned tuple (else ``None``), and in ``lists``."""
-        places = {id(each): place for place, (what, each, _) in enumerate(self.lists) if what == _GIVEN}
+        """The argument containers that a block returns: index in a returned tuple (else ``None``), and theirs."""
+        places = {id(each): place for place, each in enumerate(self.containers)}
         if id(output) in places:
             return ((None, places[id(output)]),)
         returned = output if type(output) is tuple else ()
@@ -139,30 +154,14 @@ class Before:
             output: What it returned. A container among the arguments may be changed if it is also returned.
 
         Raises:
-            StepError: The block changed a dataclass with slots that it doesn't return, or another argument whose
-                changes aren't followed; or it added values that require gradients to a set, a deque or an object of its
-                own or to a global. Other values in globals, such as masks that are created once, are allowed.
+            StepError: The block changed an argument whose changes aren't followed; or it added values that require
+                gradients to a set, a deque or an object of its own or to a global. Other values in globals, such as
+                masks that are created once, are allowed.
         """
         returned = {id(each) for each in tree.containers(output)}
-        for what, each, entries in self.lists:
-            now = _entries(each)
-            known = set(map(id, entries))
-            is_changed = (
-                id(each) not in returned and not is_object(each) and not tree.same_entries(entries, now)
-                if what == _GIVEN
-                else _has_gradients([entry for entry in now if id(entry) not in known])
-            )
-            if is_changed:
-                raise StepError(f"{name} changes {what}, which the other pipeline stages don't see: {_RETURN_IT}")
-        for what, each, entries, of_gradients in self.unfollowed:
-            now = held_by(each)
-            known = set(map(id, entries))
-            new = [entry for entry in now if id(entry) not in known]
-            if _has_gradients(new) or not (of_gradients or tree.same_entries(entries, now)):
-                raise StepError(f"{name} changes {what}, which the other pipeline stages don't see: {_RETURN_IT}")
-        for key, value in _globals_of(self.block) if self.globals_before is not None else ():
-            if value is not (self.globals_before or {}).get(key) and _has_gradients([value]):
-                raise StepError(f"{name} sets {key}, which the other pipeline stages don't see: {_RETURN_IT}")
+        for holder in self.outside:
+            if id(holder.value) not in returned:
+                holder.check(name)
         places = enumerate(self.arguments)
         return [(p, leaf) for p, (leaf, before) in places if isinstance(leaf, Tensor) and version(leaf) != before]
 
@@ -192,7 +191,8 @@ class Before:
                 if id(value) in placed:  # other stages would have two of it
                     raise StepError(
                         f"{name} puts one {type(value).__name__} into two places of what it is given, which the other"
-                        f" pipeline stages can't. {_IN_OBJECTS}"
+                        f" pipeline stages can't. {_IN_OBJECTS}",
+                        breaks=3,
                     )
                 placed.add(id(value))
             return rebuilt(value, told, _IN_OBJECTS)
@@ -207,7 +207,8 @@ class Before:
             if before.keys() - now.keys():
                 raise StepError(
                     f"{name} takes entries out of a {type(each).__name__} that it is given, which the other pipeline"
-                    f" stages don't see. {_IN_OBJECTS}"
+                    f" stages don't see. {_IN_OBJECTS}",
+                    breaks=3,
                 )
             new = {key: v for key, v in now.items() if key not in before or not tree.same_entries([before[key]], [v])}
             written = {key for key, version in versions.items() if key not in new and now[key]._version != version}
@@ -226,12 +227,7 @@ class Before:
 
     def changes_elsewhere(self) -> bool:
         """Whether anything in globals, or in objects that it was given or holds, is another one than before."""
-        before = self.globals_before or {}
-        return (
-            any(value is not before.get(key) for key, value in _globals_of(self.block))
-            or any(not tree.same_entries(entries, _entries(each)) for _, each, entries in self.lists)
-            or any(not tree.same_entries(entries, held_by(each)) for _, each, entries, _ in self.unfollowed)
-        )
+        return any(each.has_changed() for each in self.outside)
 
 
 def is_cache(value: Any) -> bool:
@@ -251,10 +247,11 @@ def check_sendable(name: str, output: Any) -> None:
                 f"{name} returns a {'nested tensor' if leaf.is_nested else f'tensor of layout {leaf.layout}'}, which"
                 " can't be sent to another pipeline stage: return dense ones, padded, and make it of them where it is"
                 " used (a torch.nn.TransformerEncoder does with enable_nested_tensor=False); or use"
-                " pipeline_parallel_size=1."
+                " pipeline_parallel_size=1.",
+                breaks=3,
             )
         if isinstance(leaf, Iterator):
-            raise StepError(_unsendable(name, leaf))
+            raise StepError(_unsendable(name, leaf), breaks=3)
 
 
 def _unsendable(name: str, leaf: Any) -> str:
@@ -264,43 +261,25 @@ def _unsendable(name: str, leaf: Any) -> str:
     )
 
 
-def _globals_of(block: nn.Module) -> list[tuple[str, Any]]:
-    """Globals and attributes of classes and functions that the block's code uses, and attributes of objects there."""
-    kinds: dict[Any, None] = dict.fromkeys(type(module) for module in block.modules())
-    found = {f"{each.name}.{key}": v for each in namespaces(*kinds) for key, v in each.held.items()}
-    objects = {name: value for name, value in found.items() if may_be_changed(value)}
-    return [*found.items(), *((f"{n}.{key}", v) for n, value in objects.items() for key, v in vars(value).items())]
+def _has_gradients(value: Any) -> bool:
+    if isinstance(value, nn.Parameter):  # sharding replaces these
+        return False
+    return any(isinstance(each, Tensor) and each.requires_grad for _, each in below("", value, _MOST))
 
 
-def _entries(container: Any) -> list[Any]:
-    """A container's entries, without parameters: sharding replaces these, also in lists.
-
-    For a dict, the builtin's own methods are called: those of transformers' mappings of all models import each model.
-    """
-    if dataclasses.is_dataclass(container):
-        return [value for _, value in tree.children(container)]
-    entries = [*dict.keys(container), *dict.values(container)] if isinstance(container, dict) else list(container)
-    return [entry for entry in entries if not isinstance(entry, nn.Parameter)]
+def _all_in(what: str, value: Any) -> Iterator[_Outside]:
+    """A value, and the objects that it holds; without words for it, by their types and paths."""
+    for path, each in below(value.name if isinstance(value, Namespace) else "", value, _MOST):
+        if not isinstance(each, LEAVES):
+            yield _Outside(what or f"the {type(each).__name__} {path}", each, entries_in(each), of_gradients=True)
 
 
-def _has_gradients(values: list[Any]) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in tree.walk(values))
-
-
-def _unfollowed(
-    arguments: Any, objects: Mapping[Path, tuple[Any, dict[Any, Any], Any]]
-) -> Iterator[tuple[str, Any, list[Any], bool]]:
-    """Arguments, and entries of objects among these, that hold values and aren't objects that are followed."""
-    entries = chain.from_iterable(before.values() for _, before, _ in objects.values())
-    for value in {id(each): each for each in chain(tree.leaves(arguments), entries)}.values():
-        owner = getattr(value, "__self__", None) if inspect.isroutine(value) else None
-        if isinstance(value, (nn.Module, Tensor, type)) or isinstance(owner, (nn.Module, Tensor, type, ModuleType)):
-            continue
-        what = f"a {type(value).__name__} that it is given"
-        has_slots = not hasattr(value, "__dict__") and any(hasattr(kind, "__slots__") for kind in type(value).__mro__)
-        if isinstance(value, (deque, set)) or (has_slots and type(value).__module__ not in _SLOTTED):
-            yield what, value, held_by(value), False
-        elif owner is not None:
-            yield f"the {type(owner).__name__} of a method that it is given", owner, held_by(owner), False
-        elif callable(value) and not is_object(value) and not inspect.isroutine(value) and hasattr(value, "__dict__"):
-            yield what, value, held_by(value), True
+def _among(arguments: Any, followed: Collection[int]) -> Iterator[_Outside]:
+    """What a call's arguments lead to, but for objects of these ids: sets, deques, objects with slots, closures."""
+    words: dict[str, str] = {}
+    owners = [each.__self__ for each in tree.leaves(arguments, BuiltinMethodType)]  # such as of ``[].append``
+    for path, each in below("", (arguments, *owners), _MOST_GIVEN):
+        if id(each) not in followed and not isinstance(each, LEAVES):
+            words[path] = words.get(path.rpartition(".")[0], f"a {type(each).__name__} that it is given")
+            of_function = isinstance(each, CellType) or "cell" in path.split(".")
+            yield _Outside(words[path], each, entries_in(each), of_gradients=of_function)

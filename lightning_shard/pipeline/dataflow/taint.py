@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_shard import tree
+from lightning_shard.dense import has_no_memory
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.computing import computing_unknown, without_graph
 from lightning_shard.pipeline.dataflow.functions import (
@@ -41,6 +42,7 @@ from lightning_shard.pipeline.dataflow.functions import (
     writes,
 )
 from lightning_shard.sharding import put_attributes
+from lightning_shard.torch_private import is_in_transform, set_version, swap
 
 REMEDY = (
     "A pipeline stage knows what its own blocks and earlier stages compute, and nothing that needs a later stage's"
@@ -76,10 +78,6 @@ class Origin:
     def at_end(self) -> str:
         """The text without its comma, for the end of a clause."""
         return self.text.rstrip(",")
-
-
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether it is a tensor within ``torch.func``'s transforms, which has no memory of its own."""
 
 
 class _Collected(threading.local):
@@ -188,7 +186,7 @@ class Unknown(torch.Tensor):
                     if name in TO_INTEGERS and not leaf.dtype.is_floating_point and not has_no_memory(leaf):
                         leaf.zero_()  # NaN cast to an index is out of range, which on CUDA kills the process
                     one: Any = mark(leaf, origin)
-                    one.late, one.needs, one.base = late, needs, None if _is_wrapped(leaf) else leaf._base
+                    one.late, one.needs, one.base = late, needs, None if is_in_transform(leaf) else leaf._base
             return result if follower is None else tree.map_leaves(partial(_apart, known, unknown), result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unknown:
@@ -204,6 +202,7 @@ class Hollow(Unknown):
     fqn: str
     holder: int
     trains: bool
+    stands_for_parameter = True
 
     @property
     def needs(self) -> bool:  # type: ignore[override]
@@ -274,14 +273,14 @@ def _apart(known: Collection[int], operands: Sequence[Unknown], leaf: Any) -> An
         known: The ids of the arguments, which stay.
         operands: Unknown ones; the result may share the memory of one.
     """
-    if not isinstance(leaf, Unknown) or id(leaf) in known or _is_wrapped(leaf):
+    if not isinstance(leaf, Unknown) or id(leaf) in known or is_in_transform(leaf):
         return leaf
     with without_graph():
         one: Any = Tensor._make_subclass(Unknown, leaf.detach())
         one.origin, one.late = leaf.origin, leaf.late
         one.needs = leaf.needs and (leaf.is_floating_point() or leaf.is_complex())
         for source in operands:
-            if isinstance(source, Hollow) or _is_wrapped(source) or has_no_memory(source):
+            if isinstance(source, Hollow) or is_in_transform(source) or has_no_memory(source):
                 continue
             if memory_of(source) == memory_of(one):
                 one.base = source if source.base is None else source.base
@@ -293,16 +292,13 @@ def put_values(unknown: Unknown, values: Tensor) -> None:
     """Make an unknown tensor known: all variables that refer to it see these values, with their graph.
 
     Where C++ holds the tensor too, such as for an activation checkpoint, it is overwritten.
-
-    Private (torch 2.11 to 2.14): ``_unsafe_set_version_counter``, and ``torch._C._swap_tensor_impl``, as
-    ``torch.utils.swap_tensors`` uses it, which refuses tensors with weak references.
     """
     with torch._C.DisableTorchFunction(), computing_unknown():
         size, stride = unknown.size(), unknown.stride()
         overlaps = any(length > 1 and step == 0 for length, step in zip(size, stride))
         real = (values.new_empty(size) if overlaps else values.new_empty_strided(size, stride)).copy_(values)
         if not real.is_inference():  # nobody has written to it
-            torch._C._autograd._unsafe_set_version_counter((real,), (unknown._version,))
+            set_version(real, unknown._version)
         put_tensor(unknown, real)
 
 
@@ -332,7 +328,7 @@ def put_tensor(unknown: Unknown, real: Tensor) -> None:
             unknown.__dict__.pop(name, None)  # other attributes are the user's
         unknown.__class__ = Tensor  # type: ignore[assignment]
         if unknown._use_count() == 1:  # type: ignore[attr-defined]
-            torch._C._swap_tensor_impl(unknown, real)  # type: ignore[attr-defined]
+            swap(unknown, real)
         else:
             _overwrite(unknown, real)
 
@@ -418,12 +414,6 @@ def _selects(name: str, args: Sequence[Any]) -> bool:
         return any(isinstance(leaf, Unknown) and leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves(args[1:]))
 
 
-def has_no_memory(tensor: Tensor) -> bool:
-    """Whether it is a hollow parameter or an alias of one: a stride of 0."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.size()))
-
-
 def base_of(tensor: Tensor) -> Tensor | None:
     if type(tensor) is Unknown and tensor.base is not None:
         return tensor.base
@@ -431,10 +421,15 @@ def base_of(tensor: Tensor) -> Tensor | None:
         return tensor._base
 
 
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """A tensor's storage, also an unknown one's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()
+
+
 def memory_of(tensor: Tensor) -> int:
     """The address of a tensor's storage: equal for tensors that share memory."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.untyped_storage().data_ptr()
+    return storage_of(tensor).data_ptr()
 
 
 def refuse(value: Any, where: str) -> None:

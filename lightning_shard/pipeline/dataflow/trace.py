@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
@@ -21,6 +21,7 @@ from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.taint import (
     REMEDY,
     Hollow,
+    Origin,
     Unknown,
     base_of,
     first_unknown,
@@ -28,7 +29,9 @@ from lightning_shard.pipeline.dataflow.taint import (
     mark_all,
     memory_of,
     miss,
+    storage_of,
 )
+from lightning_shard.torch_private import function_mode, is_in_function
 
 if TYPE_CHECKING:
     from lightning_shard.pipeline.dataflow.fetching import Ledger
@@ -49,20 +52,20 @@ class Trace(TorchFunctionMode):
         self._passage = passage
         self._suspended = 0
         self._off = False
-        self._written: dict[int, Unknown] = {}
+        #: By their address, which these storages keep from being used anew: memory that unknown values were written to.
+        self._written: dict[int, tuple[torch.UntypedStorage, Unknown, Origin, tuple[str, ...]]] = {}
         self._of_own = False
         self._late: tuple[str, ...] = ()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._suspended or (
-            not torch.is_grad_enabled() and self._passage.differentiates and opaque_functions.is_inside()
-        ):
+        if self._suspended or (not torch.is_grad_enabled() and self._passage.differentiates and is_in_function()):
             return func(*args, **kwargs)
         if func in _BACKWARDS:
             raise StepError(
                 f"The step takes gradients itself ({func.__name__}), and with several pipeline stages they would be of"
-                " one stage only: use pipeline_parallel_size=1."
+                " one stage only: use pipeline_parallel_size=1.",
+                breaks=4,
             )
         self.mark_written_aliases((args, kwargs))
         name = getattr(func, "__name__", "")
@@ -75,16 +78,22 @@ class Trace(TorchFunctionMode):
         result = _computed(func, args, kwargs, ledger)
         result = self._count_operation(name, result, changed, own=own)
         if ledger is not None:
-            unknown = [leaf for leaf in changed if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow)]
-            self._written.update((memory_of(leaf), leaf) for leaf in unknown)
+            for leaf in changed:
+                if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow):
+                    self._written[memory_of(leaf)] = storage_of(leaf), leaf, leaf.origin, leaf.late
         return result
 
     def mark_written_aliases(self, value: Any) -> None:
         """Mark known tensors as unknown if an unknown value was written to their memory through another view."""
         for leaf in leaves(value) if self._written else ():
-            if type(leaf) is Tensor and (source := self._written.get(memory_of(leaf))) is not None:
-                unknown: Any = mark(leaf, source.origin)
-                unknown.late = source.late
+            if type(leaf) is not Tensor or (written := self._written.get(address := memory_of(leaf))) is None:
+                continue
+            _, source, origin, late = written
+            if not isinstance(source, Unknown) and memory_of(source) == address:  # fetched since, into this memory
+                del self._written[address]
+                continue
+            unknown: Any = mark(leaf, origin)
+            unknown.late = late
 
     def begins(self, args: Any, name: str = "The step", *, is_own: bool = False) -> None:
         """A part around the blocks, or an opaque function, begins: it counts as one operation on ``args``.
@@ -175,7 +184,7 @@ class Trace(TorchFunctionMode):
     def suspend(self) -> None:
         """Stop counting: a block, part or function begins, whose inner operations don't count."""
         self._suspended += 1
-        if self._suspended == 1 and _get_current_function_mode() is self:
+        if self._suspended == 1 and function_mode() is self:
             self.__exit__(None, None, None)
             self._off = True
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-_SHOWN = 8
-"""The most names of blocks in a message."""
+from lightning_shard.arguments import few
 
 _ONE_STAGE = "use pipeline_parallel_size=1"
 _MAY = (
@@ -44,10 +43,3 @@ def missing_now(method: str, names: Collection[str]) -> str:
 def called_now(name: str) -> str:
     """The message for a block that runs, and didn't for an earlier microbatch of the same shapes."""
     return f"{name} runs, and didn't for an earlier microbatch of the same shapes: which blocks run {_MAY}"
-
-
-def few(names: Collection[str]) -> str:
-    """The first of these names, and how many more there are."""
-    names = list(dict.fromkeys(names))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

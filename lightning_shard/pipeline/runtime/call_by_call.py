@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow import checkpoint_calls
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
 from lightning_shard.pipeline.dataflow.search import OfAny, Post, Search, find_crossing
 from lightning_shard.pipeline.dataflow.taint import refuse
@@ -29,6 +30,7 @@ class CallByCall:
     def __init__(self, ends: Sequence[tuple[Stage, Channel]]) -> None:
         self._ends = ends
 
+    @checkpoint_calls.seen()
     def __call__(
         self,
         run: Callable[[], Any],
@@ -53,12 +55,9 @@ class CallByCall:
             StepError: Data ranks that have to run alike call the network a different number of times.
         """
         *siblings, (last, channel) = self._ends
-        rank = channel.rank_of[last.index]
         through = partial(self._through_stages, in_call, of_any)
         stages = [stage for stage, _ in self._ends]
-        calls = Calls(
-            rank, last.is_last, last.entrances, last.device, channel, through, note_generators, after_call, stages
-        )
+        calls = Calls(stages, channel, through, note_generators, after_call)
         with ExitStack() as inside:
             for sibling, _ in siblings:
                 inside.enter_context(sibling.calling(calls))

@@ -8,24 +8,21 @@ to its end. Numbers, texts and small tensors are sent. Larger tensors are unknow
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_shard import tree
 from lightning_shard.pipeline.dataflow.kept import Attributes, Name, put_into
-from lightning_shard.pipeline.dataflow.messages import Slot
 from lightning_shard.pipeline.dataflow.taint import Unknown
+from lightning_shard.state.patch import Unsendable, received, sent
 
 if TYPE_CHECKING:
     from lightning_shard.pipeline.stages.stage import Stage
 
 _SENT = 1024
-"""The most elements of all tensors in an attribute that is sent."""
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
-_NESTS = (list, tuple, dict)
+"""The most elements of a tensor that is sent."""
 
 Told = Mapping[Name, tuple[bool, Any]]
 """Values, and whether they are the objects of before, changed in place."""
@@ -36,7 +33,7 @@ class KeptInCalls:
 
     Args:
         stages: This rank's.
-        place: Makes what this rank has of a tensor, or a slot, that another rank keeps, given words for it.
+        place: Makes what this rank has of a tensor that another rank keeps, sent or not, given words for it.
     """
 
     def __init__(self, stages: Sequence[Stage], place: Callable[[Any, str], Tensor]) -> None:
@@ -53,11 +50,11 @@ class KeptInCalls:
 
     def call_begins(self) -> None:
         self._told = {}
-        self._before_call = Attributes.of_each(self._around) if self._stages[-1].is_last else None
+        self._before_call = Attributes.of(self._around) if self._stages[-1].is_last else None
 
     def stages_begin(self) -> None:
         """Before this rank's stages run; none of their views is in place."""
-        self._before = [Attributes.of_each(own) for own in self._own]
+        self._before = [Attributes.of(own) for own in self._own]
 
     def stages_end(self) -> None:
         for before in self._before:
@@ -76,21 +73,21 @@ class KeptInCalls:
         for (path, name), (in_place, value) in told.items():
             if path in held:
                 continue
-            taken = tree.map_leaves(partial(self._placed, path, name), value)
+            taken = received(partial(self._placed, path, name), value)
             before = self._taken.get((path, name))
             if in_place and _write(before, taken):
                 taken = before
             self._taken[path, name] = taken
             last.keep(self._root.get_submodule(path), name, taken)
 
-    def _placed(self, path: str, name: str, leaf: Any) -> Any:
-        words = f"what {path or 'the LightningModule'} keeps as {name}, on another stage,"
-        return self._place(leaf, words) if isinstance(leaf, (Tensor, Slot)) else leaf
+    def _placed(self, path: str, name: str, tensor: Any) -> Tensor:
+        return self._place(tensor, f"what {path or 'the LightningModule'} keeps as {name}, on another stage,")
 
     def _add(self, before: Attributes) -> None:
         for each in before.changed():
-            if _is_tellable(each.value):
-                self._told[each.module, each.name] = each.in_place, _in_words(each.value)
+            with suppress(Unsendable):
+                told = received(_on_host, sent(each.value, _SENT))
+                self._told[each.module, each.name] = each.in_place, told
 
 
 def _below(root: nn.Module, stage: Stage) -> Iterator[tuple[str, nn.Module]]:
@@ -111,19 +108,5 @@ def _write(held: Any, value: Any) -> bool:
     return True
 
 
-def _is_tellable(value: Any) -> bool:
-    if type(value) in _NESTS:
-        return all(_is_tellable(each) for _, each in tree.children(value))
-    return type(value) in (Tensor, *_PLAIN) and not isinstance(value, Unknown)
-
-
-def _in_words(value: Any) -> Any:
-    """A value as it is sent."""
-    is_small = sum(tensor.numel() for tensor in tree.tensors(value)) <= _SENT
-
-    def sent(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.detach().cpu().clone() if is_small else Slot.of(leaf)
-
-    return tree.map_leaves(sent, value)
+def _on_host(each: Any) -> Any:
+    return each.cpu() if isinstance(each, Tensor) else each

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -32,20 +32,11 @@ from lightning_shard.pipeline.runtime.given_objects import GivenObjects
 from lightning_shard.pipeline.runtime.kept_in_calls import KeptInCalls
 
 if TYPE_CHECKING:
+    from lightning_shard.pipeline.runtime.channel import Channel
     from lightning_shard.pipeline.stages.stage import Stage
 
 LARGEST_COMPARED = 2**20
 """The most elements of an integer argument, such as tokens, whose values ranks compare before each call."""
-
-
-class Meeting(Protocol):
-    """Collectives over all ranks of a pipeline."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """All-gather of objects, in rank order; the last stage's rank comes last."""
-
-    def share(self, values: Sequence[Tensor] | Sequence[Slot]) -> list[Tensor]:
-        """Broadcast the last stage's tensors; the other ranks pass slots."""
 
 
 @dataclass(frozen=True)
@@ -65,36 +56,27 @@ class Calls:
     """The calls of the network within one step, on one rank.
 
     Args:
-        rank: This rank's number in the pipeline.
-        is_last: Whether this rank holds the last stage.
-        entrances: The modules that contain all blocks. The outermost one that a step calls makes the call.
-        device: The device on which tensors are received.
-        meeting: Collectives over the pipeline.
+        stages: This rank's.
+        meeting: That of its last one, for collectives over the pipeline.
         run: Runs a function on each stage of this rank, inside :meth:`of`, until no stage misses a value.
         note_generators: Notes the states of the random generators; returns a function that restores them.
         after_call: Called after each call with the number of calls so far.
-        stages: This rank's.
     """
 
     def __init__(
         self,
-        rank: int,
-        is_last: bool,
-        entrances: Sequence[nn.Module],
-        device: torch.device,
-        meeting: Meeting,
+        stages: Sequence[Stage],
+        meeting: Channel,
         run: Callable[[Callable[[], Any]], Any],
         note_generators: Callable[[], Callable[[], None]],
         after_call: Callable[[int], None],
-        stages: Sequence[Stage],
     ) -> None:
         self.count = 0
-        self.objects = GivenObjects(rank, partial(self._placed, words="what a cache holds of another stage's blocks"))
+        self.objects = GivenObjects(partial(self._placed, words="what a cache holds of another stage's blocks"))
         self.kept = KeptInCalls(stages, self._placed)
-        self._rank = rank
-        self._is_last = is_last
-        self._entrances = entrances
-        self._device = device
+        self._is_last = stages[-1].is_last
+        self._entrances = stages[-1].entrances
+        self._device = stages[-1].device
         self._meeting = meeting
         self._run = run
         self._note_generators = note_generators
@@ -105,7 +87,10 @@ class Calls:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context of the user's step: entrances' forwards are replaced, to intercept calls of the network."""
+        """Context of the user's step: the forwards of modules that contain all blocks intercept calls of the network.
+
+        The outermost one that a step calls makes the call.
+        """
         with ExitStack() as stack:
             for module in self._entrances:
                 own = module.__dict__.get("forward")
@@ -126,7 +111,7 @@ class Calls:
     def on_missing(self, sentence: str) -> NoReturn:
         """A value that is unknown here is needed between two calls: end this rank's part of the step."""
         if self._is_last:
-            raise StepError(sentence)
+            raise StepError(sentence, breaks=1)
         self._ended = sentence
         raise StageEnd
 
@@ -169,10 +154,9 @@ class Calls:
 
     def _share(self, output: Any) -> Any:
         """Broadcast the network's output, and all-gather changes of argument objects and apply them."""
-        changes = self.objects.changes()
         returned: list[Tensor] = []
         described = _described(output, self.objects.paths(), returned) if self._is_last else None
-        said = self._meeting.gather((described, changes, self.kept.told()))
+        said = self._meeting.gather((described, self.objects.told(), self.kept.told()))
         for _, _, kept in said:
             self.kept.take(kept)
         self.objects.take([each for _, each, _ in said])
@@ -208,13 +192,15 @@ class Calls:
             raise StepError(
                 f"{ended} Here it is needed between two calls of the network within one step: of what they compute, all"
                 " ranks get what the forward of the LightningModule, or of the network, returns; so have forward"
-                " compute it, and call self(…)."
+                " compute it, and call self(…).",
+                breaks=2,
             )
         raise StepError(
             "Between two calls of the network within one step, ranks of the pipeline went different ways"
             f" ({_told(said)}): what a step does there may depend on the batch, on what the network returns and on"
             " torch's, numpy's and Python's own generators, not on anything that differs between processes. Or use"
-            " pipeline_parallel_size=1."
+            " pipeline_parallel_size=1.",
+            breaks=1,
         )
 
 
@@ -254,7 +240,8 @@ def _described(value: Any, paths: Mapping[int, Path], tensors: list[Tensor]) -> 
     if hasattr(value, "__dict__") and not isinstance(value, (type, torch.dtype)):
         raise StepError(
             f"The network returns a {type(value).__name__}, which the other pipeline stages can't be given: return"
-            " tensors, in any nesting of dicts, lists, tuples and dataclasses. Or use pipeline_parallel_size=1."
+            " tensors, in any nesting of dicts, lists, tuples and dataclasses. Or use pipeline_parallel_size=1.",
+            breaks=3,
         )
     return value
 
@@ -268,4 +255,4 @@ def _slots(described: Any) -> Iterator[Slot]:
 
 
 def _refuse_use(_values: Sequence[Unknown], sentence: str) -> NoReturn:
-    raise StepError(sentence)
+    raise StepError(sentence, breaks=1)

@@ -285,7 +285,8 @@ def _refuse(path: tree.Path, what: str, remedy: str) -> NoReturn:
     where = f"[{']['.join(map(repr, path))}]" if path else ""
     raise StepError(
         f"What the step returned{where} can't be put together from several microbatches: {what}. Instead,"
-        f" {remedy}; or use microbatches=1 or pipeline_parallel_size=1."
+        f" {remedy}; or use microbatches=1 or pipeline_parallel_size=1.",
+        breaks=5,
     )
 
 

@@ -36,16 +36,6 @@ class Watch(Protocol):
         """The last action has ended."""
 
 
-class Unwatched:
-    def begins(self, action: Action) -> None: ...
-
-    def computes(self) -> None: ...
-
-    def ends(self) -> None: ...
-
-
-UNWATCHED = Unwatched()
-
 Span = tuple[Action, float, float, float]
 """An action, and the times in seconds at which it began to wait, began to compute, and ended."""
 

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -112,16 +113,13 @@ class Schedule:
         """
         return self if microbatches >= self.microbatches else _first(self, microbatches)
 
-    def in_flight(self, rank: int) -> int:
-        """The largest number of forwards whose activations a rank keeps at once, over all of its stages.
+    def in_flight(self, rank: int, stage: int | None = None, until: str = "BW") -> int:
+        """The largest number of forwards whose activations a rank keeps at once, over all of its stages or of one.
 
-        Activations are kept until the weight gradients are computed (``B`` or ``W``).
+        Activations are kept until the weight gradients are computed (``B`` or ``W``), or ``until`` other actions.
         """
-        alive = most = 0
-        for action in self.rows[rank]:
-            alive += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
-            most = max(most, alive)
-        return most
+        row = (action.kind for action in self.rows[rank] if stage in (None, action.stage))
+        return max(accumulate((kind == "F") - (kind in until) for kind in row), default=0)
 
     @cached_property
     def order(self) -> tuple[Placed, ...]:

@@ -11,7 +11,7 @@ hold, it applies while another one runs (``rank_stages.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown
 from lightning_shard.pipeline.stages.padded_encoders import use_dense_tensors
 from lightning_shard.pipeline.stages.parts import ForeignPart, is_foreign
 from lightning_shard.pipeline.stages.rank_stages import Stages
-from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.pipeline.stages.stage import Network, Stage
 from lightning_shard.pipeline.stages.stand_in import StandIn
 from lightning_shard.scripted import is_scripted
 
@@ -33,40 +33,21 @@ _Slot = tuple[nn.Module, str]
 
 
 def cut(
-    root: nn.Module,
-    blocks: Sequence[str],
-    owned: Mapping[int, range],
-    *,
-    network: str,
-    count: int,
-    parts: Mapping[str, int],
-    holder_of: Sequence[int],
-    kept: Mapping[int, Collection[str]],
-    device: torch.device,
+    root: nn.Module, network: Network, own: Iterable[int], kept: Mapping[int, Collection[str]], device: torch.device
 ) -> Stages:
-    """Cut ``root`` to some of its ``count`` stages, in place.
+    """Cut ``root`` to some of its network's stages, in place.
 
     Args:
         root: The LightningModule.
-        blocks: The names of all blocks in running order, repeated as often as they run.
-        owned: The stages of this rank, and the places of the blocks that each runs.
-        network: The name of the module that a step calls; ``""`` if it is ``root`` itself.
-        parts: The names of the modules and parameters around the blocks, and the stage that holds each.
-        holder_of: The stage that runs each place.
+        own: The stages of this rank.
         kept: For each stage, the names of tied parameters that it holds, wherever they are used.
         device: The device of hollow parameters and unknown values.
     """
-    stages = Stages(
-        tuple(Stage(index, count, blocks, own, [*parts], network, device) for index, own in sorted(owned.items()))
-    )
-    for stage in stages:
-        stage.own_parts = [name for name, holder in parts.items() if holder == stage.index]
-        stage.earlier_parts = [name for name, holder in parts.items() if holder < stage.index]
-        stage.last_parts = [name for name, holder in parts.items() if holder == count - 1]
-    first = _first_holders(root, blocks, parts, holder_of)
+    stages = Stages(tuple(Stage(index, network, device) for index in sorted(own)))
+    first = _first_holders(root, network)
     for stage in stages:
         stage.alone = [name for name, holder in first.items() if holder == stage.index]
-    foreign = {stage: _Foreign.of(root, stage, parts, holder_of, kept[stage.index]) for stage in stages}
+    foreign = {stage: _Foreign.of(root, stage, kept[stage.index]) for stage in stages}
     nowhere = set.intersection(*(set(each.parameters) for each in foreign.values()))
     _hollow_out(root, stages, foreign, nowhere)
     for stage, each in foreign.items():
@@ -76,7 +57,7 @@ def cut(
     use_dense_tensors(root)
     for name in stages[0].places:
         _replace_block_forward(root.get_submodule(name), name, stages)
-    for name in parts:
+    for name in network.parts:
         _replace_foreign_part(root, name, stages)
     stages.incomplete = _incomplete(root, nowhere)
     for name, module in stages.incomplete.items():
@@ -91,11 +72,9 @@ def cut(
     return stages
 
 
-def _first_holders(
-    root: nn.Module, blocks: Sequence[str], parts: Mapping[str, int], holder_of: Sequence[int]
-) -> dict[str, int]:
+def _first_holders(root: nn.Module, network: Network) -> dict[str, int]:
     """By a parameter's names, the first stage that holds it; without those outside of blocks and parts."""
-    held = [*parts.items(), *zip(blocks, holder_of)]
+    held = [*network.parts.items(), *zip(network.blocks, network.holders)]
     first: dict[Tensor, int] = {}
     names: list[tuple[str, Tensor]] = []
     for name, parameter in root.named_parameters(remove_duplicate=False):
@@ -119,21 +98,14 @@ class _Foreign:
     modules: set[nn.Module]
 
     @classmethod
-    def of(
-        cls,
-        root: nn.Module,
-        stage: Stage,
-        parts: Mapping[str, int],
-        holder_of: Sequence[int],
-        kept: Collection[str],
-    ) -> _Foreign:
+    def of(cls, root: nn.Module, stage: Stage, kept: Collection[str]) -> _Foreign:
         found = cls({}, set())
-        for name, holder in parts.items():
+        for name, holder in stage.network.parts.items():
             if holder != stage.index:
                 found._add(root, name, holder, kept)
         for name, places in stage.places.items():
             if not any(place in stage.owned for place in places):
-                found._add(root, name, holder_of[places[0]], kept)
+                found._add(root, name, stage.network.holders[places[0]], kept)
         return found
 
     def _add(self, root: nn.Module, name: str, holder: int, kept: Collection[str]) -> None:
@@ -302,4 +274,4 @@ def _named_parameters(
     )
     if stage is not None and stage.calls is not None and not stage.passage.active:
         stage.calls.on_missing(sentence)
-    raise StepError(sentence)
+    raise StepError(sentence, breaks=10)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,66 +22,65 @@ from lightning_shard.pipeline.dataflow import kept
 from lightning_shard.pipeline.dataflow.crossing import Passage
 from lightning_shard.pipeline.dataflow.kept import Found
 from lightning_shard.pipeline.dataflow.messages import BlockCall, Change, Held, Kept, Key, Slot, described
-from lightning_shard.pipeline.dataflow.objects import alike, may_be_changed
+from lightning_shard.pipeline.dataflow.objects import alike
 from lightning_shard.pipeline.dataflow.side_effects import Before, check_sendable
 from lightning_shard.pipeline.dataflow.taint import Unknown, refuse
 from lightning_shard.pipeline.dataflow.uncalled import called_now
+from lightning_shard.state.walk import is_object
 from lightning_shard.user_hooks import forward_hooks
+
+
+@dataclass(frozen=True, eq=False)
+class OwnBlock:
+    """A block at a place that its stage runs.
+
+    Attributes:
+        name: The block's name.
+        index: Its place.
+        device: Where the stage computes.
+        is_last: Whether no stage follows.
+        hands_on: Whether the next stage gets the block's output as its hidden state.
+        changes_in_place: Told of a tensor or an object that it has changed, by an attribute of a submodule.
+        found: What all searches have found that the block keeps.
+    """
+
+    name: str
+    index: int
+    block: nn.Module
+    device: torch.device
+    is_last: bool
+    hands_on: bool
+    changes_in_place: Callable[[str, Any], None]
+    found: Found = field(default_factory=Found)
 
 
 class OwnCall:
     """One call, from the block's pre-hook to its hook.
 
     Args:
-        name: The block's name.
-        index: Its place.
         passage: That of the microbatch.
-        found: What all searches have found that the block keeps; completed here.
-        device: Where the stage computes.
-        is_last: Whether no stage follows.
-        hands_on: Whether the next stage gets the block's output as its hidden state.
-        changes_in_place: Told of a tensor or an object that it has changed, by an attribute of a submodule.
         follows: Which objects among the arguments to follow the changes of: in a step that runs call by call some are
             exchanged after the call (``network_calls.py``). ``None``: all.
     """
 
     def __init__(
-        self,
-        name: str,
-        index: int,
-        passage: Passage,
-        block: nn.Module,
-        arguments: Any,
-        *,
-        found: Found,
-        device: torch.device,
-        is_last: bool,
-        hands_on: bool,
-        changes_in_place: Callable[[str, Any], None],
-        follows: Callable[[Any], bool] | None,
+        self, of: OwnBlock, passage: Passage, arguments: Any, follows: Callable[[Any], bool] | None = None
     ) -> None:
-        self._name = name
-        self._index = index
+        self._of = of
         self._passage = passage
-        self._block = block
         self._arguments = arguments
-        self._found = found
-        self._device = device
-        self._is_last = is_last
-        self._hands_on = hands_on
-        self._changes_in_place = changes_in_place
         self._follows = follows
-        self._unset = [] if passage.searching or is_last else found.still_unset()
+        self._unset = [] if passage.searching or of.is_last else of.found.still_unset()
         self._before: Before | None = None
         self._seen_inside: list[tuple[str, Any]] = []
         self._inside: list[RemovableHandle] = []
-        changes_objects = passage.follows(index)
-        if is_last or not (passage.searching or passage.wanted or changes_objects):
+        changes_objects = passage.follows(of.index)
+        if of.is_last or not (passage.searching or passage.wanted or changes_objects):
             return  # no later stage, or none that asks
-        if passage.wants("inside", index):
-            self._watch_inside(block)
-        if passage.wants("changed", index) or changes_objects:
-            self._before = Before.of(block, arguments, compares_globals=passage.searching)
+        if passage.wants("inside", of.index):
+            self._watch_inside()
+        if passage.wants("changed", of.index) or changes_objects:
+            self._before = Before.of(of.block, arguments, deeply=passage.searching)
 
     def end(self, output: Any) -> None:
         """The block returned: note and send what it did.
@@ -89,10 +88,11 @@ class OwnCall:
         Raises:
             StepError: It did what can't be sent, or something else than for an earlier microbatch of the same shapes.
         """
-        self.remove_hooks()
+        if self._inside:
+            self.remove_hooks()
         if self._passage.searching:
-            refuse(output, f"What {self._name} returns")  # it may use a part that an earlier stage holds
-        if not self._is_last:
+            refuse(output, f"What {self._of.name} returns")  # it may use a part that an earlier stage holds
+        if not self._of.is_last:
             self._note(output)
 
     def remove_hooks(self) -> None:
@@ -100,9 +100,9 @@ class OwnCall:
         while self._inside:
             self._inside.pop().remove()
 
-    def _watch_inside(self, block: nn.Module) -> None:
+    def _watch_inside(self) -> None:
         """Record what forward hooks of the block's submodules see, for the stages where a stand-in replaces it."""
-        for path, module in block.named_modules():
+        for path, module in self._of.block.named_modules():
             if path and forward_hooks(module):
                 note = partial(self._note_inside, path)
                 self._inside.append(module.register_forward_hook(note, with_kwargs=True, prepend=True))
@@ -110,43 +110,44 @@ class OwnCall:
     def _note_inside(self, path: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         passage = self._passage
         for place, (_, leaf) in enumerate(tree.walk((args, kwargs, output))):
-            key: Key = ("inside", self._index, len(self._seen_inside), place)
+            key: Key = ("inside", self._of.index, len(self._seen_inside), place)
             if passage.ledger is not None and type(leaf) is Tensor:
                 passage.ledger.enter(key, leaf)
             if key in passage.wanted:
                 if type(leaf) is not Tensor:
                     raise StepError(
-                        f"A forward hook of {self._name}.{path} collects a {type(leaf).__name__}, which can't"
-                        " be sent to the pipeline stage that uses it: collect what the block returns."
+                        f"A forward hook of {self._of.name}.{path} collects a {type(leaf).__name__}, which can't"
+                        " be sent to the pipeline stage that uses it: collect what the block returns.",
+                        breaks=3,
                     )
                 passage.send(key, leaf)
         self._seen_inside.append((path, tree.map_leaves(Slot.of, (args, kwargs, output))))
 
     def _note(self, output: Any) -> None:
-        passage, index, before = self._passage, self._index, self._before
-        if passage.searching or self._hands_on:
-            check_sendable(self._name, output)
-        if passage.searching or passage.wanted or self._hands_on:
+        passage, index, before = self._passage, self._of.index, self._before
+        if passage.searching or self._of.hands_on:
+            check_sendable(self._of.name, output)
+        if passage.searching or passage.wanted or self._of.hands_on:
             for place, leaf in enumerate(tree.leaves(output)):
                 key: Key = ("block", index, place)
                 if passage.ledger is not None and isinstance(leaf, Tensor):
                     passage.ledger.enter(key, leaf)
-                if isinstance(leaf, Tensor) and (self._hands_on or key in passage.wanted):
+                if isinstance(leaf, Tensor) and (self._of.hands_on or key in passage.wanted):
                     passage.send(key, leaf)
         if before is not None:
-            changed = before.changed(self._name, output)
+            changed = before.changed(self._of.name, output)
             for place, tensor in changed:
                 passage.produced(("changed", index, place), tensor, written=True)
             in_objects = self._note_objects(output, before)
         if not passage.searching:
             self._check_as_agreed(output)
             self._note_kept_as_agreed()
-            if len(self._unset) != len(self._found.still_unset()):
+            if len(self._unset) != len(self._of.found.still_unset()):
                 self._warn_of_set()
             return
         assert before is not None
         passage.blocks[index] = BlockCall(
-            tree.map_leaves(partial(before.slot, self._name), output),
+            tree.map_leaves(partial(before.slot, self._of.name), output),
             tuple(self._seen_inside),
             self._note_kept(before),
             tuple(place for place, _ in changed),
@@ -156,13 +157,13 @@ class OwnCall:
 
     def _note_kept(self, before: Before) -> tuple[Kept, ...]:
         """What submodules keep: also what they kept in an earlier microbatch, and this call has left alone."""
-        found = before.attributes.changed(self._found.names)
-        self._found.add(found, self._block)
+        found = before.attributes.changed(self._of.found.names)
+        self._of.found.add(found, self._of.block)
         for each in found:
             self._send_kept(each)
-            is_one = each.in_place and (isinstance(each.value, Tensor) or may_be_changed(each.value))
+            is_one = each.in_place and (isinstance(each.value, Tensor) or is_object(each.value))
             if is_one and not tree.is_node(each.value):
-                self._changes_in_place(self._path_of(each.module, each.name), each.value)
+                self._of.changes_in_place(self._path_of(each.module, each.name), each.value)
         return tuple(replace(each, value=kept.slots(each.value)) for each in found)
 
     def _note_kept_as_agreed(self) -> None:
@@ -171,13 +172,13 @@ class OwnCall:
         Raises:
             StepError: It is of another kind, or a text or ``None`` where these aren't.
         """
-        passage, index = self._passage, self._index
+        passage, index = self._passage, self._of.index
         if not passage.blocks[index].kept:
             return
         asked = {key[2:4] for key in passage.wanted if key[:2] == ("kept", index)}
         for agreed in passage.blocks[index].kept:
             is_asked = (agreed.module, agreed.name) in asked
-            value = getattr(self._block.get_submodule(agreed.module), agreed.name, None)
+            value = getattr(self._of.block.get_submodule(agreed.module), agreed.name, None)
             if is_asked:
                 self._send_kept(replace(agreed, value=value))
             elif value is not None and not kept.is_told_otherwise(agreed.value, value):
@@ -187,13 +188,14 @@ class OwnCall:
                 raise StepError(
                     f"{path} is {described(slots)}, and was {described(agreed.value)} for an earlier microbatch of the"
                     " same shapes: what a block keeps may depend on a batch's shapes, not on its values or on earlier"
-                    " batches. Or use pipeline_parallel_size=1."
+                    " batches. Or use pipeline_parallel_size=1.",
+                    breaks=1,
                 )
 
     def _warn_of_set(self) -> None:
         """Warn of attributes that the block has set, and left at ``None`` when it was seen what it keeps."""
-        for path, key in set(self._unset) - set(self._found.still_unset()):
-            del self._found.unset[path, key]
+        for path, key in set(self._unset) - set(self._of.found.still_unset()):
+            del self._of.found.unset[path, key]
             warnings.warn(
                 f"{self._path_of(path, key)} was None after the first microbatch of these"
                 " shapes, and is set now. Later pipeline stages don't see it, where a step uses it: what a block keeps"
@@ -202,45 +204,47 @@ class OwnCall:
             )
 
     def _path_of(self, module: str, key: str) -> str:
-        return ".".join(filter(None, (self._name, module, key)))
+        return ".".join(filter(None, (self._of.name, module, key)))
 
     def _send_kept(self, each: Kept) -> None:
         for place, leaf in enumerate(kept.leaves(each.value)):
-            key: Key = ("kept", self._index, each.module, each.name, place)
+            key: Key = ("kept", self._of.index, each.module, each.name, place)
             if isinstance(leaf, Unknown):  # in a container that blocks of earlier stages hold, too
                 if self._passage.ledger is not None:
                     self._passage.ledger.enter_other(key, leaf)
-            elif (tensor := kept.as_tensor(leaf, self._device)) is not None:
+            elif (tensor := kept.as_tensor(leaf, self._of.device)) is not None:
                 self._passage.produced(key, tensor)
 
     def _note_objects(self, output: Any, before: Before) -> tuple[Change, ...]:
-        passage, index = self._passage, self._index
-        changes, tensors = before.changed_objects(self._name, output, self._follows)
+        passage, index = self._passage, self._of.index
+        changes, tensors = before.changed_objects(self._of.name, output, self._follows)
         written = set(map(id, before.written_in(changes)))
         for number, tensor in enumerate(tensors):
             passage.produced(("object", index, number), tensor, written=id(tensor) in written)
         agreed = passage.blocks[index].objects if index in passage.blocks else changes
         if not passage.searching and not alike([*map(vars, changes)], [*map(vars, agreed)]):
             raise StepError(
-                f"{self._name} changes an object that it is given otherwise than for an earlier microbatch of the same"
-                " shapes: what it sets there, other than tensors, may depend on a batch's shapes, not on its values. Or"
-                " use pipeline_parallel_size=1."
+                f"{self._of.name} changes an object that it is given otherwise than for an earlier microbatch of the"
+                " same shapes: what it sets there, other than tensors, may depend on a batch's shapes, not on its"
+                " values. Or use pipeline_parallel_size=1.",
+                breaks=1,
             )
         return changes
 
     def _check_as_agreed(self, output: Any) -> None:
         blocks = self._passage.blocks
-        if self._index not in blocks:
-            raise StepError(called_now(self._name))
-        agreed = blocks[self._index].output
+        if self._of.index not in blocks:
+            raise StepError(called_now(self._of.name), breaks=1)
+        agreed = blocks[self._of.index].output
         self._check_handed_on(agreed, output)
-        slots = _slots_like(agreed, output) if self._hands_on or tree.is_node(output) else None
+        slots = _slots_like(agreed, output) if self._of.hands_on or tree.is_node(output) else None
         if slots not in (None, agreed):
             raise StepError(
-                f"{self._name} returns {described(slots)}, and returned {described(agreed)} for an earlier"
+                f"{self._of.name} returns {described(slots)}, and returned {described(agreed)} for an earlier"
                 " microbatch of the same shapes: what a block returns may depend on a batch's shapes, not on its values"
                 " (pad it), and what needs gradients may change where an epoch begins (on_train_epoch_start). Or use"
-                " pipeline_parallel_size=1."
+                " pipeline_parallel_size=1.",
+                breaks=1,
             )
 
     def _check_handed_on(self, agreed: Any, output: Any) -> None:
@@ -252,9 +256,10 @@ class OwnCall:
         for place, leaf in zip(places, tree.leaves(output)):
             if place is not None and (place >= len(arguments) or arguments[place] is not leaf):
                 raise StepError(
-                    f"{self._name} returns something new in place of an argument that it returned for an earlier"
+                    f"{self._of.name} returns something new in place of an argument that it returned for an earlier"
                     " microbatch of the same shapes, which later pipeline stages take for it: return a copy"
-                    " (x.clone()) where it is left as it is, or use pipeline_parallel_size=1."
+                    " (x.clone()) where it is left as it is, or use pipeline_parallel_size=1.",
+                    breaks=3,
                 )
 
 

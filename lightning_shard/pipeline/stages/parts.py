@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints
+from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpointed
 from lightning_shard.pipeline.dataflow.crossing import Passage
 from lightning_shard.pipeline.dataflow.messages import Slot
 from lightning_shard.pipeline.dataflow.side_effects import Before
@@ -52,7 +52,7 @@ class ForeignPart:
         passage = self.stage.passage
         kind = self._kind((args, kwargs)) if passage.active else None
         runs = passage.in_block or self._has_parameters(passage)
-        if kind is None or runs or self._has_hooks_inside() or any(True for _ in checkpoints()):
+        if kind is None or runs or self._has_hooks_inside() or checkpointed():
             return self.forward(*args, **kwargs)
         if kind not in self.returned:
             return self._run(kind, args, kwargs)
@@ -65,11 +65,11 @@ class ForeignPart:
         return self.stage.passage.unknown(slot, ("part", self.name), text, self.stage.device)
 
     def _run(self, kind: Hashable, args: Any, kwargs: Any) -> Any:
-        before, drawn = Before.of(self.part, (args, kwargs), compares_globals=True), _generators()
+        before, drawn = Before.of(self.part, (args, kwargs), deeply=True), _generators()
         output = self.forward(*args, **kwargs)
         given = {id(leaf) for _, leaf in tree.walk((args, kwargs))}
         is_new = all(isinstance(leaf, Unknown) and id(leaf) not in given for _, leaf in tree.walk(output))
-        returns_only = is_new and drawn == _generators() and not _changes(before, self.name, output)
+        returns_only = is_new and drawn == _generators() and not _changes(before, self.name)
         self.returned[kind] = tree.map_leaves(_once_each(Slot.of), output) if returns_only else None
         return output
 
@@ -126,9 +126,9 @@ def is_foreign(part: nn.Module, stage: Stage, name: str) -> bool:
     return bool(hollow) and here <= hollow and any(True for _ in part.children())
 
 
-def _changes(before: Before, name: str, output: Any) -> bool:
+def _changes(before: Before, name: str) -> bool:
     try:
-        written = before.changed(name, output) or before.changed_objects(name, output)[0]
+        written = before.changed(name, None) or before.changed_objects(name, None)[0]
         return bool(written or before.attributes.changed() or before.changes_elsewhere())
     except StepError:  # it changes what can't be sent: it must do so on each stage
         return True

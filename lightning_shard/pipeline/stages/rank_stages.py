@@ -86,6 +86,7 @@ class Stages(Sequence[Stage]):
         incomplete: By name, every module with parameters that only other ranks hold.
         foreign_buffers: Names of buffers that are kept for code around the blocks, but belong to another rank's state.
         shared_buffers: Names of buffers of modules that several stages hold.
+        current: The stage that runs; if the rank has a single stage, always that one.
     """
 
     held: tuple[Stage, ...]
@@ -93,11 +94,11 @@ class Stages(Sequence[Stage]):
     incomplete: dict[str, nn.Module] = field(default_factory=dict)
     foreign_buffers: set[str] = field(default_factory=set)
     shared_buffers: set[str] = field(default_factory=set)
-    _current: Stage | None = None
+    current: Stage | None = None
 
     def __post_init__(self) -> None:
         if len(self.held) == 1:
-            self._current = self.held[0]
+            self.current = self.held[0]
             return
         for stage in self.held:
             stage.is_shown = False
@@ -121,11 +122,6 @@ class Stages(Sequence[Stage]):
         """Whether the user's code runs."""
         return any(stage.in_step for stage in self.held)
 
-    @property
-    def current(self) -> Stage | None:
-        """The stage that runs; if the rank has a single stage, always that one."""
-        return self._current
-
     def join(self, root: nn.Module) -> None:
         """Register the stages' hooks, after ``root`` was sharded; each view disables FSDP's on siblings' modules."""
         for stage in self.held:
@@ -145,9 +141,9 @@ class Stages(Sequence[Stage]):
                             view.add(hooks, number, _nothing)
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> None:
-        if not self.in_step or self._current is None:
-            raise StepError(said_of_hook(sentence))
-        self._current.on_missing(values, sentence)
+        if not self.in_step or self.current is None:
+            raise StepError(said_of_hook(sentence), breaks=1)
+        self.current.on_missing(values, sentence)
 
     def leave_foreign(self) -> None:
         """End a batch: outside of steps, blocks on other ranks look as they do to the last stage here."""
@@ -157,27 +153,27 @@ class Stages(Sequence[Stage]):
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Context within a running stage that takes its view out, so that each stage may run in turn."""
-        stage = self._current
+        stage = self.current
         if stage is None or not self.views:
             yield
             return
         self.views[stage].take_out()
-        self._current, stage.is_shown = None, False
+        self.current, stage.is_shown = None, False
         try:
             yield
         finally:
-            self._current, stage.is_shown = stage, True
+            self.current, stage.is_shown = stage, True
             self.views[stage].put()
 
     @contextmanager
     def _showing(self, stage: Stage) -> Iterator[None]:
-        self._current, stage.is_shown = stage, True
+        self.current, stage.is_shown = stage, True
         self.views[stage].put()
         try:
             yield
         finally:
             self.views[stage].take_out()
-            self._current, stage.is_shown = None, False
+            self.current, stage.is_shown = None, False
 
 
 def _nothing(*_: Any) -> None:

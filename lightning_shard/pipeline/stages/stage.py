@@ -7,23 +7,22 @@ Code around the blocks runs on every stage: masks, rotary tables and other argum
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
-from lightning_shard.layout import TENSOR_AXIS
-from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
+from lightning_shard.pipeline.dataflow import checkpoint_calls
 from lightning_shard.pipeline.dataflow.backward_hooks import (
-    has_hooks,
+    HOOKS_OF_ALL,
     refuse_hooks,
     refuse_hooks_around,
     refuse_pre_hooks,
@@ -35,104 +34,134 @@ from lightning_shard.pipeline.dataflow.crossing import (
     StageEnd,
     parameters_crossing,
     parameters_in_place,
+    switched_off,
     unknown_states,
 )
 from lightning_shard.pipeline.dataflow.fetching import Ask, Ledger
-from lightning_shard.pipeline.dataflow.kept import Attributes, Found, keep, leaves
-from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Kept, Key, Request, Slot
-from lightning_shard.pipeline.dataflow.padding_masks import masks_made_as_given
+from lightning_shard.pipeline.dataflow.kept import keep
+from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, Request, Slot
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
+from lightning_shard.pipeline.dataflow.transformers_masks import masks_made_as_given
 from lightning_shard.pipeline.dataflow.uncalled import none_called
 from lightning_shard.pipeline.runtime.network_calls import Calls
 from lightning_shard.pipeline.stages.around import around_all, around_any
 from lightning_shard.pipeline.stages.compiled_functions import CompiledFunctions
-from lightning_shard.pipeline.stages.own_call import OwnCall
+from lightning_shard.pipeline.stages.own_call import OwnBlock, OwnCall
+from lightning_shard.pipeline.stages.part_calls import PartCalls, part_of
 from lightning_shard.scripted import after_calls, before_calls
 
 _OPERATIONS_OF_A_CALL = 2**24
 """The offset between the operation numbers of two calls of the network: more operations than a network has."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
+class Network:
+    """A network that was cut into stages.
+
+    Attributes:
+        path: The name of the module that a step calls; ``""`` if it is the root itself.
+        blocks: The names of all blocks, in running order; a block that runs several times is listed as often. A block's
+            *place* is an index in this list.
+        holders: The stage that runs each place.
+        parts: The names of the modules and parameters around the blocks, and the stage that holds each.
+        stages: Their number.
+    """
+
+    path: str
+    blocks: Sequence[str]
+    holders: Sequence[int]
+    parts: Mapping[str, int]
+    stages: int
+
+
 class Stage:
     """A stage of this rank, of a model that was cut in place.
 
+    It has many attributes, since the user's code meets it in many places (hooks, stand-ins, parts, hollow parameters),
+    and all of these ask what it holds and where it stands.
+
+    Args:
+        index: The stage's number.
+        network: What was cut; ``blocks`` and ``parts`` are its.
+        device: Of unknown values.
+
     Attributes:
-        index: The stage's number, of ``count``.
-        blocks: The names of all blocks, in running order; a block that runs several times is listed as often. A block's
-            *place* is an index in this list.
-        owned: The places that this stage runs.
+        owned: The places that it runs.
         places: The places of each block, by name.
-        parts: The names of the modules and parameters around the blocks.
-        network: The name of the module that a step calls; ``""`` if it is the root itself.
-        alone: The names of this stage's parameters that no earlier stage has.
-        hollow: The parameters that other stages hold, by name.
-        elsewhere: The modules whose parameters other stages hold.
         own_parts: The parts that this stage holds.
         earlier_parts: Those that earlier stages hold.
         last_parts: Those that the last stage holds.
+        alone: The names of this stage's parameters that no earlier stage has.
+        hollow: The parameters that other stages hold, by name.
+        elsewhere: The modules whose parameters other stages hold.
         saved_elsewhere: Names of buffers, by module, that other ranks save.
+        entrances: The modules that contain all blocks: a step runs the network by calling one of them.
         keep: Sets an attribute of a module that another stage holds.
         apart: Context with this stage's own plain-Python state, if the rank has several stages.
         shown: Context in which the model looks as if the rank held this stage alone, if it has several.
         is_shown: Whether the model looks so now.
         in_step: Whether the user's code runs.
+        in_backward: Whether a backward runs.
         method: The name of the step that runs, for messages.
         calls: The calls of the network, during a step that runs call by call.
-        entrances: The modules that contain all blocks: a step runs the network by calling one of them.
-        in_backward: Whether a backward runs.
+        passage: The microbatch that runs.
+        trace: Of its operations, if they are counted.
+        running_places: Of the blocks that are being called, outermost first; ``None`` for one that another block calls.
         given: The values that stand-ins returned, by place.
-        draws: Seeds the random generators for a place, and returns a function that restores them. It is called in the
-            forward, and in the backward of the same microbatch, where activation checkpointing may rerun the block.
-            Recomputation doesn't know which place it reruns a block of several places for. So such a block draws from
-            the generators of the code around it, and these are reseeded after each place, on every stage: a checkpoint
-            restores the generators before it recomputes.
+        seed: The microbatch's.
+        draws: Seeds the random generators for a place of the microbatch with this seed, and returns a function that
+            restores them. It is called in the forward, and in the backward of the same microbatch, where activation
+            checkpointing may rerun the block. Recomputation doesn't know which place it reruns a block of several
+            places for. So such a block draws from the generators of the code around it, and these are reseeded after
+            each place, on every stage: a checkpoint restores the generators before it recomputes.
+        network_begins: Called when the first block of a step is called; ``None``: nothing is.
+        block_ends: The same when a block returns, in a search.
     """
 
-    index: int
-    count: int
-    blocks: Sequence[str]
-    owned: range
-    parts: Collection[str]
-    network: str
-    device: torch.device
-    alone: Collection[str] = ()
-    hollow: dict[str, Hollow] = field(default_factory=dict)
-    elsewhere: set[nn.Module] = field(default_factory=set)
-    own_parts: Collection[str] = ()
-    earlier_parts: Collection[str] = ()
-    last_parts: Collection[str] = ()
-    saved_elsewhere: dict[nn.Module, list[str]] = field(default_factory=dict)
-    keep: Callable[[nn.Module, str, Any], None] = keep
-    apart: Callable[[], AbstractContextManager[None]] = nullcontext
-    shown: Callable[[], AbstractContextManager[None]] = nullcontext
-    is_shown: bool = True
-    in_step: bool = False
-    method: str = "The step"
-    calls: Calls | None = None
-    entrances: list[nn.Module] = field(default_factory=list)
-    in_backward: bool = False
-    given: dict[int, Any] = field(default_factory=dict)
-    draws: Callable[[int], Callable[[], None] | None] | None = None
-
-    def __post_init__(self) -> None:
-        self.passage = Passage(self.index, self.hollow)
+    def __init__(self, index: int, network: Network, device: torch.device) -> None:
+        self.index, self.network, self.device = index, network, device
+        self.owned = range(bisect_left(network.holders, index), bisect_right(network.holders, index))
+        self.blocks, self.parts = network.blocks, [*network.parts]
+        self.is_first, self.is_last = index == 0, index == network.stages - 1
         self.places: dict[str, list[int]] = {}
         for place, name in enumerate(self.blocks):
             self.places.setdefault(name, []).append(place)
-        self._times_run: defaultdict[str, int] = defaultdict(int)
-        self._running: list[int | None] = []
-        self._trace: Trace | None = None
-        self._compiled = CompiledFunctions()
+        holders = network.parts.items()
+        self.own_parts = [name for name, holder in holders if holder == index]
+        self.earlier_parts = [name for name, holder in holders if holder < index]
+        self.last_parts = [name for name, holder in holders if holder == network.stages - 1]
+        self.alone: Collection[str] = ()
+        self.hollow: dict[str, Hollow] = {}
+        self.elsewhere: set[nn.Module] = set()
+        self.saved_elsewhere: dict[nn.Module, list[str]] = {}
+        self.entrances: list[nn.Module] = []
+
+        self.keep: Callable[[nn.Module, str, Any], None] = keep
+        self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.shown: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.draws: Callable[[int], Callable[[], None] | None] | None = None
+        self.network_begins: Callable[[], None] | None = None
+        self.block_ends: Callable[[], None] | None = None
+
+        self.is_shown = True
+        self.in_step = self.in_backward = False
+        self.method = "The step"
+        self.calls: Calls | None = None
+        self.passage = Passage(index, self.hollow)
+        self.trace: Trace | None = None
+        self.running_places: list[int | None] = []
+        self.given: dict[int, Any] = {}
+        self.seed = 0
+
         self._root: nn.Module | None = None
-        self._drawn: dict[int, Callable[[], None] | None] = {}
+        self._times_run: defaultdict[str, int] = defaultdict(int)
+        self._part_calls = PartCalls(self)
+        self._own_blocks: dict[int, OwnBlock] = {}
         self._own_call: OwnCall | None = None
-        self._parts_before: list[Attributes] = []
+        self._drawn: dict[int, Callable[[], None] | None] = {}
+        self._compiled = CompiledFunctions()
         self._shared: set[str] = set()
-        self._kept: defaultdict[int, Found] = defaultdict(Found)
-        self.is_first = self.index == 0
-        self.is_last = self.index == self.count - 1
 
     @property
     def places_run(self) -> list[int]:
@@ -142,7 +171,7 @@ class Stage:
     @property
     def place(self) -> int | None:
         """The place of the block that is being called; ``None`` if another block calls it."""
-        return self._running[-1] if self._running else None
+        return self.running_places[-1] if self.running_places else None
 
     @contextmanager
     def microbatch(
@@ -160,34 +189,28 @@ class Stage:
             ask: Asks the previous stage for values, where the run searches for those that cross.
         """
         counted = Counted(_OPERATIONS_OF_A_CALL * self.calls.count) if self.calls is not None else Counted()
-        until = crossing.incoming.until
         passage = self.passage = Passage(
             self.index,
             self.hollow,
+            crossing,
             dict(received),
-            dict(crossing.outgoing.blocks if crossing.outgoing else crossing.incoming.blocks),
-            frozenset(crossing.asked),
-            counted=counted,
-            entered_after=until if until is not None and until.after else None,
-            leaves_after=crossing.leaves_after,
-            active=True,
+            counted,
             in_step=lambda: self.in_step,
-            differentiates=torch.is_grad_enabled(),
-            memory=SharedMemory(crossing.incoming.aliased) if ask is not None else None,
+            searching=ask is not None,
+            active=True,
         )
         if ask is not None:
             assert self._root is not None
-            assert passage.memory is not None
-            passage.ledger = Ledger(passage, ask, self.alone, self._root, passage.memory)
+            passage.ledger = Ledger(passage, ask, self.alone, self._root, crossing.incoming.aliased)
         self._times_run.clear()
-        self._running.clear()
-        self._trace = Trace(passage) if ask is not None or crossing.is_traced() else None
+        self.running_places.clear()
+        self.trace = Trace(passage) if ask is not None or crossing.is_traced() else None
         try:
             with self.apart():
                 yield passage
         finally:
-            passage.active, self._trace = False, None
-            self._parts_before.clear()
+            passage.active, self.trace = False, None
+            self._part_calls.clear()
             if self._own_call is not None:  # the step ended within a block
                 self._own_call.remove_hooks()
                 self._own_call = None
@@ -206,16 +229,17 @@ class Stage:
     @contextmanager
     def running(self, root: nn.Module) -> Iterator[None]:
         """Context of the user's step, while ``root``'s own parameters are unsharded."""
-        traced = self._trace.running() if self._trace is not None else nullcontext()
+        traced = self.trace.running() if self.trace is not None else nullcontext()
         ledger = self.passage.ledger
         followed = ledger.following() if ledger is not None else nullcontext()
-        masks = masks_made_as_given(causal_too=self._trace is not None)
+        masks = masks_made_as_given(causal_too=self.trace is not None)
         with self.shown(), parameters_crossing(root, self.passage), masks, followed, traced:
             before, self.in_step = self.in_step, True
             self._compiled.run_as_written()
             try:
                 yield
             except StageEnd:
+                checkpoint_calls.left()
                 self.passage.check_hooks()
                 raise
             else:
@@ -238,34 +262,31 @@ class Stage:
     def join(self, root: nn.Module) -> None:
         """Register the hooks, after ``root`` was sharded: they enclose FSDP's, with no code of the network between."""
         self._root, self.entrances = root, [root.get_submodule(name) for name in around_all(self.blocks)]
-        for name in self.places:
+        for name, places in self.places.items():
             block = root.get_submodule(name)
+            for place in places:
+                if place in self.owned:
+                    hands_on = place == self.owned[-1]
+                    self._own_blocks[place] = OwnBlock(
+                        name, place, block, self.device, self.is_last, hands_on, self._warn_if_shared
+                    )
             before_calls(block, partial(self._enter, name), prepend=True, with_kwargs=True)
             after_calls(block, partial(self._leave, name))
         for name in around_any(self.blocks):
             around = root.get_submodule(name)
             around.register_forward_pre_hook(partial(self._enter_around, name))
             around.register_forward_hook(partial(self._leave_around, name))
-        for name in self.parts:
-            part = _attribute(root, name)
-            if isinstance(part, nn.Module):
-                hollow = [tensor for fqn, tensor in self.hollow.items() if fqn.startswith(f"{name}.")]
-                is_own = any(fqn.startswith(f"{name}.") for fqn in self.alone)
-                enter = partial(self._enter_part, name, hollow, is_own)
-                part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-                if _is_on_tensor_axis(part):
-                    part.register_forward_pre_hook(partial(self._enter_split, name), prepend=True, with_kwargs=True)
-                part.register_forward_hook(partial(self._leave_part, name))
+        self._part_calls.join(root)
         # The step itself runs inside a call of root. So if the network is root, only root's third call is a second one.
-        root.get_submodule(self.network).register_forward_pre_hook(
-            partial(self._count_calls, 1 if self.network else 2), prepend=True
+        root.get_submodule(self.network.path).register_forward_pre_hook(
+            partial(self._count_calls, 1 if self.network.path else 2), prepend=True
         )
 
     def delivery(self, passage: Passage, crossing: Crossing) -> Delivery:
         """The delivery that announces a microbatch's sent values to the next stage."""
         slots = {key: Slot.of(tensor) for key, tensor in passage.sent.items()}
         traced = crossing.incoming.traced or crossing.is_traced()
-        aliased = passage.memory.aliased() if passage.memory is not None else crossing.incoming.aliased
+        aliased = passage.ledger.memory.aliased() if passage.ledger is not None else crossing.incoming.aliased
         return Delivery(slots, dict(passage.blocks), passage.counted, passage.until, traced, aliased)
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> None:
@@ -275,64 +296,19 @@ class Stage:
             self.passage.request(values, sentence)
         except LateValue as late:
             of_blocks = [name for name in late.parameters if name.startswith(tuple(f"{b}." for b in self.places))]
-            if of_blocks and self.passage.last_block is None and not self._running:
-                raise StepError(none_called(self.method, self.blocks)) from None
-            raise StepError(str(late)) from None
+            if of_blocks and self.passage.last_block is None and not self.running_places:
+                raise StepError(none_called(self.method, self.blocks), breaks=3) from None
+            raise StepError(str(late), breaks=1) from None
 
     # Hooks
-
-    def _enter_split(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.is_shown and self.in_step and self._trace is not None:
-            refuse((args, kwargs), name)  # what DTensor computes of unknown values isn't marked
-
-    def _enter_part(
-        self, name: str, hollow: Sequence[Hollow], is_own: bool, part: nn.Module, args: Any, kwargs: Any
-    ) -> None:
-        if self.is_shown and self.in_step and self._trace is not None:
-            if self.passage.searching:
-                self._parts_before.append(Attributes.of(part))
-            self._trace.begins((args, kwargs, hollow), name, is_own=is_own)
-
-    def _leave_part(self, name: str, part: nn.Module, _args: Any, output: Any) -> Any:
-        if not self.is_shown or not self.in_step or self._trace is None:
-            return output
-        changed = self._parts_before.pop().changed() if self.passage.searching else None
-        if changed and name in self.earlier_parts and self._has_come_to_own_code():
-            self._refuse_lost_state(name, part, changed)
-        kept = None if changed is None else [(each.module, each.name) for each in changed]
-        result = self._trace.ends(name, output, part=part, kept=kept)
-        if result is not output:
-            refuse_hooks(name, part)  # the output was received from another stage
-            refuse_pre_hooks(name, part)
-        return result
-
-    def _has_come_to_own_code(self) -> bool:
-        """Whether no earlier stage runs the code that runs now: these leave the step where this one's blocks begin."""
-        last = self.passage.last_block
-        return last is not None and last >= self.owned.start
-
-    def _refuse_lost_state(self, name: str, part: nn.Module, changed: Sequence[Kept]) -> None:
-        """Refuse that a part changes buffers here, of which another stage's are saved and are as they were."""
-        for each in changed:
-            module = part.get_submodule(each.module)
-            is_saved = each.name in module._buffers and (
-                each.name not in module._non_persistent_buffers_set or each.name in self.saved_elsewhere.get(module, ())
-            )
-            if is_saved and not any(isinstance(leaf, Unknown) for leaf in leaves(each.value)):
-                path = ".".join(filter(None, (name, each.module, each.name)))
-                raise StepError(
-                    f"{self.method} changes the buffer {path} on pipeline stage {self.index}, and another stage, which"
-                    f" doesn't see it, holds and saves {name}: by the network's code it seemed to run before other"
-                    " blocks than it does. Give the LightningModule an example_input_array, by which the order is seen,"
-                    f" name {name} among pipeline_blocks where it runs, or use pipeline_parallel_size=1."
-                )
 
     def _count_calls(self, allowed: int, *_: Any) -> None:
         if self.passage.active:
             self.passage.calls += 1
             if self.passage.calls > allowed:
+                name = self.network.path or "the LightningModule"
                 self._on_second_call(
-                    f"The network ({self.network or 'the LightningModule'}) was called a second time within one step,"
+                    f"The network ({name}) was called a second time within one step,"
                     " and a pipeline runs it once: call it once on the concatenated inputs, name blocks of what is"
                     " called once by pipeline_blocks, or use pipeline_parallel_size=1."
                 )
@@ -345,30 +321,17 @@ class Stage:
                 evaluation step's first batch of this kind and shapes called the network once.
         """
         if self.passage.differentiates or self.calls is not None:
-            raise StepError(sentence)
+            raise StepError(sentence, breaks=2)
         if not self.passage.searching:
             raise StepError(
                 "The network was called a second time within one step, and was called once in the first batch of this"
                 " kind and these shapes. Whether an evaluation step calls it several times, as generating text does,"
                 " is found in the first batch: call it several times there too (batch_idx == 0), or use"
-                " pipeline_parallel_size=1."
+                " pipeline_parallel_size=1.",
+                breaks=2,
             )
         self.passage.missing = Request(done=False, again=True)
         raise StageEnd
-
-    def _place_of(self, name: str) -> int | None:
-        """The place of a block's call: its calls are counted within a forward. ``None`` if another block calls it."""
-        if self._running:
-            return None
-        places, before = self.places[name], self._times_run[name]
-        if before == len(places):
-            self._on_second_call(
-                f"{name} ran {before + 1} times within one step, and a pipeline expects it {before}×: give the"
-                " LightningModule an example_input_array, by which calls are counted, name blocks by pipeline_blocks"
-                " in running order and as often as they run, or use pipeline_parallel_size=1."
-            )
-        self._times_run[name] += 1
-        return places[before]
 
     def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.is_shown:
@@ -378,37 +341,41 @@ class Stage:
             self._drawn[places[0]] = self.draws(places[0])
         if not passage.active:
             return  # recomputation under activation checkpointing
-        index = self._place_of(name)
-        self._running.append(index)
-        if index is not None and passage.differentiates and has_hooks(block):
+        if self.network_begins is not None and not self._times_run:
+            self.network_begins()
+        if self.running_places:  # another block calls it
+            index = None
+        elif (before := self._times_run[name]) < len(places):
+            self._times_run[name], index = before + 1, places[before]
+        else:
+            self._on_second_call(
+                f"{name} ran {before + 1} times within one step, and a pipeline expects it {before}×: give the"
+                " LightningModule an example_input_array, by which calls are counted, name blocks by pipeline_blocks"
+                " in running order and as often as they run, or use pipeline_parallel_size=1."
+            )
+        self.running_places.append(index)
+        hooks = block._backward_hooks, block._backward_pre_hooks, *HOOKS_OF_ALL
+        if any(hooks) and index is not None and passage.differentiates:
             self._check_backward_hooks(index, name, block)
-        if self._trace is not None:
-            self._trace.suspend()
+        if self.trace is not None:
+            self.trace.suspend()
         if self.calls is not None and index is not None:
             self.calls.objects.block_begins(index, args, kwargs)
         if index is None or index not in self.owned:
             return
-        passage.enter()
-        if self._trace is not None:
-            self._trace.mark_written_aliases((args, kwargs))
+        if passage.entered_at is None:
+            passage.enter()
+        if self.trace is not None:
+            self.trace.mark_written_aliases((args, kwargs))
         passage.in_block = True
-        refuse((args, kwargs), name)
+        if kwargs or {*map(type, args)} != {Tensor}:  # else they are known
+            refuse((args, kwargs), name)
         if passage.ledger is not None:
             passage.ledger.block_begins()
         self._compiled.run_compiled()
-        self._own_call = OwnCall(
-            name,
-            index,
-            passage,
-            block,
-            (args, kwargs),
-            found=self._kept[index],
-            device=self.device,
-            is_last=self.is_last,
-            hands_on=index == self.owned[-1],
-            changes_in_place=self._warn_if_shared,
-            follows=self.calls.objects.has_made if self.calls is not None else None,
-        )
+        if passage.searching or not self.is_last:
+            follows = self.calls.objects.has_made if self.calls is not None else None
+            self._own_call = OwnCall(self._own_blocks[index], passage, (args, kwargs), follows)
 
     def _warn_if_shared(self, path: str, value: Any) -> None:
         """Warn of what a block changes in place, and code around this stage's blocks may read by another name."""
@@ -441,7 +408,7 @@ class Stage:
                 for each in (name, *(around for around in around_any(self.blocks) if name.startswith(f"{around}."))):
                     refuse_pre_hooks(each, self._root.get_submodule(each))
             elif key[0] == "operation" and key[3] in self.parts:
-                part = _attribute(self._root, key[3])
+                part = part_of(self._root, key[3])
                 refuse_hooks(key[3], part)
                 refuse_pre_hooks(key[3], part)
 
@@ -467,23 +434,26 @@ class Stage:
             put_back()
         if not passage.active:
             return None
-        index = self._running.pop()
+        index = self.running_places.pop()
+        if self.block_ends is not None and passage.searching:
+            self.block_ends()
         if index is not None and len(places) > 1 and self.draws is not None:
             self.draws(index)
         if index is not None and index in self.owned:
-            passage.check_differentiates(name)
-            assert self._own_call is not None
+            if torch.is_grad_enabled() != passage.differentiates:
+                raise switched_off(name)
             if passage.ledger is not None:
                 passage.ledger.block_ends()
-            own_call, self._own_call = self._own_call, None
-            own_call.end(output)
+            if self._own_call is not None:
+                own_call, self._own_call = self._own_call, None
+                own_call.end(output)
             passage.in_block = False
-            if self._trace is not None or index != len(self.blocks) - 1:
+            if self.trace is not None or index != len(self.blocks) - 1:
                 self._compiled.run_as_written()
             if self.calls is not None:
                 self.calls.objects.block_ends()
-        if self._trace is not None:
-            self._trace.resume()
+        if self.trace is not None:
+            self.trace.resume()
         if index is None:
             return None
         passage.in_hooks = False
@@ -497,13 +467,3 @@ class Stage:
         if index in self.owned:
             return None
         return self.given.pop(index, output)  # discards what hooks return here: the received output includes it
-
-
-def _is_on_tensor_axis(part: nn.Module) -> bool:
-    names = (each.device_mesh.mesh_dim_names for each in part.parameters() if isinstance(each, DTensor))
-    return any(TENSOR_AXIS in (axes or ()) for axes in names)
-
-
-def _attribute(root: nn.Module, name: str) -> Any:
-    parent, _, key = name.rpartition(".")
-    return getattr(root.get_submodule(parent), key)

@@ -12,13 +12,14 @@ from functools import partial
 from itertools import count
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow import kept
-from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpoints, function_of
-from lightning_shard.pipeline.dataflow.crossing import StageEnd
+from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpointed
+from lightning_shard.pipeline.dataflow.crossing import StageEnd, switched_off
 from lightning_shard.pipeline.dataflow.messages import BlockCall, End, Held, Kept, KeptNumber, Key, Slot
 from lightning_shard.pipeline.dataflow.objects import at, entries, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
@@ -47,33 +48,39 @@ class StandIn:
     _set: dict[tuple[int, str, str], tuple[Any, Any, list[Any]]] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        passage, index = self.stage.passage, self.stage.place
+        passage, running = self.stage.passage, self.stage.running_places
+        index = running[-1] if running else None
         if self.own is not None and (not passage.active or index is None or index in self.stage.owned):
             return self.own(*args, **kwargs)
         if not passage.active and self.stage.in_backward:
             raise StepError(
                 f"Activation checkpointing recomputes {self.name} together with blocks or other code of another"
                 " pipeline stage: checkpoint each block by itself, place the blocks that are checkpointed together"
-                " on one stage (placement=[…]), or use pipeline_parallel_size=1."
+                " on one stage (placement=[…]), or use pipeline_parallel_size=1.",
+                breaks=3,
             )
         if not passage.active and self.stage.in_step:
             raise StepError(
                 f"{self.name} was called by a step that calls the network several times, and not by the network: with"
                 " several pipeline stages the parts of an encoder–decoder, or the like, can't be called one by one, as"
-                " transformers' generate does. Call the whole network in a loop, or use pipeline_parallel_size=1."
+                " transformers' generate does. Call the whole network in a loop, or use pipeline_parallel_size=1.",
+                breaks=2,
             )
         if not passage.active:
             raise StepError(
                 "The network was called outside a step; with several pipeline stages no process holds all of it. Call"
                 " it in training_step, validation_step, test_step or predict_step, load a checkpoint into a new module"
-                " on one process (load_from_checkpoint), or use pipeline_parallel_size=1."
+                " on one process (load_from_checkpoint), or use pipeline_parallel_size=1.",
+                breaks=10,
             )
         if index is None:
             raise StepError(
                 f"{self.name} runs within another block, or without its __call__, and a pipeline cuts between blocks:"
-                " name others by pipeline_blocks, or use pipeline_parallel_size=1."
+                " name others by pipeline_blocks, or use pipeline_parallel_size=1.",
+                breaks=3,
             )
-        passage.check_differentiates(self.name)
+        if torch.is_grad_enabled() != passage.differentiates:
+            raise switched_off(self.name)
         if index >= self.stage.owned.stop:
             passage.until = End(index)
             raise StageEnd
@@ -82,12 +89,13 @@ class StandIn:
         done = passage.blocks.get(index)
         if done is None:
             if before := [self.stage.blocks[place] for place in self.stage.places_run if place > index]:
-                raise StepError(out_of_order(self.stage.method, self.name, before))
+                raise StepError(out_of_order(self.stage.method, self.name, before), breaks=3)
             if passage.entered_after is not None:
-                raise StepError(passage.entered_after.why or called_now(self.name))
+                raise StepError(passage.entered_after.why or called_now(self.name), breaks=1)
             raise StepError(
                 f"Stage {self.stage.index} calls {self.name}, and the stage that holds it didn't: which blocks run may"
-                " depend on a batch, not on random numbers. Or use pipeline_parallel_size=1."
+                " depend on a batch, not on random numbers. Or use pipeline_parallel_size=1.",
+                breaks=1,
             )
         passage.in_hooks = True
         for call, (path, seen) in enumerate(done.inside):
@@ -95,7 +103,7 @@ class StandIn:
         passage.in_hooks = False
         if done.kept:
             self._keep(done, index)
-        if passage.follows(index):
+        if done.objects and passage.follows(index):
             self._change_objects(done, index, (args, kwargs))
         arguments = partial(tree.leaves, (args, kwargs))
         for place in done.changed:
@@ -159,7 +167,8 @@ class StandIn:
                 raise StepError(
                     f"On stage {self.stage.index} {self.name} isn't given the object ({path}) that it is given, and"
                     " changes, on its own: what a network passes to its blocks may depend on a batch's shapes only. Or"
-                    " use pipeline_parallel_size=1."
+                    " use pipeline_parallel_size=1.",
+                    breaks=1,
                 ) from error
 
     def _check_recomputed_alone(self) -> None:
@@ -171,11 +180,12 @@ class StandIn:
         Raises:
             StepError: An activation checkpoint calls more than this block.
         """
-        if not all(function_of(call) is self.block for call in checkpoints()):
+        if not all(each is self.block for each in checkpointed()):
             raise StepError(
                 f"{self.name} runs on several stages, and here within a torch.utils.checkpoint of more than it:"
                 " checkpoint each of its calls by itself (checkpoint(block, x, use_reentrant=False)), place them on one"
-                " stage (placement=[…]), or use pipeline_parallel_size=1."
+                " stage (placement=[…]), or use pipeline_parallel_size=1.",
+                breaks=3,
             )
 
     def _reproduce_write(self, tensor: Tensor, key: Key) -> None:
@@ -190,29 +200,31 @@ class StandIn:
     def _fill_slots(self, values: Any, name: Key, text: str, arguments: Callable[[], Sequence[Any]] = tuple) -> Any:
         """Fill the slots of a nested value: with received values, arguments that the block returned, or unknowns."""
         passage = self.stage.passage
-        places = count()
         if passage.ledger is not None:  # code with numbers runs no operations, where code with tensors does
             numbered = enumerate(tree.leaves(values))
             passage.ledger.receive([(*name, n) for n, leaf in numbered if isinstance(leaf, KeptNumber)], text)
 
-        def fill(leaf: Any) -> Any:
-            key = (*name, next(places))
-            if isinstance(leaf, Held):
-                return _Absent(leaf.kind, text) if leaf.argument is None else arguments()[leaf.argument]
-            if isinstance(leaf, KeptNumber) and key in passage.received:
-                return leaf.kind(passage.produced(key, passage.received[key]).item())
-            if isinstance(leaf, KeptNumber):
-                leaf = leaf.slot
-            if not isinstance(leaf, Slot):
-                return leaf
-            if leaf.argument is not None and isinstance(argument := arguments()[leaf.argument], Tensor):
-                return passage.produced(key, argument, written=True)
-            if key in passage.received:
-                return passage.produced(key, passage.received[key])
-            tensor = passage.unknown(leaf, key, f"{text}, on an earlier stage,", self.stage.device)
-            return passage.produced(key, tensor)
+        if isinstance(values, Slot):
+            return self._fill(values, (*name, 0), text, arguments)
+        places = count()
+        return tree.map_leaves(lambda leaf: self._fill(leaf, (*name, next(places)), text, arguments), values)
 
-        return tree.map_leaves(fill, values)
+    def _fill(self, leaf: Any, key: Key, text: str, arguments: Callable[[], Sequence[Any]]) -> Any:
+        passage = self.stage.passage
+        if isinstance(leaf, Held):
+            return _Absent(leaf.kind, text) if leaf.argument is None else arguments()[leaf.argument]
+        if isinstance(leaf, KeptNumber) and key in passage.received:
+            return leaf.kind(passage.produced(key, passage.received[key]).item())
+        if isinstance(leaf, KeptNumber):
+            leaf = leaf.slot
+        if not isinstance(leaf, Slot):
+            return leaf
+        if leaf.argument is not None and isinstance(argument := arguments()[leaf.argument], Tensor):
+            return passage.produced(key, argument, written=True)
+        if key in passage.received:
+            return passage.produced(key, passage.received[key])
+        tensor = passage.unknown(leaf, key, f"{text}, on an earlier stage,", self.stage.device)
+        return passage.produced(key, tensor) if passage.searching else tensor
 
     def _run_hooks(self, path: str, seen: tuple[Any, Any, Any]) -> None:
         """Call the forward hooks of a submodule, on what the first of them saw on the block's own stage."""
@@ -238,8 +250,9 @@ class _Absent:
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise StepError(
-            f"The step uses {self.__dict__['_what']}, and such an object isn't sent to other pipeline"
-            " stages: collect tensors and numbers themselves, keep them as attributes, or use pipeline_parallel_size=1."
+            f"The step uses {self.__dict__['_what']}, and such an object isn't sent to other pipeline stages:"
+            " collect tensors and numbers themselves, keep them as attributes, or use pipeline_parallel_size=1.",
+            breaks=3,
         )
 
     def __getattr__(self, name: str) -> Callable[..., None]:

@@ -111,7 +111,8 @@ class TiedGradients:
             if len(set(trains)) > 1:
                 raise StepError(
                     f"{name} is on pipeline ranks {[*ranks]}, since it is tied, and only some of them train it:"
-                    " freeze parameters by name, which is the same on all."
+                    " freeze parameters by name, which is the same on all.",
+                    breaks=10,
                 )
             if not any(there):
                 continue  # frozen, or unused on all, as it would be on one process

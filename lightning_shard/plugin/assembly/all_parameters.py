@@ -7,13 +7,14 @@ shape and dtype, no values). Afterwards, hollow ones are removed from the optimi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_shard.errors import PlacementError
 from lightning_shard.pipeline.dataflow.taint import Hollow
 
 
@@ -50,6 +51,29 @@ def all_parameters(
             part._parameters.pop(key, None)
             _be_parameter(value, False, False)
             vars(part)[key] = value
+
+
+def what_trains(module: nn.Module, gather_over_stages: Callable[[Any], list[Any]]) -> list[dict[str, bool]]:
+    """Which parameters train, by name, for each stage; a collective call over the pipeline."""
+    trains = gather_over_stages({name: p.requires_grad for name, p in module.named_parameters()})
+    every = {name: does for stage in trains for name, does in stage.items()}
+    held = (value for part in module.modules() for value in vars(part).values())
+    for hollow in (value for value in held if isinstance(value, Hollow)):
+        hollow.trains = every.get(hollow.fqn, hollow.trains)
+    return trains
+
+
+def refuse_frozen(trains: Iterable[Mapping[str, bool]]) -> None:
+    """Check the stages' parameters that train.
+
+    Raises:
+        PlacementError: There are none.
+    """
+    if not any(any(stage.values()) for stage in trains):
+        raise PlacementError(
+            "No parameter requires gradients, so the pipeline stages have nothing to train: unfreeze some, or use"
+            " pipeline_parallel_size=1."
+        )
 
 
 def leave_out_elsewhere(optimizer: torch.optim.Optimizer) -> None:

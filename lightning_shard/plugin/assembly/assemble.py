@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard.errors import ConfigurationError, LayoutError
 from lightning_shard.layout import EXPERT_AXIS, TENSOR_AXIS, Layout
+from lightning_shard.lightning_private import has_trainer
 from lightning_shard.parallel.activation_checkpointing import chosen, leave_out_caches, recompute
 from lightning_shard.parallel.attributes import Attributes, attributes_of
 from lightning_shard.parallel.blocks import Blocks, block_lists, names_of_parameters
@@ -25,7 +26,7 @@ from lightning_shard.parallel.context.blocks import ShardedSequences
 from lightning_shard.parallel.context.chunks import Part
 from lightning_shard.parallel.experts.stacked import apply_expert_parallel, resolve_experts
 from lightning_shard.parallel.fsdp.arguments import watch_calls
-from lightning_shard.parallel.fsdp.dtensor_writes import behave_as_tensors
+from lightning_shard.parallel.fsdp.as_tensors import behave_as_tensors
 from lightning_shard.parallel.fsdp.lockstep import Lockstep
 from lightning_shard.parallel.fsdp.part_calls import gather_for_calls, refuse_calls
 from lightning_shard.parallel.fsdp.shard import Sharding, apply_fully_sharded, parallelizes_itself, to_device
@@ -46,9 +47,9 @@ from lightning_shard.plugin.assembly.probe import trial_runs, trial_runs_of_step
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.loop import has_whole_steps
 from lightning_shard.plugin.steps.metrics import SharedMetrics
 from lightning_shard.plugin.steps.schedule_choice import agree, choose
-from lightning_shard.plugin.trainer_private import has_trainer
 from lightning_shard.scripted import refuse_trained, set_aside
 
 _PIPELINE, _EXPERTS, _CONTEXT = "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size"
@@ -113,6 +114,7 @@ class Assembly:
                 f"An earlier Trainer has sharded this module with {before}, and it can't be resharded to {now}: build a"
                 " new module."
             )
+        self.settings = settings
         placement = self.placement
         if placement is None:
             self.schedule = schedules[0]
@@ -145,7 +147,7 @@ def assemble(
     """Cut ``module`` to this rank's stages and shard it, in place.
 
     Args:
-        module: On any device, or on meta; a LightningModule where there are several stages.
+        module: On any device, or on meta.
         mesh: The world's mesh, made by ``layout``.
         expert_mesh: The experts' mesh, with several expert-parallel ranks.
         device: Where this rank computes.
@@ -157,7 +159,7 @@ def assemble(
         ConfigurationError: The module can't be laid out so. Raised before anything is changed where that can be known.
     """
     behave_as_tensors()
-    whole_steps = _has_whole_steps(module)
+    whole_steps = has_whole_steps(module)
     places, names = _places_and_names(module)
     if parallelizes_itself(module):
         return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, places, names)
@@ -245,11 +247,6 @@ def assemble(
         LaidOutParameters(module),
         attributes_of(module),
     )
-
-
-def _has_whole_steps(module: nn.Module) -> bool:
-    """Whether a step is one call of the module, as it is without manual optimization, and in Fabric's loops."""
-    return bool(getattr(module, "automatic_optimization", True))
 
 
 def _taken_out(module: nn.Module) -> dict[str, Compiler]:
@@ -416,7 +413,7 @@ def _plan_check(
     is_own, steps = settings.tensor_parallel_plan is None, []
     if not is_own and layout.pipeline_parallel_size == 1 and has_trainer(module):
         steps = [name for name in ("validation_step", "test_step") if is_overridden(name, module)]
-        steps += ["predict_step", "training_step"] if _has_whole_steps(module) else ["predict_step"]
+        steps += ["predict_step", "training_step"] if has_whole_steps(module) else ["predict_step"]
     return PlanCheck(
         module,
         names,

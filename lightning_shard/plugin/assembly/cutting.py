@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.blocks import Blocks, names_of_parameters
@@ -15,8 +14,10 @@ from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.pipeline.stages.cut import cut
 from lightning_shard.pipeline.stages.rank_stages import Stages
+from lightning_shard.pipeline.stages.stage import Network
 from lightning_shard.pipeline.stages.tied import Tie, find_ties, over_ranks
 from lightning_shard.scripted import is_scripted
+from lightning_shard.torch_private import NormOfChannels
 
 _LIBRARIES = ("torch.", "transformers.")
 
@@ -84,18 +85,10 @@ def cut_to(
     module: nn.Module, holders: Holders, own: Sequence[int], ties: Sequence[Tie], device: torch.device
 ) -> Stages:
     """Cut a module to the stages with these indices."""
-    placed = holders.placement.stages
-    return cut(
-        module,
-        holders.blocks.names,
-        {stage: range(placed[stage].blocks.start, placed[stage].blocks.stop) for stage in own},
-        network=holders.blocks.network,
-        count=len(placed),
-        parts=holders.of_part,
-        holder_of=holders.of_block,
-        kept={stage: {name for tie in ties if stage in tie.holders for name in tie.names} for stage in own},
-        device=device,
-    )
+    blocks, stages = holders.blocks, len(holders.placement.stages)
+    network = Network(blocks.network, blocks.names, holders.of_block, holders.of_part, stages)
+    kept = {stage: {name for tie in ties if stage in tie.holders for name in tie.names} for stage in own}
+    return cut(module, network, own, kept, device)
 
 
 def _refuse_pre_hooks(module: nn.Module, blocks: Blocks, placement: Placement) -> None:
@@ -110,7 +103,8 @@ def _refuse_pre_hooks(module: nn.Module, blocks: Blocks, placement: Placement) -
             if inner and of_users:
                 raise PlacementError(
                     f"{name}.{inner} has a forward pre-hook, which runs on the stage that holds {name} only: use a"
-                    " forward hook, which is given the arguments too, or pipeline_parallel_size=1."
+                    " forward hook, which is given the arguments too, or pipeline_parallel_size=1.",
+                    breaks=3,
                 )
 
 
@@ -123,7 +117,8 @@ def _refuse_scripted_parameters(module: nn.Module, blocks: Blocks) -> None:
                 raise PlacementError(
                     f"{inner} was made by torch.jit and has parameters, but {name} is held by one pipeline stage, and"
                     " other stages can't leave out parameters of such modules: give the plain module, hold it as an"
-                    " attribute of the LightningModule itself, or use pipeline_parallel_size=1."
+                    " attribute of the LightningModule itself, or use pipeline_parallel_size=1.",
+                    breaks=10,
                 )
 
 
@@ -171,11 +166,12 @@ def _buffers_of_several_stages(module: nn.Module, holders: Holders) -> dict[str,
         held = {name for name, buffer in part._buffers.items() if buffer is not None}
         buffers = [*(held - part._non_persistent_buffers_set)]
         has_more = type(part).get_extra_state is not nn.Module.get_extra_state
-        if has_more or (buffers and isinstance(part, _NormBase)):
+        if has_more or (buffers and isinstance(part, NormOfChannels)):
             raise PlacementError(
                 f"{names[0]} is in several places, on several pipeline stages, and has"
                 f" {'extra state' if has_more else 'statistics'}, of which each stage would have a copy that changes by"
-                " itself: use one module per call, which may share their weights, or pipeline_parallel_size=1."
+                " itself: use one module per call, which may share their weights, or pipeline_parallel_size=1.",
+                breaks=6,
             )
         found |= {f"{names[0]}.{key}": [f"{name}.{key}" for name in names] for key in buffers}
     return found

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_shard.parallel.blocks import Blocks
 from lightning_shard.pipeline.cost import Part, watch
-from lightning_shard.plugin.steps.state.snapshot import Memory
+from lightning_shard.state.tree_state import take
 
 _EXAMPLE_TOKENS = 16
 
@@ -20,12 +20,12 @@ _EXAMPLE_TOKENS = 16
 @contextmanager
 def restoring_state(module: nn.Module) -> Iterator[None]:
     """Restore the module's state after a run inside: a cache filled in the run would hold fake tensors."""
-    memory = Memory(module)
+    taken = take(module)
     try:
         yield
     finally:
-        memory.put_back()
-        memory.forget()
+        taken.put_back()
+        taken.forget()
 
 
 def calls_on_example(module: nn.Module) -> Sequence[str]:

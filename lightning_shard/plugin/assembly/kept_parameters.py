@@ -2,23 +2,20 @@
 
 Such as ``self.head = {id(p) for p in …}`` in ``__init__``, asked in ``configure_optimizers``; a dict by parameter; or a
 list whose gradients a callback scales. Laying a module out puts other parameters in place of these. Looked through is
-the state of modules and callbacks, as ``plugin/steps/state/python_state.py`` walks it: containers, the user's objects,
+the state of modules and callbacks, as ``state/walk.py`` walks it: containers, the user's objects,
 closures, and globals that the code uses.
 """
 
 from __future__ import annotations
 
-import types
-from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_shard.namespaces import Namespace
 from lightning_shard.pipeline.dataflow.taint import Hollow
-from lightning_shard.plugin.steps.state.python_state import attributes, below, children, reachable
+from lightning_shard.state.walk import CONTAINERS, below, entries, hold_same, put_entries, reachable
 
 _LARGEST = 2**17
 """A container of more entries isn't one of parameters."""
@@ -55,33 +52,14 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _replace_in(holder: Any, found: Mapping[int, Tensor]) -> None:
-    if isinstance(holder, (list, deque, set, dict)):
-        if len(holder) <= _LARGEST:
-            _replace_entries(holder, found)
-    elif isinstance(holder, types.CellType):
-        for _, value in children(holder):  # none if it isn't assigned yet
-            holder.cell_contents = _replaced(value, found)
-    elif isinstance(holder, Namespace):
-        for name, value in holder.held.items():
-            if (other := _replaced(value, found)) is not value:
-                holder.put(name, other)
-    elif not isinstance(holder, Tensor):
-        is_module = isinstance(holder, nn.Module)
-        for name, value in attributes(holder).items():
-            if (is_module and name in _OF_MODULES) or (other := _replaced(value, found)) is value:
-                continue
-            if not (is_module and isinstance(other, Hollow)):  # there it would be taken for a module's own parameter
-                object.__setattr__(holder, name, other)
-
-
-def _replace_entries(holder: Any, found: Mapping[int, Tensor]) -> None:
-    # dict's own: transformers' mappings of all models import each when their items are asked for
-    entries = [*(dict.items(holder) if isinstance(holder, dict) else holder)]
-    replaced = [_replaced(entry, found) for entry in entries]
-    if all(one is other for one, other in zip(entries, replaced)):
+    if isinstance(holder, Tensor) or (isinstance(holder, CONTAINERS) and len(holder) > _LARGEST):
         return
-    holder.clear()
-    (holder.update if isinstance(holder, (dict, set)) else holder.extend)(replaced)
+    is_module, is_dict, held = isinstance(holder, nn.Module), isinstance(holder, dict), entries(holder)
+    replaced = {_replaced(key, found) if is_dict else key: _replaced(value, found) for key, value in held.items()}
+    if is_module:  # where a hollow one would be taken for the module's own parameter
+        replaced = {k: held[k] if k in _OF_MODULES or isinstance(v, Hollow) else v for k, v in replaced.items()}
+    if not hold_same(held, replaced):
+        put_entries(holder, replaced)
 
 
 def _replaced(value: Any, found: Mapping[int, Tensor]) -> Any:

@@ -55,7 +55,7 @@ class LaidOutParameters:
         ):
             if names:
                 more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-                raise ConfigurationError(f"The parameter {names[0]!r}{more} {did}{_REMEDY}")
+                raise ConfigurationError(f"The parameter {names[0]!r}{more} {did}{_REMEDY}", breaks=9)
 
 
 def _kind(parameter: Tensor) -> bool:
@@ -84,5 +84,6 @@ def _refuse_copy(kind: str, _: Any) -> Any:
         f"copy.deepcopy of a {kind} after it was sharded isn't supported: the copy would have no hooks that gather its"
         " shards. Make the copy in __init__, where it is sharded like the original; for an"
         " average of weights use Lightning's EMAWeightAveraging; or keep values, {name: p.detach().clone() for name, p"
-        " in module.named_parameters()}."
+        " in module.named_parameters()}.",
+        breaks=9,
     )

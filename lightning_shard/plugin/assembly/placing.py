@@ -17,7 +17,7 @@ from lightning_shard.layout import Layout
 from lightning_shard.parallel.activation_checkpointing import Recomputing, chosen
 from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, largest_modules
 from lightning_shard.pipeline.cost import ModelCost, measure, watch
-from lightning_shard.pipeline.placement import Placement, place
+from lightning_shard.pipeline.placement import Placement, Policy, place
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.plugin.assembly.example import calls_on_example, example_of, part_of, restoring_state
 from lightning_shard.plugin.groups import Groups
@@ -49,21 +49,14 @@ def place_blocks(
     Returns:
         The blocks in running order, if an example run shows it; their placement; and the chosen schedule.
     """
-    ranks, devices = layout.stages(), devices_of(layout, device.type)
     blocks, cost = costs_of(module, blocks, runs=layout.pipeline_parallel_size > 1)
     cost = as_run(cost, settings.activation_checkpointing, compiled=bool(settings.compile_blocks))
     if layout.pipeline_parallel_size == 1:
-        return blocks, place(cost, 1, "even", devices=devices, ranks=ranks), schedules[0]
+        of_one = place(cost, 1, "even", devices=devices_of(layout, device.type), ranks=layout.stages())
+        return blocks, of_one, schedules[0]  # whatever stages it has: without a pipeline no schedule has an effect
 
     def placed(schedule: Schedule) -> Placement:
-        holders = [schedule.rank_of[stage] for stage in range(schedule.stages)]
-        return place(
-            cost,
-            schedule.stages,
-            settings.placement,
-            devices=[devices[rank] for rank in holders],
-            ranks=[ranks[rank] for rank in holders],
-        )
+        return placed_on(schedule, cost, settings.placement, layout, device.type)
 
     fitting = fitting_schedules(schedules, len(blocks), settings.placement)
     choice = choose(fitting, placed, settings.of_blocks, has_data_ranks=layout.data_parallel_size > 1)
@@ -71,9 +64,17 @@ def place_blocks(
     placement = placed(schedule)
     if layout.rank == 0 and settings.placement == "auto":
         warn_of_idle_stages(module, cost, placement)
-    assert isinstance(module, pl.LightningModule)
-    module.example_input_array = None  # Lightning's summary would call the module on it, outside of any step
+    if isinstance(module, pl.LightningModule):
+        module.example_input_array = None  # Lightning's summary would call the module on it, outside of any step
     return blocks, placement, schedule
+
+
+def placed_on(schedule: Schedule, cost: ModelCost, policy: Policy, layout: Layout, device_type: str) -> Placement:
+    """The placement of blocks on a schedule's stages."""
+    devices, ranks = devices_of(layout, device_type), layout.stages()
+    holders = [schedule.rank_of[stage] for stage in range(schedule.stages)]
+    own, of = [devices[rank] for rank in holders], [ranks[rank] for rank in holders]
+    return place(cost, schedule.stages, policy, devices=own, ranks=of)
 
 
 def warn_of_idle_stages(module: nn.Module, cost: ModelCost, placement: Placement) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -13,24 +13,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.errors import PlacementError
+from lightning_shard import lightning_private
 from lightning_shard.parallel.attributes import put_on_units
 from lightning_shard.parallel.batch_norm import synchronize
 from lightning_shard.parallel.fsdp import dtensor_mixed
-from lightning_shard.parallel.fsdp.bypassed_units import BypassedUnits
-from lightning_shard.parallel.fsdp.lockstep import Lockstep
 from lightning_shard.parallel.fsdp.shard import reshard
-from lightning_shard.parallel.fsdp.units import sharded_units
-from lightning_shard.pipeline.dataflow.taint import Hollow
 from lightning_shard.pipeline.schedules.schedule import Schedule
-from lightning_shard.plugin import trainer_private
-from lightning_shard.plugin.assembly.all_parameters import all_parameters
+from lightning_shard.plugin.assembly.all_parameters import all_parameters, refuse_frozen, what_trains
 from lightning_shard.plugin.assembly.assemble import Assembly, assemble
 from lightning_shard.plugin.assembly.kept_parameters import names_by_id, replace_kept
-from lightning_shard.plugin.limits import (
-    refuse,
-    refuse_synced_generation,
-)
+from lightning_shard.plugin.assembly.steps import make_steps
+from lightning_shard.plugin.limits import refuse
 from lightning_shard.plugin.optimizers.finetuning import (
     add_unfrozen_groups,
     adding_new_parameters,
@@ -43,23 +36,16 @@ from lightning_shard.plugin.reporting.throughput import share_throughput
 from lightning_shard.plugin.saving.averaging import average_shards
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
 from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable
-from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.alike import Alike
-from lightning_shard.plugin.steps.checks.buffers import SharedBuffers
-from lightning_shard.plugin.steps.checks.copies_of_stages import CopiesOfStages
-from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
-from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans, warn_of_balancing
 from lightning_shard.plugin.steps.first_step import FirstStepChecks
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.gradients import Gradients
+from lightning_shard.plugin.steps.loop import TrainerLoop
 from lightning_shard.plugin.steps.loss_scaling import agree_on_overflows
-from lightning_shard.plugin.steps.loss_weight import LossWeights
-from lightning_shard.plugin.steps.metrics import SharedMetrics
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.running_hooks import RunningHooks
-from lightning_shard.plugin.steps.schedule_choice import effective_schedule, evaluation_schedules
+from lightning_shard.plugin.steps.schedule_choice import evaluation_schedules
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 from lightning_shard.torch_private import allowing_empty_optimizers, parametrizations_leaving_what_is_given
 
@@ -67,21 +53,8 @@ _ASSEMBLY = "_lightning_shard_assembly"
 
 
 class PreparedStrategy(CheckpointedStrategy):
-    """Assembles the module, and sets up its steps, optimizers and precision.
+    """Assembles the module, and sets up its steps, optimizers and precision."""
 
-    Attributes:
-        _settings: How the module is to be laid out.
-        _schedules: The schedules from which one is chosen.
-        _microbatches: How many microbatches a batch is split into.
-        _reduces_each: Whether each backward reduces gradients over the data ranks.
-        _loss_weight: Computes the weight of a batch's loss.
-    """
-
-    _settings: Settings
-    _schedules: Sequence[Schedule]
-    _microbatches: int
-    _reduces_each: bool
-    _loss_weight: Callable[[Any], Any] | None
     _hooks: RunningHooks | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -115,11 +88,11 @@ class PreparedStrategy(CheckpointedStrategy):
         assert module is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        trainer_private.forbid_inference_mode(trainer)
+        lightning_private.forbid_inference_mode(trainer)
         precision = str(self.precision_plugin.precision)
-        trainer_private.refuse_precision(precision)
-        self._settings = replace(self._settings, gathered_dtype=trainer_private.GATHERED.get(precision))
-        refuse(trainer, module, self.layout, self._microbatches)
+        lightning_private.refuse_precision(precision)
+        self._settings = replace(self._settings, gathered_dtype=lightning_private.GATHERED.get(precision))
+        refuse(trainer, module, self.layout, self._schedules[0].microbatches)
         if trainer.state.fn == TrainerFn.FITTING:
             warn_of_unstorable(trainer, module)
         known = module.__dict__.get(_ASSEMBLY)
@@ -127,7 +100,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self._of_run.enter_context(parametrizations_leaving_what_is_given())
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if self.layout.pipeline_parallel_size > 1:
-            trainer_private.record_no_module_names(trainer)
+            lightning_private.record_no_module_names(trainer)
         share_throughput(callbacks, self.layout)
         if known is None:
             known = self._lay_out(trainer, module)
@@ -211,62 +184,25 @@ class PreparedStrategy(CheckpointedStrategy):
         known.metrics.find(module, module.trainer.callbacks)  # type: ignore[attr-defined]
 
     def _make_steps(self, module: pl.LightningModule, known: Assembly) -> None:
-        groups, layout, device = self.groups, self.layout, self.root_device
-        metrics = known.metrics = known.metrics or SharedMetrics(groups, device, known.stages)
-        is_pipelined = known.stages is not None
-        weights = LossWeights(self._loss_weight, groups.data, device)
-        parts = self._microbatches if is_pipelined else 1
-        means = UnequalMeans(parts, groups.data, device, is_weighted=self._loss_weight is not None)
-        warn_of_balancing(module, parts * layout.data_parallel_size)
-        gradients = Gradients(module, groups.gradient, reduces_each=self._reduces_each, is_pipelined=is_pipelined)
-        self._gradients = gradients
-        of_blocks = known.stages.shared_buffers if known.stages is not None else ()
-        shared = SharedBuffers(module, of_blocks)
-        copies = None
-        if is_pipelined:
-            copies = CopiesOfStages(module, of_blocks, groups.gather_over_stages, groups.pipeline, device)
-        context = groups.context if layout.context_parallel_size > 1 else None
-        own_calls = OwnCalls(known.stages)
-        self._first_checks = FirstStepChecks(
-            *(module, layout, self.device_mesh, groups.data, self._check_saved),
-            *(copies, shared, own_calls, context),
+        made = make_steps(
+            module,
+            known,
+            TrainerLoop(module),
+            self.groups,
+            self.device_mesh,
+            self.root_device,
+            self._loss_weight,
+            self._check_saved,
+            reduces_each=self._reduces_each,
+            syncs_batch_norm=self._syncs_over_data_ranks(),
         )
+        self._steps, self._gradients, self._first_checks = made.run, made.gradients, made.first_checks
         if known.stages is None:
-            self._guard = StageParameters(_sharded(module) if layout.world_size > 1 else {}, has_stages=False)
-            if layout.data_parallel_size > 1 and known.lockstep is None:
-                units = [unit for unit in sharded_units(module) if unit is not module]
-                known.lockstep = Lockstep(units, groups.host, deals_experts=layout.expert_parallel_size > 1)
-            bypassed = BypassedUnits(module, groups.data, device) if layout.data_parallel_size > 1 else None
-            self._steps = SingleStageSteps(
-                module, device, layout.data_rank, gradients, weights, means, bypassed, known.lockstep
-            )
+            self._guard = StageParameters(_sharded(module) if self.layout.world_size > 1 else {}, has_stages=False)
             return
-        reshard(module)
-        refuse_synced_generation(module)
-        reshards = self._settings.reshard_after_forward is True
         assert self._hooks is not None
         self._guard = StageParameters(known.stages.incomplete, self._hooks, known.names)
         self._hooks.at_end = self._guard.end
-        self._steps = PipelinedSteps(
-            module,
-            known.stages,
-            groups,
-            layout,
-            device,
-            effective_schedule(known.schedule, self._settings.of_blocks),
-            known.ties,
-            weights,
-            means,
-            metrics.means,
-            Alike(groups, own_calls, layout.data_parallel_size, forwards_call=self._forwards_call_data_ranks(reshards)),
-            BypassedUnits(module, None, device) if reshards and layout.data_parallel_size > 1 else None,
-            reduces_each=self._reduces_each,
-            reshards_each=reshards,
-        )
-
-    def _forwards_call_data_ranks(self, reshards: bool) -> bool:
-        has_experts = self.layout.expert_parallel_size > 1
-        return self.layout.data_parallel_size > 1 and (reshards or has_experts or self._syncs_over_data_ranks())
 
     def _syncs_over_data_ranks(self) -> bool:
         return self._layer_sync is not None and self.layout.data_parallel_size > 1
@@ -290,11 +226,8 @@ class PreparedStrategy(CheckpointedStrategy):
                 inside.enter_context(all_parameters(self.lightning_module, self._assembly.names, gather))
             super().setup_optimizers(trainer)
         self._trains = self._what_trains()
-        if several and not any(any(stage.values()) for stage in self._trains):
-            raise PlacementError(
-                "No parameter requires gradients, so the pipeline stages have nothing to train: unfreeze some, or use"
-                " pipeline_parallel_size=1."
-            )
+        if several:
+            refuse_frozen(self._trains)
         tied = {name for tie in self._assembly.ties for name in tie.names}
         self._given = prepare(self.optimizers, parameters, self._built, tied, self.layout, self.groups)
         if finetuning_callbacks(trainer):  # which may have been restored
@@ -303,14 +236,8 @@ class PreparedStrategy(CheckpointedStrategy):
 
     def _what_trains(self) -> list[dict[str, bool]]:
         """Which parameters train, by name, for each stage; a collective call over the pipeline."""
-        module = self.lightning_module
-        assert module is not None
-        trains = self.groups.gather_over_stages({name: p.requires_grad for name, p in module.named_parameters()})
-        every = {name: does for stage in trains for name, does in stage.items()}
-        held = (value for part in module.modules() for value in vars(part).values())
-        for hollow in (value for value in held if isinstance(value, Hollow)):
-            hollow.trains = every.get(hollow.fqn, hollow.trains)
-        return trains
+        assert self.lightning_module is not None
+        return what_trains(self.lightning_module, self.groups.gather_over_stages)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()

@@ -10,11 +10,11 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_shard.lightning_private import logging_by
 from lightning_shard.parallel.experts.module_lists import RestoreAndReplay
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.direct_output import DirectOutput
-from lightning_shard.plugin.steps.state.snapshot import Memory
-from lightning_shard.plugin.trainer_private import logging_by
+from lightning_shard.state.tree_state import take
 
 
 class RunChanges(NamedTuple):
@@ -27,18 +27,18 @@ class RunChanges(NamedTuple):
 @contextmanager
 def trial_runs(device: torch.device, module: nn.Module) -> Iterator[RunChanges]:
     """Snapshot what a run of the module's code may change: its state and the generators; yields how to restore it."""
-    memory, put_generators_back = Memory(module), randomness.remember(device)
+    taken, put_generators_back = take(module), randomness.remember(device)
 
     def restore() -> None:
         try:
-            memory.put_back()
+            taken.put_back()
         finally:
             put_generators_back()
 
     try:
-        yield RunChanges(memory.changed, restore)
+        yield RunChanges(taken.changed, restore)
     finally:
-        memory.forget()
+        taken.forget()
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def _log_nothing(*_: Any, **__: Any) -> None:
 @contextmanager
 def two_runs(device: torch.device, module: nn.Module) -> Iterator[RestoreAndReplay]:
     """Yield what a second run of a module's code needs: how to restore its state and draw the same numbers."""
-    memory, put_generators_back = Memory(module), randomness.remember(device)
+    taken, put_generators_back = take(module), randomness.remember(device)
 
     @contextmanager
     def same_draws() -> Iterator[None]:
@@ -72,6 +72,6 @@ def two_runs(device: torch.device, module: nn.Module) -> Iterator[RestoreAndRepl
             yield
 
     try:
-        yield memory.put_back, same_draws
+        yield taken.put_back, same_draws
     finally:
-        memory.forget()
+        taken.forget()

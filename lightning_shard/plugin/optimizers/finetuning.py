@@ -17,9 +17,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_shard.lightning_private import filtering_parameters_by
+from lightning_shard.parallel.batch_norm import batch_norms
 
 
 def finetuning_callbacks(trainer: pl.Trainer) -> list[BaseFinetuning]:
@@ -67,9 +67,9 @@ def add_unfrozen_groups(trainer: pl.Trainer, module: nn.Module, optimizers: Sequ
 def _track_statistics(module: nn.Module, params: Iterable[Tensor]) -> None:
     """Make BatchNorm track statistics again, as unfreezing does."""
     ids = set(map(id, params))
-    for part in module.modules():
-        if isinstance(part, _BatchNorm) and any(id(p) in ids for p in part._parameters.values()):
-            part.track_running_stats = True
+    for layer in batch_norms(module).values():
+        if any(id(p) in ids for p in layer._parameters.values()):
+            layer.track_running_stats = True
 
 
 def whole_groups(checkpoint: Mapping[str, Any], trainer: pl.Trainer, names: Sequence[Sequence[Sequence[str]]]) -> None:

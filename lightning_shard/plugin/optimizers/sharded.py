@@ -19,6 +19,7 @@ from lightning_shard.checkpoint.optimizers.named import NAMES_OF_NOTHING_ELSE
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.fsdp.adam import update_shards
+from lightning_shard.parallel.rank_compare import by_name, unequal
 from lightning_shard.plugin.assembly.all_parameters import leave_out_elsewhere
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.optimizers import whole_tensors
@@ -118,7 +119,8 @@ def _refuse_gradient(name: str, _: Tensor) -> None:
     raise StepError(
         f"A step computes with parameter {name} from before the module was sharded, such as from a list that was made"
         " in __init__, so its gradient would be lost: take parameters from the module in the step, as by"
-        " self.parameters()."
+        " self.parameters().",
+        breaks=9,
     )
 
 
@@ -127,8 +129,15 @@ def refuse_parameter_hooks(module: nn.Module) -> None:
 
     Raises:
         ConfigurationError: A parameter has hooks on its gradient. They aren't called, since another tensor holds the
-            parameter's values while it is gathered.
+            parameter's values while it is gathered. Or W&B watches a module: it does so by hooks on rank 0 alone.
     """
+    for part in module.modules():
+        if any(name.startswith(("gradients/", "parameters/")) for name in getattr(part, "_wandb_hook_names", ())):
+            raise ConfigurationError(
+                f"W&B watches the {type(part).__name__} (WandbLogger.watch), by hooks on rank 0, which would see parts"
+                " of parameters and no gradients: leave watch out (without stages log=None, for the graph, works). For"
+                " norms log lightning.pytorch.utilities.grad_norm in on_before_optimizer_step."
+            )
     for name, parameter in module.named_parameters():
         if parameter.ndim and parameter._backward_hooks:
             raise ConfigurationError(
@@ -163,7 +172,8 @@ def _refuse_own_classes(module: nn.Module) -> None:
             raise ConfigurationError(
                 f"{name} is a {kind.__name__}, and a sharded nn.Parameter takes its place, so code that asks for this"
                 " class, as its optimizer may, would do something else: make it an nn.Parameter, or a buffer if it"
-                ' doesn\'t train; or use strategy="auto" on one device.'
+                ' doesn\'t train; or use strategy="auto" on one device.',
+                breaks=9,
             )
 
 
@@ -225,15 +235,12 @@ def _check_same_groups(stages: Iterable[Mapping[str, str]]) -> None:
     Raises:
         ConfigurationError: On all stages together.
     """
-    first: dict[str, str] = {}
-    for groups in stages:
-        for name, settings in groups.items():
-            if first.setdefault(name, settings) != settings:
-                raise ConfigurationError(
-                    f"{name} is on two pipeline stages, since it is tied, and configure_optimizers puts it into"
-                    f" {first[name] or 'no optimizer'} on one and {settings or 'none'} on the other: choose groups by"
-                    " parameters' names or shapes, which are the same on both."
-                )
+    for name, (one, other, *_) in unequal(by_name(stages)).items():
+        raise ConfigurationError(
+            f"{name} is on two pipeline stages, since it is tied, and configure_optimizers puts it into"
+            f" {one or 'no optimizer'} on one and {other or 'none'} on the other: choose groups by parameters' names or"
+            " shapes, which are the same on both."
+        )
 
 
 def refuse(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
@@ -244,7 +251,7 @@ def refuse(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
     """
     reason = _unfit(optimizer, layout)
     if reason is not None:
-        raise ConfigurationError(f"{type(optimizer).__name__} {reason}")
+        raise ConfigurationError(f"{type(optimizer).__name__} {reason}", breaks=11)
 
 
 def _unfit(optimizer: torch.optim.Optimizer, layout: Layout) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,10 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_shard import tree
 from lightning_shard.errors import ConfigurationError, StepError
+from lightning_shard.parallel.fsdp.as_tensors import full, reduced
 from lightning_shard.plugin.optimizers.trials import initial, is_of_torch, kinds_of_groups, stepped, tried
 
 _TOLERANCE = 0.05
@@ -45,11 +45,11 @@ def allow(optimizer: torch.optim.Optimizer) -> None:
     if is_of_torch(optimizer) and not isinstance(optimizer, _TRIED_OF_TORCH):
         return
     trials = [*_trials(optimizer)]
-    alike = [each.is_stepped_alike() for each in trials]
+    alike = [is_alike() for is_alike in trials]
     if all(alike):
         return
     with _whole_where_needed():
-        then_alike = [each.is_stepped_alike() for each in trials]
+        then_alike = [is_alike() for is_alike in trials]
     if all(then_alike):
         optimizer.register_step_pre_hook(_begin)
         optimizer.register_step_post_hook(lambda *_: end())
@@ -57,7 +57,8 @@ def allow(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigurationError(
             f"{type(optimizer).__name__} steps a parameter of which each rank has a part otherwise than a whole"
             " one: it computes something from this rank's part that needs all of it, as by to_local(). Compute"
-            " with parameters and gradients as they are given, or use one process, or another strategy."
+            " with parameters and gradients as they are given, or use one process, or another strategy.",
+            breaks=11,
         )
 
 
@@ -96,24 +97,24 @@ class _WholeWhereNeeded(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not tree_any(_is_sharded, (args, kwargs)):
+        if not tree.leaves((args, kwargs), DTensor):
             self._refuse_lost(func, args)
             return func(*args, **kwargs)
         if isinstance(out := kwargs.get("out"), Tensor):
             result = self._computed(func, args, {**kwargs, "out": None})
-            return out.copy_(result.full_tensor() if _is_sharded(result) and not _is_sharded(out) else result)
+            return out.copy_(result if isinstance(out, DTensor) else full(result))
         if not _changes(func):
             return self._computed(func, args, kwargs)
         target, others = args[0], (args[1:], kwargs)
-        if not tree_any(_is_sharded, target):
+        if not tree.leaves(target, DTensor):
             self._refuse_lost(func, args)
-            others, named = tree_map_only(DTensor, DTensor.full_tensor, others)
+            others, named = full(others)
             return func(target, *others, **named)
         try:
             return func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
-            whole = tree_map_only(DTensor, DTensor.full_tensor, args)
-            func(*whole, **tree_map_only(DTensor, DTensor.full_tensor, kwargs))
+            whole = full(args)
+            func(*whole, **full(kwargs))
             for each, now in zip(*([held] if isinstance(held, Tensor) else held for held in (target, whole[0]))):
                 each.copy_(now)
             return target
@@ -123,26 +124,28 @@ class _WholeWhereNeeded(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
-            args, kwargs = tree_map_only(DTensor, self._whole, (args, kwargs))
+            args, kwargs = tree.map_leaves(self._whole, (args, kwargs))
             return func(*args, **kwargs)
-        return tree_map_only(DTensor, _summed, result)
+        return tree.map_leaves(lambda leaf: reduced(leaf) if isinstance(leaf, DTensor) else leaf, result)
 
-    def _whole(self, tensor: DTensor) -> Tensor:
-        whole = tensor.full_tensor()
-        self._gathered[_memory_of(whole)] = None
-        return whole
+    def _whole(self, leaf: Any) -> Any:
+        if isinstance(leaf, DTensor):
+            leaf = leaf.full_tensor()
+            self._gathered[_memory_of(leaf)] = None
+        return leaf
 
     def _refuse_lost(self, func: Any, args: Any) -> None:
         """
         Raises:
             StepError: A view of what was gathered would be changed, and the parameter not.
         """
-        targets = tree_leaves(args[0]) if args and _changes(func) else []
-        if any(_memory_of(each) in self._gathered for each in targets if isinstance(each, Tensor)):
+        targets = tree.tensors(args[0]) if args and _changes(func) else []
+        if any(_memory_of(each) in self._gathered for each in targets):
             raise StepError(
                 f"An optimizer changes a view of a parameter or gradient ({func.__name__}) that sharded ones don't have"
                 " (a flattened one whose first size isn't a multiple of the number of ranks): change the parameter"
-                " itself, or use one process."
+                " itself, or use one process.",
+                breaks=11,
             )
 
 
@@ -151,48 +154,17 @@ def _memory_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def _is_sharded(value: Any) -> bool:
-    return isinstance(value, DTensor)
-
-
 def _changes(func: Any) -> bool:
     """Whether a function changes its first argument."""
     name: str = getattr(func, "__name__", "")
     return name in _CHANGING if name.endswith("__") else name.endswith("_")
 
 
-def _summed(tensor: DTensor) -> DTensor:
-    if not any(placement.is_partial() for placement in tensor.placements):
-        return tensor
-    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """Of one parameter, as an optimizer steps it within a group.
-
-    Attributes:
-        end: How it steps the whole parameter.
-    """
-
-    optimizer: torch.optim.Optimizer
-    group: int
-    like: DTensor
-    end: Tensor
-
-    def is_stepped_alike(self) -> bool | None:
-        """Whether it steps a parameter that ranks share as a whole one; ``None`` if it fails."""
-        shared = _end(self.optimizer, self.group, partial(_placed, like=self.like), self.like.ndim)
-        if shared is None:
-            return None
-        update = (self.end - initial(self.end.shape).to(self.end)).abs().max()
-        return bool((shared - self.end).abs().max() <= _TOLERANCE * update)
-
-
-def _trials(optimizer: torch.optim.Optimizer) -> Iterator[_Trial]:
+def _trials(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], bool | None]]:
     """One for each kind of group, number of dims, and way in which ranks share a parameter.
 
-    Those of which nothing is known are left out.
+    Each returns whether the optimizer steps a parameter that ranks share as a whole one; ``None`` if it fails. Those of
+    which nothing is known are left out.
     """
     for groups in kinds_of_groups(optimizer):
         parameters = chain.from_iterable(optimizer.param_groups[group]["params"] for group in groups)
@@ -200,7 +172,15 @@ def _trials(optimizer: torch.optim.Optimizer) -> Iterator[_Trial]:
         for like in {(p.ndim, p.device_mesh, p.placements): p for p in shared}.values():
             end = _end(optimizer, groups[0], partial(Tensor.to, device=like.device), like.ndim)
             if end is not None and end.isfinite().all():
-                yield _Trial(optimizer, groups[0], like, end)
+                yield partial(_is_stepped_alike, optimizer, groups[0], like, end)
+
+
+def _is_stepped_alike(optimizer: torch.optim.Optimizer, group: int, like: DTensor, end: Tensor) -> bool | None:
+    shared = _end(optimizer, group, partial(_placed, like=like), like.ndim)
+    if shared is None:
+        return None
+    update = (end - initial(end.shape).to(end)).abs().max()
+    return bool((shared - end).abs().max() <= _TOLERANCE * update)
 
 
 def _end(optimizer: torch.optim.Optimizer, group: int, place: Callable[[Tensor], Tensor], dims: int) -> Tensor | None:

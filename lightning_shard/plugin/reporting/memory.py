@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.layout import Layout
+from lightning_shard.parallel.rank_compare import everyones
 from lightning_shard.pipeline.placement import size_text, table
 from lightning_shard.sharding import local_tensor
 
@@ -104,6 +105,4 @@ def held_memory(
         allocated=torch.cuda.memory_allocated(device) if has_allocator else None,
         peak=torch.cuda.max_memory_allocated(device) if has_allocator else None,
     )
-    ranks: list[RankMemory | None] = [None] * layout.world_size
-    dist.all_gather_object(ranks, own, group=group)
-    return HeldMemory(tuple(each for each in ranks if each is not None))
+    return HeldMemory(tuple(everyones(own, group)))

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard import processors
+from lightning_shard.arguments import few
+from lightning_shard.parallel.rank_compare import by_name, everyones, unequal
 from lightning_shard.processors import Available
 
 _OMP = "OMP_NUM_THREADS"
@@ -59,9 +61,7 @@ class ComputingSettings:
         """
         if not self._is_running:  # else a run within a run, such as the learning rate finder's
             self._chosen, self._is_running = self._chosen_now(), True
-        everyone: list[tuple[Available, int | None, dict[str, str]]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
-        dist.all_gather_object(everyone, (Available.here(), self._chosen, _settings(device)), group=group)
-        available, chosen, settings = zip(*everyone)
+        available, chosen, settings = zip(*everyones((Available.here(), self._chosen, _settings(device)), group))
         number = processors.shares(available)
         processors.agree_on(number)
         threads = number_of_threads(chosen, number)
@@ -108,18 +108,14 @@ def number_of_threads(chosen: Sequence[int | None], share: int) -> list[int]:
 
 def differences(ranks: Sequence[Mapping[str, str]]) -> str:
     """A text of the settings that differ, with the ranks of each value; empty if none does."""
-    texts = []
-    for name in dict.fromkeys(name for rank in ranks for name in rank):
-        values: dict[str, list[int]] = {}
-        for rank, found in enumerate(ranks):
-            values.setdefault(found.get(name, "unknown"), []).append(rank)
-        if len(values) > 1:
-            texts.append(f"{name} is {', '.join(f'{value} on {_named(held)}' for value, held in values.items())}")
-    return "; ".join(texts)
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    found = by_name({name: rank.get(name, "unknown") for name in names} for rank in ranks)
+    return "; ".join(
+        f"{name} is {', '.join(f'{value} on {_named(held)}' for value, held in values.items())}"
+        for name, values in unequal(found).items()
+    )
 
 
 def _named(ranks: Iterable[int]) -> str:
-    first, *rest = ranks
-    shown = [str(rank) for rank in (first, *rest[:7])]
-    more = f" and {len(rest) - 7} more" if len(rest) > 7 else ""
-    return f"rank{'s' if rest else ''} {', '.join(shown)}{more}"
+    ranks = [*ranks]
+    return f"rank{'s' * (len(ranks) > 1)} {few(ranks)}"

@@ -58,6 +58,8 @@ class FailureWatch:
         self._rank = rendezvous.rank
         self._store = self._connect()
         self._main = threading.get_ident()
+        self.is_in_run = True
+        """Whether the main thread is where others wait for it. Elsewhere the process with the store may have ended."""
         self.interrupts = Interrupts(self._prefix, self._rank, rendezvous.world_size)
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -271,7 +273,7 @@ class FailureWatch:
             self._at_once = self._at_once or self._store.check([at_once_key])
             return self._store.get(self._key("first_failure")).decode()
         except (RuntimeError, dist.DistError):
-            if self._stopped.is_set():
+            if self._stopped.is_set() or not self.is_in_run:
                 return None
         try:
             self._store = self._connect()

@@ -86,8 +86,8 @@ def print_failed_saves(trainer: pl.Trainer, is_first_to_say: Callable[[str], boo
 def take_over_from_observer() -> None:
     """Keep Lightning's launcher from killing this process since a child has failed: it ends by itself, and says why.
 
-    Private in Lightning 2.6: ``_ChildProcessObserver._finished``.
+    Private in Lightning 2.6: ``_ChildProcessObserver._run``, whose result sets ``_finished`` after each pause.
     """
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver):
-            thread._finished = True
+            thread._run = lambda: True  # type: ignore[method-assign]

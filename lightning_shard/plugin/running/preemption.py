@@ -35,7 +35,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_shard.plugin import trainer_private
+from lightning_shard import lightning_private
 from lightning_shard.plugin.steps.checks.agreement import SameGradients, SameSettings
 from lightning_shard.plugin.steps.used_hooks import is_overridden
 
@@ -70,7 +70,7 @@ class Preemption(callbacks.Callback):
         connector._slurm_sigusr_handler_fn = note_requeue
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         trainer.callbacks[:] = [*(known for known in trainer.callbacks if known is not self), self]  # type: ignore[attr-defined]
-        trainer_private.around_hooks_of_fit(
+        lightning_private.around_hooks_of_fit(
             trainer,
             partial(self._after_batch, trainer),
             partial(self._after_validation, trainer),
@@ -79,7 +79,7 @@ class Preemption(callbacks.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._stop |= trainer.should_stop
-        if trainer_private.is_accumulating(trainer):
+        if lightning_private.is_accumulating(trainer):
             trainer.should_stop = False  # until the exchange tells the others; accumulated gradients aren't saved
             return
         layout = trainer.strategy.layout  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ class Preemption(callbacks.Callback):
     def _passes(self, trainer: pl.Trainer, *of_evaluation: int) -> None:
         watch = trainer.strategy._watch  # type: ignore[attr-defined]
         if watch is not None:
-            watch.interrupts.passes((trainer_private.batches_started(trainer), *of_evaluation))
+            watch.interrupts.passes((lightning_private.batches_started(trainer), *of_evaluation))
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._stop |= trainer.should_stop
@@ -115,7 +115,7 @@ class Preemption(callbacks.Callback):
             self._validated = True
 
     def _after_batch(self, trainer: pl.Trainer) -> None:
-        if not trainer_private.is_accumulating(trainer):
+        if not lightning_private.is_accumulating(trainer):
             self._agree_to_stop(trainer, "on_train_batch_end")
         else:
             self._stop |= trainer.should_stop

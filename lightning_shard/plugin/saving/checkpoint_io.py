@@ -32,7 +32,7 @@ from lightning_shard.checkpoint.optimizers.named import flatten_optimizer_states
 from lightning_shard.checkpoint.optimizers.restored import stored_states
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.sharded_values import lay_out, lift, merge_over_stages
-from lightning_shard.checkpoint.store import LocalStore, absolute, as_path, forget_listings, open_store
+from lightning_shard.checkpoint.store import absolute, as_path, forget_listings, open_store
 from lightning_shard.checkpoint.tiers import LocalTier
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
@@ -218,7 +218,7 @@ class ShardedCheckpointIO(CheckpointIO):
     def _taken(self, path: str) -> Iterator[None]:
         """Create a local checkpoint's folder at once: without it, Lightning's own callbacks consider its name free."""
         store = open_store(path, self._storage_options)
-        if not (isinstance(store, LocalStore) and Ranks.of().first):
+        if store.is_remote or not Ranks.of().first:
             yield
             return
         with contextlib.suppress(OSError):  # the save itself reports it

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from lightning_shard import tree
+from lightning_shard import lightning_private
 from lightning_shard.checkpoint import Pair, StoredTensor, load_together
 from lightning_shard.checkpoint.excluded import excluded_of
 from lightning_shard.checkpoint.foreign.keys_of_hooks import OWN, RANK_STATE, TRANSFORMERS_KEY, put_back, set_aside
@@ -26,14 +26,13 @@ from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.checkpoint.store import as_path
 from lightning_shard.errors import CheckpointError, StateMismatchError
 from lightning_shard.parallel.fsdp.shard import reshard
-from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.assembly.assemble import Assembly
 from lightning_shard.plugin.data.resume import reopen_epoch
 from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
 from lightning_shard.plugin.running.last_words import say
 from lightning_shard.plugin.saving.checkpoint_io import WEIGHTS_ALONE, ShardedCheckpointIO, Site, sharded
-from lightning_shard.plugin.saving.drift import Drift
+from lightning_shard.plugin.saving.drift import Drift, copies_of_stages, on_several_stages
 from lightning_shard.plugin.saving.frozen import Frozen
 from lightning_shard.plugin.saving.kept_by_name import of_holders
 from lightning_shard.plugin.saving.model_states import own_parts, show_kept, shown_whole
@@ -78,7 +77,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         self._drift: Drift | None = None
         self._apart: Mapping[str, Tensor] = {}
         """What all stages hold and code has changed to different values, as found by the last save."""
-        self._restore: trainer_private.PostponedRestoring | None = None
+        self._restore: lightning_private.PostponedRestoring | None = None
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -88,7 +87,7 @@ class CheckpointedStrategy(ConnectedStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.lightning_module is not None
-        self._restore = trainer_private.PostponedRestoring(self.lightning_module.trainer)
+        self._restore = lightning_private.PostponedRestoring(self.lightning_module.trainer)
 
     @property
     def checkpoint_io(self) -> ShardedCheckpointIO:
@@ -166,7 +165,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             say("Nothing was saved on this exception: the run had not begun.")
             self.on_exception(failing)
             raise failing
-        batches = trainer_private.batches_started(trainer)
+        batches = lightning_private.batches_started(trainer)
         if why := self._watch.agree_to_save(f"in batch {batches}, after step {trainer.global_step}"):
             saved = [getattr(each, "_last_checkpoint_saved", "") for each in trainer.checkpoint_callbacks]
             last = next(filter(None, saved), "")
@@ -179,13 +178,7 @@ class CheckpointedStrategy(ConnectedStrategy):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        state = named_optimizer_state(optimizer, self._names)
-        others = self._saved_by_other_stages()
-        for group in state["param_groups"]:
-            group["params"] = [name for name in group["params"] if name not in others]
-        for part in ("state", "parameters"):
-            state[part] = {name: value for name, value in state[part].items() if name not in others}
-        return state
+        return named_optimizer_state(optimizer, self._names, self._saved_by_other_stages())
 
     @record_function("save")
     @by_parts
@@ -353,20 +346,11 @@ class CheckpointedStrategy(ConnectedStrategy):
         """This stage's parameters that other stages hold too."""
         assert self.lightning_module is not None
         ties = self._assembly.ties if self._assembly is not None else ()
-        if ties:
-            reshard(self.lightning_module)
-        return {tie.names[0]: self.lightning_module.get_parameter(tie.names[0]) for tie in ties}
+        return on_several_stages(self.lightning_module, ties)
 
     def _copies(self) -> dict[str, Tensor]:
         """The tensors of this stage that other stages hold too, but for copies that were joined."""
-        tied = self._tied()
-        found: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in {**tied, **self._apart}.items()}
-        for index, optimizer in enumerate(self.optimizers):
-            for name, parameter in tied.items():
-                for path, value in tree.walk(optimizer.state.get(parameter, {})):
-                    if isinstance(value, Tensor):
-                        found["/".join((f"optimizer/{index}", name, *path))] = value
-        return found
+        return copies_of_stages(self._tied(), self._apart, self.optimizers)
 
     def _saved_by_other_stages(self) -> Collection[str]:
         """State-dict names that this rank holds too, but another one saves."""

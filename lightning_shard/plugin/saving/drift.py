@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -22,19 +22,21 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
+from lightning_shard import tree
+from lightning_shard.arguments import few
 from lightning_shard.checkpoint.memory import settle
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES, fingerprints
-from lightning_shard.checkpoint.storable import check_storable
-from lightning_shard.checkpoint.tensors import Frame, locate, place_of
+from lightning_shard.checkpoint.tensors import Frame, known_mesh, locate
 from lightning_shard.errors import ShardError
 from lightning_shard.layout import Layout
-from lightning_shard.parallel.rank_compare import by_name
-from lightning_shard.plugin.steps.checks.agreement import digest_of
+from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.parallel.rank_compare import ByRank, Key, digest_of, exchanged, unequal
+from lightning_shard.pipeline.stages.tied import Tie
 from lightning_shard.sharding import local_tensor
+from lightning_shard.torch_private import BatchNorm
 from lightning_shard.tree import as_bytes
 
 Sections = Mapping[str, Mapping[str, Tensor]]
@@ -85,6 +87,32 @@ class Difference(NamedTuple):
         return f"{self.name.removeprefix('model/')!r} (rank {self.rank} from rank {self.saved}: {size})"
 
 
+def on_several_stages(module: nn.Module, ties: Iterable[Tie]) -> dict[str, nn.Parameter]:
+    """The parameters of this rank's stages that other ranks' hold too, by name."""
+    names = [tie.names[0] for tie in ties]
+    if names:
+        reshard(module)
+    return {name: module.get_parameter(name) for name in names}
+
+
+def copies_of_stages(
+    tied: Mapping[str, nn.Parameter], others: Mapping[str, Tensor], optimizers: Iterable[torch.optim.Optimizer]
+) -> dict[str, Tensor]:
+    """The tensors that several stages save, by section and name.
+
+    Args:
+        tied: By :func:`on_several_stages`.
+        others: Further ones of the model.
+    """
+    found: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in {**tied, **others}.items()}
+    for index, optimizer in enumerate(optimizers):
+        for name, parameter in tied.items():
+            for path, value in tree.walk(optimizer.state.get(parameter, {})):
+                if isinstance(value, Tensor):
+                    found["/".join((f"optimizer/{index}", name, *path))] = value
+    return found
+
+
 class Drift:
     """What the saves of one run have found.
 
@@ -129,8 +157,7 @@ class Drift:
         digests: dict[_Group, Any] = {}
         for group, name in sorted(own):
             digests.setdefault(group, xxhash.xxh3_64()).update(name.encode() + own[group, name][1])
-        seen = by_name(self._everyones({group: digest.digest() for group, digest in digests.items()}))
-        apart = {group for group, found in seen.items() if len({*found}) > 1}
+        apart = unequal(self._everyones({group: digest.digest() for group, digest in digests.items()}))
         if not apart:
             return sections
         # of stages in any pipeline, so that all ranks of a stage save the same
@@ -149,12 +176,11 @@ class Drift:
     def _digests(self, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> dict[_Key, tuple[Tensor, bytes]]:
         """This rank's part of what other ranks hold too. What can't be saved is left to the save to refuse."""
         rank, stage = self._layout.rank, tuple(self._layout.neighbours(self._layout.stage_size))
-        frame = Frame.of(place_of(self._mesh), stage, rank)
+        frame = Frame.of(known_mesh(self._mesh), stage, rank)
         found: dict[_Key, tuple[Tensor, bool]] = {}
         for name, tensor in tensors.items():
             with contextlib.suppress(ShardError):
-                check_storable(name, tensor)
-                _, local, spread = locate(name, tensor)
+                _, local, spread = locate(name, tensor, to_save=True)
                 holders = frame.holders_of(name, spread)
                 if len(holders) > 1:
                     found[(False, holders[0], hash(holders)), name] = local, isinstance(tensor, DTensor)
@@ -176,15 +202,13 @@ class Drift:
             rank's.
         """
         told_here = {key: _Told(digest, _kind(local), _is_finite(local)) for key, (local, digest) in own.items()}
-        everyone = by_name(
-            [{key: (rank, told) for key, told in of.items()} for rank, of in enumerate(self._everyones(told_here))]
-        )
+        everyone = self._everyones(told_here)
         rank = self._layout.rank
         settled: dict[str, Tensor | None] = {}
         differences: list[Difference] = []
         with self._ranks.talking():
             for key in sorted(own):  # all ranks in one order, so that no two wait for each other
-                ((of_stages, _, _), name), (local, digest), told = key, own[key], dict(everyone[key])
+                ((of_stages, _, _), name), (local, digest), told = key, own[key], everyone[key]
                 source = min(told, key=lambda other: (not of_stages and not told[other].is_finite, other))
                 if rank == source:
                     sent = as_bytes(local.resolve_conj().resolve_neg().cpu().contiguous())
@@ -213,13 +237,12 @@ class Drift:
         owner: nn.Module | None = self._module
         for part in path.split(".") if path else ():
             owner = None if owner is None else owner._modules.get(part)
-        return len(of_ranks) > 1 and isinstance(owner, (_BatchNorm, Metric))
+        return len(of_ranks) > 1 and isinstance(owner, (BatchNorm, Metric))
 
-    def _everyones(self, value: dict[Any, Any]) -> list[dict[Any, Any]]:
-        values: list[dict[Any, Any]] = [{}] * self._layout.world_size
+    def _everyones(self, own: Mapping[Key, Any]) -> ByRank[Key]:
         with self._ranks.talking():
-            dist.all_gather_object(values, value, group=self._ranks.group)
-        return values
+            (found,) = exchanged(self._ranks.group, own)
+        return found
 
     def _report(self, own: list[Difference], at: str) -> None:
         found = chain.from_iterable(self._ranks.gather(own))
@@ -247,10 +270,10 @@ class Drift:
 
 
 def _said(found: Mapping[str, Difference]) -> str:
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    listed = ", ".join(map(str, [*found.values()][:_NAMED]))
     saved = ", ".join(map(str, sorted({each.saved for each in found.values()})))
-    return f"{listed}{more} differed between ranks by more than rounding, and rank {saved}'s values were taken"
+    return (
+        f"{few(found.values(), 5)} differed between ranks by more than rounding, and rank {saved}'s values were taken"
+    )
 
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:

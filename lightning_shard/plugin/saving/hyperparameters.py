@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_shard.checkpoint.format.encode import encode
-from lightning_shard.checkpoint.storable import check_storable
+from lightning_shard.checkpoint.tensors import check_storable
 from lightning_shard.errors import UnsupportedStateError
 
 _TYPES = (pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE, pl.LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE)

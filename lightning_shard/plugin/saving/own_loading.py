@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,8 +22,8 @@ from lightning_shard import checkpoint as ckpt
 from lightning_shard import tree
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.errors import StateMismatchError
-from lightning_shard.plugin.steps.state.python_state import attributes, below, is_object, reachable
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
+from lightning_shard.state.walk import below, entries, is_object, put_entry, reachable
 
 _LOADERS = ("load_state_dict", "_load_from_state_dict")
 _ANYONES = ("torch.", "torchmetrics.", "lightning.", "lightning_shard.")
@@ -72,18 +71,10 @@ def replace_lazy(module: nn.Module, *others: object) -> None:
     holders += (value for _, value in reachable(module))
     holders += (value for other in others for _, value in below("", other))
     for holder in holders:
-        if isinstance(holder, (list, deque)):
-            entries: Any = list(enumerate(holder))
-            put: Any = holder.__setitem__
-        elif isinstance(holder, dict):
-            entries, put = list(dict.items(holder)), partial(dict.__setitem__, holder)
-        elif isinstance(holder, nn.Module) or is_object(holder):
-            entries, put = list(attributes(holder).items()), partial(object.__setattr__, holder)
-        else:
-            continue
-        for key, entry in entries:
-            if (own := _plain(entry)) is not entry:
-                put(key, own)
+        if isinstance(holder, (list, deque, dict, nn.Module)) or is_object(holder):
+            for key, entry in entries(holder).items():
+                if (own := _plain(entry)) is not entry:
+                    put_entry(holder, key, own)
 
 
 def _plain(entry: Any) -> Any:

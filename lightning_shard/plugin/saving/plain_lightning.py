@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,12 +15,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard import checkpoint as ckpt
+from lightning_shard.checkpoint.foreign.keys_of_hooks import OWN
 from lightning_shard.checkpoint.names import as_compiled
+from lightning_shard.checkpoint.optimizers.named import OPTIMIZER_STATES
 from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.errors import CheckpointNotFoundError
 from lightning_shard.plugin.saving.checkpoint_io import WEIGHTS_ALONE, ShardedCheckpointIO
 from lightning_shard.plugin.saving.hyperparameters import find_types
 from lightning_shard.plugin.saving.local_folders import next_version, remove_folder
+
+FABRIC_KEYS = "fabric"
+"""Under ``lightning_shard``, in what Fabric saved: which keys are modules', and which are optimizers', in order."""
+
+
+def prefixes(keys: Collection[str]) -> dict[str, str]:
+    """What comes before the names of each module's tensors, if Fabric saved them; nothing with a single one."""
+    return {key: "" if len(keys) == 1 else f"{str(key).replace('.', '_')}." for key in keys}
 
 
 def read(path: Any, map_location: Any) -> dict[str, Any] | None:
@@ -81,8 +91,8 @@ def load_into(
     """``Fabric.load`` and ``load_raw``: fill a module, an optimizer, or a dict of these and of values.
 
     Values are replaced in the dict. A Trainer's checkpoint holds ``"state_dict"``, ``"optimizer_states"`` and so on,
-    another one what was its trainer state. Under other keys, the first module gets the model, and the first optimizers
-    get the optimizers' states.
+    Fabric's the keys that it was saved with, another one what was its trainer state. Under other keys, the first module
+    gets the model, and the first optimizers get the optimizers' states.
 
     Returns:
         What is left of the checkpoint; all of it without a state.
@@ -97,6 +107,9 @@ def load_into(
         ckpt.load_tensors(pairs)
         kept = {key: left[key] for key in ("state_dict", "optimizer_states")}
         left = {**(own if isinstance(own, dict) else {}), **kept}
+    keys = left.get(OWN, {}).get(FABRIC_KEYS)
+    if keys is not None and (not state or (isinstance(state, dict) and state.keys() & {*keys["modules"]})):
+        left = _by_keys(left, **keys)
     if not state:
         return left
     given = state if isinstance(state, dict) else {None: state}
@@ -119,3 +132,11 @@ def load_into(
         else:
             given[key] = found
     return left if isinstance(state, dict) else {}
+
+
+def _by_keys(content: Mapping[str, Any], modules: Collection[str], optimizers: Collection[str]) -> dict[str, Any]:
+    rest = {key: value for key, value in content.items() if key not in ("state_dict", OPTIMIZER_STATES, OWN)}
+    for key, prefix in prefixes(modules).items():
+        state = content["state_dict"].items()
+        rest[key] = {name.removeprefix(prefix): value for name, value in state if name.startswith(prefix)}
+    return rest | dict(zip(optimizers, content[OPTIMIZER_STATES]))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import checkpoint as ckpt
+from lightning_shard.arguments import few
 from lightning_shard.errors import StateMismatchError
 from lightning_shard.plugin.saving.own_loading import as_stored, load_by_own_code
 from lightning_shard.sharding import full_tensor, local_part, local_tensor
@@ -133,5 +134,4 @@ def _copy_part(name: str, target: Tensor, value: Tensor) -> None:
 
 
 def _some(what: str, names: list[str]) -> str:
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"{len(names)} {what}{' (' + ', '.join(names[:10]) + more + ')' if names else ''}"
+    return f"{len(names)} {what}{f' ({few(names)})' if names else ''}"

@@ -10,9 +10,6 @@ from __future__ import annotations
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
 
-TRAIN = "train"
-"""The kind of training steps."""
-
 
 class Alike:
     """The data ranks that hold the same part of one model.
@@ -21,13 +18,17 @@ class Alike:
         own_calls: The collective calls of the steps themselves, as far as seen.
         data_ranks: How many there are.
         forwards_call: Whether forwards make collective calls over them.
+        rehearses: Whether steps may run again at all.
     """
 
-    def __init__(self, groups: Groups, own_calls: OwnCalls, data_ranks: int, *, forwards_call: bool) -> None:
+    def __init__(
+        self, groups: Groups, own_calls: OwnCalls, data_ranks: int, *, forwards_call: bool, rehearses: bool
+    ) -> None:
         self._groups = groups
         self._own_calls = own_calls
         self._has_peers = data_ranks > 1
         self._forwards_call = self._runs_alike = forwards_call and self._has_peers
+        self._rehearses = rehearses
         self._begun: set[str] = set()
 
     @property
@@ -54,12 +55,17 @@ class Alike:
                 made = self._groups.of_any_peer(self._own_calls.made)
                 self._runs_alike |= any(self._groups.gather_over_stages(made))
 
-    def rehearses(self, kind: str, *, can: bool) -> bool:
-        """Whether a rank that can rehearse a kind of step does: all that have to run alike do, or none.
+    def may_rehearse(self, method: str) -> bool:
+        """Whether a step may run again after the first batch of its kind.
 
-        A collective call of these. In training all have to, since parameters are gathered for it. Evaluations whose
-        steps themselves call other data ranks aren't rehearsed: each may see a loader's first batch at another time.
+        Evaluations whose steps themselves call other data ranks may not: each may see a loader's first batch at another
+        time.
         """
-        if kind == TRAIN:
-            return not self._groups.of_any_peer(not can)
-        return (self._forwards_call or not self._runs_alike) and not self.of_any(not can)
+        return self._rehearses and (method == "training_step" or self._forwards_call or not self._runs_alike)
+
+    def all_can(self, method: str, can: bool) -> bool:
+        """Whether a run is possible on all ranks that have to run alike; a collective call of these.
+
+        In training all have to, since parameters are gathered for it.
+        """
+        return not (self._groups.of_any_peer(not can) if method == "training_step" else self.of_any(not can))

@@ -11,25 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard import tree
-from lightning_shard.plugin import trainer_private
+from lightning_shard.plugin.steps.loop import Loop
 
 
 class Batches:
-    """Splits the batches of one module.
+    """Splits the batches of one loop.
 
     Args:
         microbatches: Of a whole batch.
         of_all: For each flag, whether it is true on all data ranks; a collective call of these.
     """
 
-    def __init__(
-        self, module: pl.LightningModule, microbatches: int, of_all: Callable[[Sequence[bool]], list[bool]]
-    ) -> None:
-        self._module = module
+    def __init__(self, loop: Loop, microbatches: int, of_all: Callable[[Sequence[bool]], list[bool]]) -> None:
+        self._loop = loop
         self._microbatches = microbatches
         self._of_all = of_all
         self._whole: int | None = None
@@ -48,10 +45,10 @@ class Batches:
         size = tree.batch_size(batch)
         is_first = self._whole is None
         self._whole = self._whole or size
-        self._refuse_list_of_samples(batch, may_be_last=size < self._whole)
+        self._loop.refuse_list_of_samples(batch, may_be_last=size < self._whole)
         if is_first and size % self._microbatches:
             return tree.split(batch, self._microbatches)  # raises
-        parts = self._most_parts(batch, self._of_all)
+        parts = self._most_parts(size, self._of_all)
         if size > self._whole and parts < self._microbatches and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
@@ -68,17 +65,12 @@ class Batches:
         Args:
             alike: Whether into as many as on other data ranks; then it is a collective call of these.
         """
-        self._refuse_list_of_samples(batch, may_be_last=True)
-        return tree.split(batch, self._most_parts(batch, self._of_all if alike else list))
+        if self._microbatches > 1:
+            self._loop.refuse_list_of_samples(batch, may_be_last=True)
+            size, of_all = tree.batch_size(batch), self._of_all if alike else list
+            return tree.split(batch, self._most_parts(size, of_all))
+        return [batch]
 
-    def _refuse_list_of_samples(self, batch: Any, *, may_be_last: bool) -> None:
-        trainer = self._module.trainer
-        if self._microbatches > 1 and not trainer_private.stacks_samples(trainer):
-            tree.refuse_list_of_samples(batch, trainer_private.samples_drawn(trainer), may_be_last=may_be_last)
-
-    def _most_parts(self, batch: Any, of_all: Callable[[Sequence[bool]], list[bool]]) -> int:
-        if self._microbatches == 1:
-            return 1
-        size = tree.batch_size(batch)
+    def _most_parts(self, size: int, of_all: Callable[[Sequence[bool]], list[bool]]) -> int:
         divide = of_all([size % number == 0 for number in range(1, self._microbatches + 1)])
         return max(number for number, divides in enumerate(divide, start=1) if divides)

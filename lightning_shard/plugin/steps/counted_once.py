@@ -39,7 +39,8 @@ def counted_once(given: Sequence[Tensor], named: Mapping[str, Tensor]) -> list[T
                 f"A total norm is given a tensor of shape {tuple(tensor.shape)} that is no parameter's gradient. It may"
                 f" be computed from that of {next(iter(sought))}, which another stage holds too, and counts: pass the"
                 " gradients themselves, get_total_norm([p.grad for p in …]), and scale the norm, or copies of all of"
-                " them in their order (sentence 10 of the contract)."
+                " them in their order.",
+                breaks=10,
             )
     return counted
 

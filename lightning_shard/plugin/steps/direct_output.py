@@ -15,8 +15,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 
-from lightning_shard.plugin.trainer_private import loggers_in_place
+from lightning_shard.lightning_private import loggers_in_place
 
 
 class DirectOutput:
@@ -26,8 +27,8 @@ class DirectOutput:
         is_silent: Whether the code that runs is to give nothing.
     """
 
-    def __init__(self, module: pl.LightningModule, is_silent: Callable[[], bool] = lambda: True) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, is_silent: Callable[[], bool] = lambda: True) -> None:
+        self._module: Any = module
         self._is_silent = is_silent
         self._microbatches = 1
         self._has_warned = False
@@ -37,6 +38,9 @@ class DirectOutput:
     def watched(self, microbatches: int = 1) -> Iterator[None]:
         """Inside, steps run for this number of microbatches."""
         self._microbatches, self._held = microbatches, None
+        if not isinstance(self._module, pl.LightningModule):
+            yield
+            return
         own = vars(self._module)
         before = own.get("print")
         own["print"] = partial(self.call, "self.print", before or MethodType(type(self._module).print, self._module))

@@ -8,11 +8,11 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 from lightning_shard import tree
+from lightning_shard.arguments import few
 from lightning_shard.errors import WHOLE_BATCHES, BatchError, StepError
 from lightning_shard.parallel.batch_norm import batch_norms
 from lightning_shard.parallel.fsdp.shard import prefetching
@@ -29,7 +29,6 @@ from lightning_shard.plugin.steps.checks.rehearsal import (
     Number,
     Numbers,
     Unlike,
-    few,
     rehearse,
 )
 from lightning_shard.plugin.steps.redirect import call_through
@@ -37,7 +36,7 @@ from lightning_shard.plugin.steps.state.counters import numbers_kept
 
 
 class FirstBatches:
-    """The rehearsals of one LightningModule's steps on this rank, one for each kind of step, and what they report.
+    """The rehearsals of one module's steps on this rank, one for each kind of step, and what they report.
 
     Args:
         logged: Gives what the microbatch has logged, by name.
@@ -49,7 +48,7 @@ class FirstBatches:
 
     def __init__(
         self,
-        module: pl.LightningModule,
+        module: nn.Module,
         logged: Callable[[], Mapping[str, Number]],
         weight: Callable[[Any], float],
         loss_of: Callable[[Any], Tensor],
@@ -79,6 +78,7 @@ class FirstBatches:
         parts: Sequence[Any],
         run_on: RunOn,
         remember: Callable[[], Memory],
+        carry: Callable[[], None],
         *,
         uses_results: bool,
         is_known: bool = False,
@@ -94,6 +94,7 @@ class FirstBatches:
             parts: The microbatches.
             run_on: Calls it on a microbatch, inside of a call of the root, with the random numbers of that of a number.
             remember: Takes a snapshot of what it may change.
+            carry: Has all stages go on from the state that the last one has left.
             uses_results: Whether what it returns is used.
             is_known: Whether it was said already why the loss isn't a mean; logs are then none for the same reason.
 
@@ -106,16 +107,18 @@ class FirstBatches:
         if len(parts) == 1 or (method, *args[1:]) in self._lengths:  # the same on data ranks that run alike
             return False
         self._lengths[method, *args[1:]] = known = Lengths()
-        joined = _joined(parts)
-        if not self._alike.rehearses(kind, can=joined is not None):
+        if not self._alike.may_rehearse(method):
             return False
+        joined = _joined(parts)
+        if not self._alike.all_can(method, joined is not None):
+            joined = None
 
         def numbers_of(result: Any, microbatch: Any) -> Numbers:
             found: dict[Name, Number] = {(LOG, name): number for name, number in self._logged().items()}
             if uses_results:
                 sizes = lengths(result, tree.batch_size(microbatch))
                 found |= {(LENGTH, path): Number(torch.tensor(float(size))) for path, size in sizes.items()}
-            if self._module.trainer.training:
+            if trains:
                 found[LOSS, ""] = Number(self._loss_of(result).detach().clone(), self._weight(microbatch))
             return found
 
@@ -123,10 +126,11 @@ class FirstBatches:
             with _with_running_statistics(self._module):
                 return call_through(self._module, partial(run_on, stage, i, part))
 
-        is_gathered = not self._module.trainer.training  # else, its backward has freed the parameters
         pair, state = (parts[0], parts[1]), partial(numbers_kept, self._module)
-        with nullcontext() if is_gathered else prefetching(self._module, all_units=not self._alike.is_needed):
-            found = rehearse(step, kind, run, pair, joined, remember(), numbers_of, state)
+        # the backwards of the batch have freed the parameters
+        trains = method == "training_step"
+        with prefetching(self._module, all_units=not self._alike.is_needed) if trains else nullcontext():
+            found = rehearse(step, kind, run, pair, joined, remember(), numbers_of, state, carry)
         found.refuse_carried(len(parts))
         if found.failure is not None and self._alike.is_needed:
             raise StepError(_FAILED) from found.failure

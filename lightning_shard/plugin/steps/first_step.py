@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
-import lightning.pytorch as pl
-import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.layout import TENSOR_AXIS, Layout
 from lightning_shard.parallel.fsdp.part_calls import finding_calls_of_parts
+from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
 from lightning_shard.plugin.steps.checks import tensor_ranks
 from lightning_shard.plugin.steps.checks.agreement import check_same_batch
 from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers, SharedBuffers
 from lightning_shard.plugin.steps.checks.copies_of_stages import CopiesOfStages
-from lightning_shard.plugin.steps.checks.lost_changes import refusing_lost_changes
 from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
 from lightning_shard.plugin.steps.checks.tensor_ranks import Shown, TensorRanks
+from lightning_shard.plugin.steps.loop import Loop
 
 _STEPS = 3
 """Number of training steps in which copies on stages are compared; they also are at every save."""
@@ -27,39 +28,49 @@ _UPDATES = 2
 """Number of optimizer steps after which buffers are compared over data ranks."""
 
 
-class FirstStepChecks:
-    """The checks of one LightningModule's steps in one run of a Trainer.
+@dataclass(frozen=True)
+class StageChecks:
+    """Checks of what steps on pipeline stages do.
 
-    Args:
-        data: The data ranks.
-        check_saved: Refuses what could not be saved; a collective call over all ranks.
+    Attributes:
         copies: Joins frozen parameters and buffers that every stage holds; ``None`` with one stage.
         shared: Buffers of modules that several stages hold.
-        own_calls: The collective calls that steps on stages make.
-        context: The ranks that share sequences; ``None`` if each has sequences of its own.
+        own_calls: The collective calls that steps make.
+    """
+
+    copies: CopiesOfStages | None
+    shared: SharedBuffers
+    own_calls: OwnCalls
+
+
+class FirstStepChecks:
+    """The checks of one module's steps in one run.
+
+    Args:
+        check_saved: Refuses what could not be saved; a collective call over all ranks.
     """
 
     def __init__(
         self,
-        module: pl.LightningModule,
+        module: nn.Module,
+        loop: Loop,
         layout: Layout,
         mesh: DeviceMesh,
-        data: dist.ProcessGroup,
+        groups: Groups,
         check_saved: Callable[[], None],
-        copies: CopiesOfStages | None,
-        shared: SharedBuffers,
-        own_calls: OwnCalls,
-        context: dist.ProcessGroup | None = None,
+        of_stages: StageChecks,
     ) -> None:
         self._module = module
+        self._loop = loop
         self._layout = layout
         self._mesh = mesh
-        self._data = data
+        self._data = groups.data
         self._check_saved = check_saved
-        self._copies = copies
-        self._shared = shared
-        self._context = context
-        self._own_calls = own_calls
+        self._copies = of_stages.copies
+        self._shared = of_stages.shared
+        self._own_calls = of_stages.own_calls
+        # the ranks that share sequences, if not each has sequences of its own
+        self._context = groups.context if layout.context_parallel_size > 1 else None
         self._steps = 0
         self._kinds: set[str] = set()
         self._updates = 0
@@ -67,7 +78,9 @@ class FirstStepChecks:
         self._buffers = ChangedBuffers(module) if has_copies else None
         self._tensor_ranks: TensorRanks | None = None
         if self._buffers is not None and layout.tensor_parallel_size > 1:
-            self._tensor_ranks = TensorRanks(module, mesh[TENSOR_AXIS], self._buffers, warns=layout.data_rank == 0)
+            self._tensor_ranks = TensorRanks(
+                module, loop, mesh[TENSOR_AXIS], self._buffers, warns=layout.data_rank == 0
+            )
 
     @contextmanager
     def at(self, method: str, batch: object) -> Iterator[Shown]:
@@ -87,7 +100,7 @@ class FirstStepChecks:
             looks.enter_context(self._shared.unchanged(method, compares=first))
             if method not in self._kinds:
                 self._kinds.add(method)
-                check_same_batch(batch, layout)
+                check_same_batch(batch, layout, self._loop.strategy)
                 looks.enter_context(self._own_calls.watched())
                 if layout.data_parallel_size > 1 and layout.expert_parallel_size == 1:  # dealt lists refuse hooks
                     looks.enter_context(finding_calls_of_parts(module))
@@ -95,8 +108,6 @@ class FirstStepChecks:
                     looks.enter_context(self._tensor_ranks.comparing_what_is_shown(method, shown))
                 if method == "training_step":
                     refuse_parameter_hooks(module)
-                if module.automatic_optimization:
-                    looks.enter_context(refusing_lost_changes(module))
             yield shown
             if method == "training_step" and self._steps in tensor_ranks.STEPS:
                 self._check_losses(shown.output)
@@ -105,9 +116,8 @@ class FirstStepChecks:
         """Compare losses between ranks that must compute the same; a collective call over these."""
         axis = self._mesh[TENSOR_AXIS].get_group() if self._tensor_ranks is not None else None
         if (ranks := self._context or axis) is not None:
-            in_32_bits = "16" not in str(self._module.trainer.precision)
             shares = self._context is not None
-            tensor_ranks.check_losses(output, ranks, shares_sequences=shares, in_32_bits=in_32_bits)
+            tensor_ranks.check_losses(output, ranks, shares_sequences=shares, in_32_bits=self._loop.in_32_bits)
 
     def join_copies(self, *, tolerates: bool = False) -> dict[str, str]:
         """Join what several stages hold and code between steps has changed; a collective call over the pipeline.

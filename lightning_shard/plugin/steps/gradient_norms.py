@@ -17,7 +17,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.grads import grad_norm
@@ -63,13 +62,13 @@ class WholeNorms:
 
     def __init__(
         self,
-        module: pl.LightningModule,
+        module: nn.Module,
         stage_mesh: DeviceMesh,
         groups: Groups,
         device: torch.device,
         guard: StageParameters | None = None,
     ) -> None:
-        self._module = module
+        self._module: Any = module
         self._mesh = stage_mesh
         self._groups = groups
         self._device = device
@@ -176,10 +175,10 @@ class WholeNorms:
             named = dict(nn.Module.named_parameters(self._module))
             counted = counted_once(given, named)
         except StepError as error:
-            said = str(error)
+            said = error
         for of_stage in self._groups.gather_over_stages(said):
             if of_stage is not None:
-                raise StepError(of_stage)
+                raise of_stage
         return counted
 
     @torch.no_grad()

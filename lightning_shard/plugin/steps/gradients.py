@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import lightning.pytorch as pl
 import torch.distributed as dist
+from torch import nn
 
 from lightning_shard.parallel.fsdp.input_gradients import InputGradients
 from lightning_shard.parallel.fsdp.shard import (
@@ -18,12 +18,12 @@ from lightning_shard.parallel.fsdp.shard import (
     reshard,
     scalar_parameters,
 )
-from lightning_shard.plugin import trainer_private
 from lightning_shard.plugin.optimizers.sharded import refuse_hooks_on_sums
+from lightning_shard.plugin.steps.loop import Loop, has_whole_steps
 
 
 class Gradients:
-    """The gradients of one LightningModule on this rank.
+    """The gradients of one module on this rank.
 
     Args:
         module: Sharded, on its device.
@@ -33,16 +33,17 @@ class Gradients:
     """
 
     def __init__(
-        self, module: pl.LightningModule, group: dist.ProcessGroup, *, reduces_each: bool, is_pipelined: bool
+        self, module: nn.Module, loop: Loop, group: dist.ProcessGroup, *, reduces_each: bool, is_pipelined: bool
     ) -> None:
         self._module = module
+        self._loop = loop
         self._group = group
         self._reduces_each = reduces_each
         self._is_pipelined = is_pipelined
         self._scalars = scalar_parameters(module)
         self._is_held = False
         self._by_inputs = InputGradients(
-            module, lambda: not self._is_held or self._reduces_each, frees=not module.automatic_optimization
+            module, lambda: not self._is_held or self._reduces_each, frees=not has_whole_steps(module)
         )
         self._has_added_up = False
         self.is_accumulating = False
@@ -50,10 +51,9 @@ class Gradients:
 
     def begin_step(self) -> None:
         """Prepare for a training step; drops what an interrupted accumulation left."""
-        trainer = self._module.trainer
-        if self.is_accumulating and trainer_private.begins_accumulation(trainer):
+        if self.is_accumulating and self._loop.begins_accumulation:
             drop_unreduced_gradients(self._module)
-        self.is_accumulating = trainer_private.is_accumulating(trainer)
+        self.is_accumulating = self._loop.is_accumulating
         adds_up = self.is_accumulating or (self._is_pipelined and self._reduces_each)
         if adds_up and not self._has_added_up:
             self._has_added_up = True
@@ -62,7 +62,7 @@ class Gradients:
 
     def begin_backward(self) -> None:
         """Prepare for an automatic step's backward: Lightning's ``zero_grad`` came after backwards within the step."""
-        if trainer_private.begins_accumulation(self._module.trainer):
+        if self._loop.begins_accumulation:
             drop_unreduced_gradients(self._module)
         self._by_inputs.begin()
 

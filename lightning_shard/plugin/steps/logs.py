@@ -27,13 +27,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from lightning_shard.errors import StepError
+from lightning_shard.lightning_private import logging_by
 from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.plugin.steps.checks.rehearsal import Number as Given
-from lightning_shard.plugin.trainer_private import logging_by
 
 
 @dataclass
@@ -68,8 +68,8 @@ class HeldLogs:
         block: Returns the block that is being called, and whether the last stage calls it.
     """
 
-    def __init__(self, module: pl.LightningModule, block: Callable[[], tuple[str, bool] | None] = lambda: None) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, block: Callable[[], tuple[str, bool] | None] = lambda: None) -> None:
+        self._module: Any = module
         self._block = block
         self._in_blocks: dict[bool, set[InBlock]] = {False: set(), True: set()}
         self._records: dict[tuple[str, int], Record] = {}
@@ -92,6 +92,9 @@ class HeldLogs:
         self._in_blocks = {False: set(), True: set()}
         self._microbatches = microbatches
         self._step = step
+        if not isinstance(self._module, pl.LightningModule):  # a network of a loop of Fabric's logs nothing
+            yield
+            return
         self._before = self._module.__dict__.get("log")
         self._module.__dict__["log"] = self._hold
         try:
@@ -186,7 +189,8 @@ class HeldLogs:
                 raise StepError(
                     f"self.log({name!r}, …) of a {type(value).__name__} by a log of the user's own: with several"
                     " pipeline stages it is called once for each batch, with what the microbatches log, which must be"
-                    " numbers or torchmetrics. Make a number of it before, or use pipeline_parallel_size=1."
+                    " numbers or torchmetrics. Make a number of it before, or use pipeline_parallel_size=1.",
+                    breaks=5,
                 )
             type(self._module).log(self._module, name, value, *args, **kwargs)  # raises, naming what can be logged
             return
@@ -231,14 +235,17 @@ class HeldLogs:
         for path, module in self._module.named_modules():
             if module is metric:
                 return path
-        raise StepError(f"self.log({name!r}, …) of a Metric that is no attribute of the LightningModule: make it one.")
+        raise StepError(
+            f"self.log({name!r}, …) of a Metric that is no attribute of the LightningModule: make it one.", breaks=5
+        )
 
 
 def _refuse_other_ways(_: str, name: str, *__: Any, **___: Any) -> None:
     raise StepError(
         f"{name!r} is logged through a stored reference to self.log (self.say = self.log, or log = self.log passed to a"
         " helper): with pipeline stages each microbatch would be logged by itself. Call"
-        " self.log(…) directly (pass the module instead), or use pipeline_parallel_size=1."
+        " self.log(…) directly (pass the module instead), or use pipeline_parallel_size=1.",
+        breaks=5,
     )
 
 
@@ -260,7 +267,8 @@ def check_logged_by_last_stage(in_blocks: set[InBlock], logged_last: set[InBlock
         raise StepError(
             f"self.log({name!r}, …) is called by {block}, on an earlier pipeline stage, but only the last stage logs."
             " Keep the value as an attribute of the block (or return it), and log it in the step,"
-            " after the network; or use pipeline_parallel_size=1."
+            " after the network; or use pipeline_parallel_size=1.",
+            breaks=5,
         )
 
 
@@ -302,7 +310,8 @@ def _check_combinable(record: Record, value: Number | Tensor) -> None:
         f"self.log({record.name!r}, …, reduce_fx={reduction!r}) of the {type(value).__name__} {value} is called once"
         f" for each microbatch, and these values can't be combined to the batch's. {_REMEDIES[reduction]} For one"
         " number per batch, return what it needs from the step and log it in on_train_batch_end"
-        " (on_validation_batch_end, …); or use microbatches=1 or pipeline_parallel_size=1."
+        " (on_validation_batch_end, …); or use microbatches=1 or pipeline_parallel_size=1.",
+        breaks=5,
     )
 
 

@@ -27,7 +27,8 @@ def agree_on_overflows(scaler: Any, optimizers: Iterable[torch.optim.Optimizer])
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ConfigurationError(
                 f"{type(optimizer).__name__}(fused=True) unscales gradients by itself, which precision='16-mixed' does"
-                " over all ranks: leave fused=True out, or use bf16-mixed."
+                " over all ranks: leave fused=True out, or use bf16-mixed.",
+                breaks=11,
             )
     scaler.__dict__["_unscale_grads_"] = _unscale
 

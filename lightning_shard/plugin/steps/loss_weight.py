@@ -8,6 +8,7 @@ the batch, not in the step, since the first microbatch's backward runs before th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.plugin.steps.checks.loss_divisors import without_those_by_zero
+from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
+from lightning_shard.plugin.steps.means_over_steps import MeansOverSteps
 
 
 class Weight(NamedTuple):
@@ -64,6 +67,21 @@ class LossWeights:
         return [Weight(*both) for both in zip(_part(shares * ranks, everywhere), _part(shares, own.sum()))]
 
 
+@dataclass(frozen=True)
+class Shares:
+    """How much microbatches, and the batches of data ranks, count in what steps take means of.
+
+    Attributes:
+        weights: In losses.
+        means: Compares the numbers that losses are means over.
+        over_steps: In metrics that take means over steps.
+    """
+
+    weights: LossWeights
+    means: UnequalMeans
+    over_steps: MeansOverSteps
+
+
 def _part(shares: Tensor, total: Tensor) -> Tensor:
     """``shares / total``; 0 for a total of 0, not NaN, by which a backward would multiply gradients."""
     return torch.where(total == 0, 0.0, shares / total)
@@ -79,15 +97,33 @@ def _number(value: Any, device: torch.device) -> Tensor:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise StepError(
             f"loss_weight gave {shown} for a batch, and must give how much its loss counts, a number of at least 0:"
-            ' such as lambda batch: batch["mask"].sum().'
+            ' such as lambda batch: batch["mask"].sum().',
+            breaks=5,
         )
     return weight.reshape(())
 
 
+def loss_of(result: Any) -> Tensor:
+    """The loss in what a training step returned, ``[]``.
+
+    Raises:
+        StepError: There is none.
+    """
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise StepError(
+            f"A training step returned {type(result).__name__}, and must return the loss, a tensor of one element, or a"
+            " dict that holds it as 'loss'.",
+            breaks=5,
+        )
+    return loss.reshape(())
+
+
 def weighted_for_backward(loss: Tensor, weight: Tensor | None) -> Tensor:
     """:func:`weighted`, for a loss with a graph: where all weights are 0, gradients aren't NaN either."""
-    if weight is not None:
-        without_those_by_zero(loss, weight)
+    if weight is None:
+        return loss
+    without_those_by_zero(loss, weight)
     return weighted(loss, weight)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.plugin.steps.state.contents import Change
+from lightning_shard.state.patch import Change
 
 
 class MeansOverSteps:

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
 from lightning_shard import tree
+from lightning_shard.arguments import few
 from lightning_shard.errors import StepError
 from lightning_shard.lightning_private import told_of_new_metrics
-from lightning_shard.pipeline.dataflow.uncalled import few
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.means_over_steps import MeansOverSteps
-from lightning_shard.plugin.steps.state.python_state import reachable
+from lightning_shard.state.walk import reachable
 
 _BROADCAST = "_is_broadcast_over_stages"
 """In the attributes of a metric whose ``compute`` gives the value of the stage that updates it: what holds it."""
@@ -154,7 +154,8 @@ class SharedMetrics:
             raise StepError(
                 f"Several pipeline stages update one {kind.__name__}, which is in {blocks}, each for its own calls:"
                 " give each block one of its own that nothing else holds, have the network return what it is updated"
-                " with, or use pipeline_parallel_size=1."
+                " with, or use pipeline_parallel_size=1.",
+                breaks=6,
             )
         return tree.map_leaves(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, found[0][0])
 

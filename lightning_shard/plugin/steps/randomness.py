@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,8 @@ import torch
 from torch import Tensor
 
 from lightning_shard.plugin.steps import unseeded
-
-OwnGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-"""Types of generators other than the global ones. ``python_state.py`` finds those that a module holds."""
+from lightning_shard.state.tree_state import remember_own
+from lightning_shard.state.walk import OwnGenerator
 
 _numpy: Any = np.random
 
@@ -48,57 +46,54 @@ def derive(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def seed_all(seed: int) -> None:
-    """Seed torch (on the CPU and on CUDA devices), numpy and Python, and generators that a step makes from here on."""
-    unseeded.seed(seed)
-    seed_torch(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
+def seed_all(seed: int, *, torch_alone: bool = False) -> None:
+    """Seed torch (on the CPU and on CUDA devices), numpy and Python, and generators that a step makes from here on.
 
-
-def seed_torch(seed: int) -> None:
+    Args:
+        torch_alone: Leave numpy's and Python's global generators, which take most of the time.
+    """
+    if unseeded.STATE.is_active:
+        unseeded.STATE.next = seed, 0
     # torch.manual_seed formats a stack trace for each uninitialized kind of device: a tenth of a small step's time
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
+    if not torch_alone:
+        np.random.seed(seed % 2**32)
+        unseeded.seed_python(seed)
 
 
-def remember(device: torch.device, for_numpy: np.random.MT19937 | None = None) -> Callable[[], None]:
+def remember(
+    device: torch.device, for_numpy: np.random.MT19937 | None = None, *, torch_alone: bool = False
+) -> Callable[[], None]:
     """Snapshot the states of all global generators; returns a function that restores them.
 
     Args:
         for_numpy: Numpy's global functions draw from it until then. Such a replacement takes 0.2 µs, a snapshot of
             numpy's 624 numbers and their restoring 50 µs; it drops the second Gaussian number that a draw may have
             cached.
+        torch_alone: Numpy's and Python's global generators are left as they are.
     """
-    python, made, put_torch_back = random.getstate(), unseeded.STATE.next, remember_torch(device)
+    made, cpu, set_cpu = unseeded.STATE.next, torch.default_generator.get_state(), torch.default_generator.set_state
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    python = numpys = None
     generator = _numpy.get_bit_generator()
-    numpys = _numpy.get_state(legacy=False) if for_numpy is None else None
-    if for_numpy is not None:
-        _numpy.set_bit_generator(for_numpy)
+    if not torch_alone:
+        python = random.getstate()
+        numpys = _numpy.get_state(legacy=False) if for_numpy is None else None
+        if for_numpy is not None:
+            _numpy.set_bit_generator(for_numpy)
 
     def put_back() -> None:
         unseeded.STATE.next = made
-        random.setstate(python)
-        _numpy.set_bit_generator(generator)
+        set_cpu(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+        if python is not None:
+            random.setstate(python)
+            _numpy.set_bit_generator(generator)
         if numpys is not None:
             _numpy.set_state(numpys)
-        put_torch_back()
-
-    return put_back
-
-
-def remember_torch(device: torch.device) -> Callable[[], None]:
-    """Snapshot torch's generators alone; returns a function that restores them."""
-    set_state: Any = torch.default_generator.set_state
-    put_cpu_back = partial(set_state, torch.default_generator.get_state())
-    if device.type != "cuda":
-        return put_cpu_back
-    cuda = torch.cuda.get_rng_state(device)
-
-    def put_back() -> None:
-        put_cpu_back()
-        torch.cuda.set_rng_state(cuda, device)
 
     return put_back
 
@@ -116,18 +111,6 @@ def seed_own(generator: OwnGenerator, seed: int) -> None:
         generator.bit_generator.state = kind(seed).state
     else:
         generator.seed(seed % 2**32)
-
-
-def remember_own(generator: OwnGenerator) -> Callable[[], None]:
-    """Snapshot a generator's state; returns a function that restores it."""
-    if isinstance(generator, torch.Generator):
-        set_state: Any = generator.set_state
-        return partial(set_state, generator.get_state())
-    if isinstance(generator, np.random.Generator):
-        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-    if isinstance(generator, np.random.RandomState):
-        return partial(generator.set_state, generator.get_state())
-    return partial(generator.setstate, generator.getstate())
 
 
 @contextmanager

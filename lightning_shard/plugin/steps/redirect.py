@@ -67,9 +67,10 @@ def sharded_refusal(error: Exception) -> StepError | None:
         return StepError(SPARSE_GRADIENT)
     if not _is_about_sharded(error):
         return None
-    optimizer = _optimizer_that_raised(error)
-    reason = _OF_SHARDED if optimizer is None else _IN_OPTIMIZER.format(kind=optimizer)
-    return StepError(f"{reason} torch said: {in_one_line(error)}")
+    said, optimizer = f"torch said: {in_one_line(error)}", _optimizer_that_raised(error)
+    if optimizer is None:
+        return StepError(f"{_OF_SHARDED} {said}", breaks=9)
+    return StepError(f"{_IN_OPTIMIZER.format(kind=optimizer)} {said}", breaks=11)
 
 
 def _optimizer_that_raised(error: BaseException) -> str | None:
@@ -95,7 +96,8 @@ def refuse_sharded(loss: Any) -> None:
             "The loss is computed from a parameter as it is between steps, a DTensor of which each rank has a part, as"
             " one of a repeated block outside of its call is, or one from a list that was made in configure_optimizers;"
             " so its gradients would be lost: take parameters from the module in the step, and of those that are"
-            " DTensors there p.full_tensor(), as for a penalty over self.parameters()."
+            " DTensors there p.full_tensor(), as for a penalty over self.parameters().",
+            breaks=8,
         )
 
 
@@ -142,7 +144,9 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
             )
         raise StepError(
             f"The step computes with parameters that are sharded ({error}). {remedy} Or use one process, or another"
-            " strategy."
+            " strategy.",
+            breaks=8,
         ) from error
     finally:
-        restore()
+        if module.__dict__.get("forward") is forward:
+            restore()

@@ -15,6 +15,7 @@ from lightning_shard.pipeline.schedules.choice import Choice, best
 from lightning_shard.pipeline.schedules.named import SCHEDULES, build
 from lightning_shard.pipeline.schedules.schedule import Schedule, to_csv
 from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.settings import Settings
 
 ONE_EACH = ("1F1B", "Eager1F1B", "GPipe")
 """Schedules with one stage on each rank, whose backwards aren't split in two parts."""
@@ -47,6 +48,30 @@ def candidates(
             f'{" or more" if SCHEDULES[setting].stages[1] is None else ""}: give one for each, or use "auto".'
         )
     return [build(setting, ranks, microbatches, stages)]
+
+
+def allowed(
+    settings: Settings,
+    schedule: str | os.PathLike[str],
+    microbatches: int | None,
+    sizes: Mapping[str, Any],
+) -> list[Schedule]:
+    """The schedules that a strategy's arguments allow, once these were checked against each other.
+
+    Args:
+        sizes: Of the axes, by argument.
+
+    Raises:
+        ConfigurationError: They can't work together.
+    """
+    ranks, tensor = sizes["pipeline_parallel_size"], sizes["tensor_parallel_size"]
+    experts = sizes["expert_parallel_size"]
+    untried = {name: sizes[name] for name in ("expert_parallel_size", "context_parallel_size") if name in sizes}
+    settings.check_beside(pipeline=ranks, tensor=tensor, **untried)
+    found = candidates(schedule, ranks, microbatches, settings.placement)
+    settings.warn_beside(pipeline=ranks, tensor=tensor, experts=experts, schedule=schedule, microbatches=microbatches)
+    check_counts(found, ranks, settings.placement)
+    return found
 
 
 def check_counts(schedules: Sequence[Schedule], ranks: int, placement: Policy) -> None:

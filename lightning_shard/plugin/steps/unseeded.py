@@ -24,6 +24,8 @@ from numpy.random import bit_generator
 
 _BITS = 128
 _seed_python: Any = random.Random.seed
+seed_python: Any = random.seed
+"""Python's own, which seeds the global generator."""
 
 
 class _State(threading.local):
@@ -48,15 +50,9 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def seed(number: int) -> None:
-    """Derive the next seeds from this one; does nothing outside of :func:`seeded`."""
-    if STATE.is_active:
-        STATE.next = number, 0
-
-
 @contextmanager
 def seeded() -> Iterator[None]:
-    """Context in which generators without a seed of their own get derived ones, once :func:`seed` was called."""
+    """Context in which generators without a seed of their own get derived ones, once ``STATE.next`` is set."""
     if STATE.is_active:
         yield
         return

@@ -15,57 +15,54 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard import tree
-from lightning_shard.checkpoint.storable import check_storable
-from lightning_shard.dense import dense_parts
+from lightning_shard import lightning_private, tree
+from lightning_shard.checkpoint.tensors import check_storable
 from lightning_shard.errors import BatchError, StepError, UnsupportedStateError
 from lightning_shard.layout import Layout
-from lightning_shard.parallel.rank_compare import exchanged
-from lightning_shard.plugin import trainer_private
+from lightning_shard.parallel.rank_compare import digest_of, exchanged, unequal
 from lightning_shard.sharding import local_tensor
-from lightning_shard.tree import as_bytes
 
 
-def check_same_batch(batch: Any, layout: Layout) -> None:
+def check_same_batch(batch: Any, layout: Layout, strategy: str = "trainer.strategy") -> None:
     """Compare a batch's bytes over the ranks of each data rank; a collective call over all ranks.
 
     The strategy's own sampler guarantees that they are equal. A dataset or sampler that distributes by global rank
     doesn't, and training would be wrong without failing. A dataset or sampler that doesn't distribute at all gives data
     ranks equal batches. That is only warned of, since data may happen to be equal.
 
+    Args:
+        strategy: As a user's code names it.
+
     Raises:
         BatchError: On every rank, if two ranks of one data rank have read different values.
     """
     if layout.world_size == 1:
         return
-    digests: list[str] = [""] * layout.world_size
-    dist.all_gather_object(digests, digest_of(batch))
-    first: dict[int, int] = {}
-    for rank, digest in enumerate(digests):
-        data_rank = layout.at(rank).data_rank
-        other = first.setdefault(data_rank, rank)
-        if digest != digests[other]:
-            raise BatchError(
-                f"Ranks {other} and {rank} hold parts of one model and read data rank {data_rank}'s batches, but their"
-                " batches differ (sentence 1 of the contract): a dataset or sampler that deals by global rank must deal"
-                " by data rank instead (trainer.strategy.layout.data_rank of data_parallel_size). Data that each"
-                " process makes at random must be made from one seed: call L.seed_everything before. Nor may it depend"
-                " on the process or the time, as the order of a set of texts does (sort it)."
-            )
-    batches = {digests[rank] for rank in first.values()}
-    if len(batches) < len(first) and tree.tensors(batch):
+    (found,) = exchanged(None, {layout.data_rank: digest_of(batch)})
+    for data_rank, held in unequal(found).items():
+        (one, *_), (other, *_), *_ = held.values()
+        raise BatchError(
+            f"Ranks {one} and {other} hold parts of one model and read data rank {data_rank}'s batches, but their"
+            " batches differ: a dataset or sampler that deals by global rank must deal"
+            f" by data rank instead ({strategy}.layout.data_rank of data_parallel_size). Data that each"
+            " process makes at random must be made from one seed: call L.seed_everything before. Nor may it depend"
+            " on the process or the time, as the order of a set of texts does (sort it).",
+            breaks=1,
+        )
+    batches = len({digest for ranks in found.values() for digest in ranks.values()})
+    if batches < len(found) and tree.tensors(batch):
         rank_zero_warn(
-            f"The first batch is the same on {len(first) - len(batches) + 1} of {len(first)} data ranks, so they do the"
+            f"The first batch is the same on {len(found) - batches + 1} of {len(found)} data ranks, so they do the"
             " same work. DataLoaders over a dataset with indices are dealt for you; an IterableDataset, or what is no"
-            " DataLoader, must deal by trainer.strategy.layout.data_rank of data_parallel_size."
+            f" DataLoader, must deal by {strategy}.layout.data_rank of data_parallel_size."
         )
 
 
 def what_follows(trainer: pl.Trainer) -> str:
     """Describe what this rank reads after the current batch, as far as known: equal on all ranks of a data rank."""
-    if trainer_private.is_last_batch(trainer):
+    if lightning_private.is_last_batch(trainer):
         return "no more batch"
-    following = trainer_private.next_batch(trainer)
+    following = lightning_private.next_batch(trainer)
     if following is None:
         return "another batch"
     batch, loader = following
@@ -84,9 +81,10 @@ def check_what_follows(own: str, told: str) -> None:
     if own != told:
         raise BatchError(
             f"This rank reads {own} next, and the last pipeline stage {told}: ranks that hold parts of one model read"
-            " the same batches (sentence 1 of the contract). Have an IterableDataset give the same samples on all of"
+            " the same batches. Have an IterableDataset give the same samples on all of"
             " them: deal by trainer.strategy.layout.data_rank of data_parallel_size, not by rank, and look for files"
-            " that some machines lack."
+            " that some machines lack.",
+            breaks=1,
         )
 
 
@@ -154,10 +152,11 @@ class SameSettings:
         if _differ(of_stages) or (_differ(of_rates) and not _differ(of_groups)):
             raise StepError(
                 f"The ranks' optimizers have different settings (this rank's learning rates: {self._rates}), and each"
-                " steps its own part of the parameters (sentence 11 of the contract), so this step's weights are wrong:"
+                " steps its own part of the parameters, so this step's weights are wrong:"
                 " resume from an earlier checkpoint. Log what a scheduler monitors with sync_dist=True, and set what a"
                 " hook sets alike on all ranks. With several pipeline stages, a step sets rates before it calls the"
-                " network: only the last stage runs the code behind it."
+                " network: only the last stage runs the code behind it.",
+                breaks=11,
             )
 
 
@@ -170,9 +169,9 @@ def _of_stage(value: object, layout: Layout) -> list[bool]:
     This rank sets bits of its own stage only: those of a digest, and their complements. Where both a bit and its
     complement are set by some rank, the values differ.
     """
-    both, silent = _of_all(value), [False] * 2 * _BITS
-    stages = range(layout.pipeline_parallel_size)
-    return [bit for stage in stages for bit in (both if stage == layout.pipeline_rank else silent)]
+    own, size = layout.pipeline_rank, layout.pipeline_parallel_size
+    silent = [False] * 2 * _BITS
+    return [*silent * own, *_of_all(value), *silent * (size - 1 - own)]
 
 
 def _of_all(value: object) -> list[bool]:
@@ -229,14 +228,14 @@ def check_copies(
                     copies[pipeline + key] = digest_of(local_tensor(value) if isinstance(value, Tensor) else value)
                 elif isinstance(parameter, DTensor) and _is_plain(value) and value.ndim:
                     plain[f"{index}/{key}"] = digest_of(value)
-    found = exchanged({"copies": copies, "plain": plain}, group)
-    for key in (key for key, digests in found["plain"].items() if len({*digests}) > 1):
+    of_copies, of_plain = exchanged(group, copies, plain)
+    for key in unequal(of_plain):
         raise UnsupportedStateError(
             f"Optimizer state {key!r} is a plain tensor that differs between ranks, while its parameter is sharded: how"
             " the parts make up a whole isn't known, so they can't be saved. Have the optimizer keep it as a DTensor,"
             " made from the parameter by torch.zeros_like."
         )
-    for key in (key for key, digests in found["copies"].items() if len({*digests}) > 1):
+    for key in unequal(of_copies):
         raise UnsupportedStateError(
             f"{key.partition('/')[2]} is tied over two pipeline stages, and their copies have parted: an optimizer that"
             " takes norms or other statistics over its parameters, or draws random numbers, or a callback, has changed"
@@ -254,17 +253,3 @@ def _is_plain(value: Any) -> bool:
     except UnsupportedStateError:
         return False
     return True
-
-
-def digest_of(batch: Any) -> str:
-    """A digest of a tree's tensors, texts and numbers."""
-    digest = xxhash.xxh3_128()
-    for path, leaf in tree.walk(batch):
-        digest.update("/".join(path).encode())
-        if isinstance(leaf, Tensor):
-            for part in dense_parts(leaf.detach()):
-                plain = part.resolve_conj().resolve_neg().cpu().contiguous()
-                digest.update(as_bytes(plain).numpy().data)
-        elif isinstance(leaf, (str, int, float)):
-            digest.update(repr(leaf).encode())
-    return digest.hexdigest()

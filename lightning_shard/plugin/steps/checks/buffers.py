@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_shard.arguments import few
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.rank_compare import (
     NOTHING,
@@ -19,9 +19,9 @@ from lightning_shard.parallel.rank_compare import (
     differing,
     exchanged,
     fingerprints,
-    first_of,
 )
 from lightning_shard.pipeline.dataflow.taint import Unknown
+from lightning_shard.torch_private import BatchNorm
 
 _REDUCED = 1e-6
 """Relative to the norm, buffers of data ranks differ by less if they are reduced, and by more if each rank has its own:
@@ -78,18 +78,18 @@ class ChangedBuffers:
         """
         if self._has_warned or not self._names:
             return
-        if not (apart := differing(exchanged({"": self.changed()}, ranks)[""], _REDUCED)):
+        if not (apart := differing(exchanged(ranks, self.changed())[0], _REDUCED)):
             return
         self._has_warned = True
         if not warns:
             return
-        normalized = [name for name in apart if isinstance(self._owner(name), _BatchNorm)]
+        normalized = [name for name in apart if isinstance(self._owner(name), BatchNorm)]
         others = [name for name in apart if name not in normalized]
         remedies = []
         if normalized:
-            remedies.append(f"For {first_of(normalized)}, Trainer(sync_batchnorm=True) takes all ranks' statistics.")
+            remedies.append(f"For {few(normalized, 1)}, Trainer(sync_batchnorm=True) takes all ranks' statistics.")
         if others:
-            remedies.append(f"For {first_of(others)}, reduce what updates it, as by self.all_gather(x).mean(0).")
+            remedies.append(f"For {few(others, 1)}, reduce what updates it, as by self.all_gather(x).mean(0).")
         warnings.warn(
             "Data ranks have changed buffers to different values, each from its own samples, where one process has all"
             f" samples (sentence 6 of the contract); the first rank's are saved. {' '.join(remedies)}",
@@ -140,10 +140,10 @@ class SharedBuffers:
             of_other_stage = isinstance(buffer, Unknown)  # which has set it
             if before is None or of_other_stage or repr(before.values) != repr(fingerprints({name: buffer})[name]):
                 raise StepError(
-                    f"{method} changes {name}, and several pipeline stages hold this buffer's module (sentence 6 of the"
-                    " contract). Each has a copy,"
+                    f"{method} changes {name}, and several pipeline stages hold this buffer's module. Each has a copy,"
                     " which changes with the calls of its own blocks only: use one module per call, which may share"
-                    " their weights, or pipeline_parallel_size=1."
+                    " their weights, or pipeline_parallel_size=1.",
+                    breaks=6,
                 )
 
     def _now(self) -> Iterator[tuple[str, Tensor]]:

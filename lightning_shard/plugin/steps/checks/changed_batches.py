@@ -11,23 +11,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
-from torch import Tensor
+from lightning_shard.plugin.steps.loop import Loop
+from lightning_shard.state.patch import Outline
 
-from lightning_shard import tree
-from lightning_shard.plugin.steps.used_hooks import is_used
+_DEPTH = 8
+"""How deep a batch is looked into."""
 
 
 class ChangedBatches:
-    """Looks at steps of one LightningModule where they run on a copy of their batch, and warns once of each kind."""
+    """Looks at steps of one module where they run on a copy of their batch, and warns once of each kind.
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
-        self._changing: set[str] = set()
+    Attributes:
+        changing: Steps that were seen to change their batch; they always get a copy, as the first ones do.
+    """
 
-    def changes(self, method: str) -> bool:
-        """Whether a step was seen to change its batch; then it always gets a copy, as in the first one."""
-        return method in self._changing
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self.changing: set[str] = set()
 
     @contextmanager
     def looking_at(self, method: str, batch: Any, *, warns: bool) -> Iterator[None]:
@@ -36,39 +36,21 @@ class ChangedBatches:
         Args:
             warns: Whether to warn, as the last stage does.
         """
-        before = _noted(batch)
+        before = Outline.of(batch, _DEPTH)
         try:
             yield
         finally:  # a stage may end within the step
-            if method not in self._changing and _is_other(before, _noted(batch)):
-                self._changing.add(method)
+            if method not in self.changing and not before.is_as(Outline.of(batch, _DEPTH)):
+                self.changing.add(method)
                 if warns:
                     self._warn(method)
 
     def _warn(self, method: str) -> None:
         hook = f"on_{method.removesuffix('_step').replace('training', 'train')}_batch_end"
-        if is_used(self._module.trainer, self._module, hook):
+        if (receiver := self._loop.receiver(hook)) is not None:
             warnings.warn(
-                f"{method} changes its batch, and {hook} is given it as it was loaded: with several pipeline stages"
+                f"{method} changes its batch, and {receiver} is given it as it was loaded: with several pipeline stages"
                 " a step runs on parts of a batch, and to its end on the last stage only. Return from the step what"
-                " the hook needs.",
+                " that needs.",
                 stacklevel=2,
             )
-
-
-def _noted(batch: Any) -> list[tuple[tree.Path, Any, Any]]:
-    """The leaves of a batch, with the versions of tensors and the attributes of objects."""
-    return [(path, leaf, _state(leaf)) for path, leaf in tree.walk(batch)]
-
-
-def _is_other(before: list[tuple[tree.Path, Any, Any]], now: list[tuple[tree.Path, Any, Any]]) -> bool:
-    return len(now) != len(before) or any(
-        path != other_path or leaf is not other or state != other_state
-        for (path, leaf, state), (other_path, other, other_state) in zip(now, before)
-    )
-
-
-def _state(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf._version
-    return {name: id(value) for name, value in getattr(leaf, "__dict__", {}).items()}

@@ -23,15 +23,15 @@ from lightning_shard.plugin.broadcast import values_of
 from lightning_shard.sharding import local_tensor
 
 _OF_FROZEN = (
-    "is frozen, and every pipeline stage holds it; now the stages' copies differ (sentence 6 of the contract). Code"
+    "is frozen, and every pipeline stage holds it; now the stages' copies differ. Code"
     " that updates it, as for a mean teacher, sees only its own stage's parameters of the network that trains"
     " (named_parameters(), state_dict()): have it update each weight by the one of the same name, after every batch"
     " from the first on, or use pipeline_parallel_size=1."
 )
 _OF_BUFFERS = (
-    "is a buffer that every pipeline stage holds, and now the stages' copies differ (sentence 6 of the contract): what"
+    "is a buffer that every pipeline stage holds, and now the stages' copies differ: what"
     " computes it between steps sees only its own stage's parameters (named_parameters(), state_dict()). Compute it for"
-    " each parameter by itself, or from trainer.strategy.gather_full_parameters(); or use pipeline_parallel_size=1."
+    " each parameter by itself, or from {whole_parameters}; or use pipeline_parallel_size=1."
 )
 
 
@@ -44,6 +44,7 @@ class CopiesOfStages:
         gather_over_stages: All-gathers a value over the pipeline.
         pipeline: The pipeline's ranks, the last stage's first, for tensors.
         device: Where this rank computes, which that group's backend serves.
+        whole: Where code between steps finds all parameters, for messages.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class CopiesOfStages:
         gather_over_stages: Callable[[Any], list[Any]],
         pipeline: dist.ProcessGroup,
         device: torch.device,
+        whole: str = "trainer.strategy.gather_full_parameters()",
     ) -> None:
         self._module = module
+        self._of_buffers = _OF_BUFFERS.format(whole_parameters=whole)
         self._others = others
         self._frozen = {name: p for name, p in nn.Module.named_parameters(module) if not p.requires_grad}
         self._gather = gather_over_stages
@@ -96,21 +99,21 @@ class CopiesOfStages:
         own = sums_of(held)
         stages = self._gather({name: (sums, sums != self._known.get(name)) for name, sums in own.items()})
         for name, found in by_name(stages).items():
-            if all(sums == found[0][0] for sums, _ in found):
+            if len({sums for sums, _ in found.values()}) == 1:
                 continue
-            changed = {sums for sums, has_changed in found if has_changed}
+            changed = {sums: stage for stage, (sums, has_changed) in reversed(found.items()) if has_changed}
             is_one = len(found) == len(stages) and len(changed) == 1
             may_join = is_one and (is_early or name in self._joined or name not in self._frozen)
-            text = f"{name} {_OF_FROZEN if name in self._frozen else _OF_BUFFERS}"
+            text = f"{name} {_OF_FROZEN if name in self._frozen else self._of_buffers}"
             if not may_join and not tolerates:
-                raise StepError(text)
+                raise StepError(text, breaks=6)
             spoils = is_one and tolerates and "nan" in min(changed)
             if not may_join or spoils:
                 apart[name] = text
             if not is_one or spoils:
                 continue
             self._joined.add(name)
-            stage = next(index for index, (_, has_changed) in enumerate(found) if has_changed)
+            (stage,) = changed.values()  # the first that has it
             local = local_tensor(held[name])
             local.copy_(values_of(len(stages) - 1 - stage, local, self._pipeline, self._device))
         self._known.update(sums_of(held))

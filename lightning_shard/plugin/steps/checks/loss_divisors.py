@@ -21,24 +21,8 @@ _NODES = 64
 _MEAN = 1
 """How autograd nodes store ``reduction="mean"``."""
 _LINEAR = (
-    "Add",
-    "Sub",
-    "Mul",
-    "Neg",
-    "Where",
-    "NanToNum",
-    "ToCopy",
-    "Clone",
-    "Alias",
-    "View",
-    "UnsafeView",
-    "Squeeze",
-    "Unsqueeze",
-    "Select",
-    "Stack",
-    "Cat",
-    "Unbind",
-    "Expand",
+    *("Add", "Sub", "Mul", "Neg", "Where", "NanToNum", "ToCopy", "Clone", "Alias"),
+    *("View", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Stack", "Cat", "Unbind", "Expand"),
 )
 """Operations that are followed between the returned loss and the losses that it consists of."""
 

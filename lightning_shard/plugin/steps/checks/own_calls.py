@@ -7,22 +7,20 @@ the last stage would wait. Calls over the data ranks are noted: these have to ru
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
+from threading import get_ident
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.stages.rank_stages import Stages
-from lightning_shard.torch_private import calls_replaced
+from lightning_shard.torch_private import calls_replaced, is_in_backward
 
-_KNOWN = ("lightning", "lightning_shard", "torch", "torchmetrics")
-"""Packages whose own calls pass their group."""
 _OF_LAYOUTS = ("lightning_shard.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
-"""Whose calls aren't the step's."""
+"""Modules whose calls aren't the step's."""
 
 
 class OwnCalls:
@@ -37,6 +35,7 @@ class OwnCalls:
 
     def __init__(self, stages: Stages | None) -> None:
         self._stages = stages
+        self._thread: int | None = None  # while it looks
         self.made = False
 
     @contextmanager
@@ -44,25 +43,30 @@ class OwnCalls:
         """Look at the pipelined step that runs inside.
 
         Raises:
-            StepError: The user's code makes a call over the world.
+            StepError: The user's code, or a library that it calls, makes a call over the world.
         """
-        with calls_replaced(self._checking) if self._stages is not None else nullcontext():
-            yield
+        with calls_replaced(self._checking, _OF_LAYOUTS) if self._stages is not None else nullcontext():
+            self._thread = get_ident()
+            try:
+                yield
+            finally:
+                self._thread = None
 
     def _checking(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            if caller.startswith(_OF_LAYOUTS):
+            # a module that was imported in a step may keep this; another thread may be an asynchronous save's
+            if self._thread is None or (get_ident() != self._thread and not is_in_backward()):
                 return call(*args, **kwargs)
             self.made |= self._stages is not None and self._stages.in_step  # what was logged is reduced after it
             group = kwargs.get("group", next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None))
-            if caller.partition(".")[0] not in _KNOWN and group in (None, dist.group.WORLD):
+            if group in (None, dist.group.WORLD):
                 raise StepError(
                     f"The step calls torch.distributed.{name} over all ranks, and with several pipeline stages only the"
                     " last one comes to the code after the network, once for each microbatch: use self.all_gather,"
                     " self.log(…, sync_dist=True) or a torchmetrics metric, which act on the data ranks, or"
-                    " pipeline_parallel_size=1."
+                    " pipeline_parallel_size=1.",
+                    breaks=1,
                 )
             return call(*args, **kwargs)
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard import tree
+from lightning_shard.arguments import few
 from lightning_shard.errors import WHOLE_BATCHES, StepError
 from lightning_shard.pipeline.dataflow.draws import DrawsByRow
 from lightning_shard.pipeline.dataflow.search import Memory
@@ -40,7 +41,6 @@ _ROUNDING = 1e-6
 """Absolute, of losses and logs that are zero but for rounding."""
 _OF_REPEATED = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 """Of a microbatch that runs twice, relative to a tensor's largest value: caches may be rounded once more."""
-_NAMED = 4
 
 
 class Number(NamedTuple):
@@ -129,10 +129,11 @@ class Findings:
         raise StepError(
             "The result of a step depends on what the step before has left"
             f" ({few(changed) or 'something that is kept outside of the LightningModule'} changes). State that a step"
-            " changes counts once per microbatch (sentence 6 of the contract), of which a batch has"
+            " changes counts once per microbatch, of which a batch has"
             f" {microbatches}, and an earlier stage leaves the step after its last block: one process would go on from"
             " what the batch before has left. Set it anew where the step begins, change it in on_train_batch_start or"
-            f" on_train_batch_end, or use {WHOLE_BATCHES} or pipeline_parallel_size=1."
+            f" on_train_batch_end, or use {WHOLE_BATCHES} or pipeline_parallel_size=1.",
+            breaks=6,
         )
 
 
@@ -149,15 +150,18 @@ def rehearse(
     memory: Memory,
     numbers_of: Callable[[Any, Any], Numbers] = lambda *_: {},
     state: Callable[[], Mapping[str, Any]] = dict,
+    carry: Callable[[], None] = lambda: None,
 ) -> Findings:
     """Run two microbatches again, and both as one; a collective call over the pipeline.
 
     Args:
         kind: The kind of step.
+        joined: ``None`` if they can't be joined: then only :attr:`Findings.is_carried` is found.
         run_on: Calls the step for a stage on a microbatch, with the random numbers of that of a number.
         memory: A snapshot of the present state, which is put back; released at the end.
         numbers_of: The numbers of a step that has just run, from its result and its microbatch.
         state: This rank's kept numbers, and sums of tensors, by name.
+        carry: Has all stages go on from the state that the last one has left; a collective call over the pipeline.
 
     Returns:
         What was found: on all ranks the same, but for losses, logs and lengths, which the last stage's has.
@@ -180,6 +184,7 @@ def rehearse(
             failure = step.rehearse(on, kind)
         if failure is not None:
             raise _FailedError from failure
+        carry()
         ran.drawn = randomness.where_others_stand()
         return ran
 
@@ -193,11 +198,12 @@ def rehearse(
         again = run(pair[1])
         found.is_carried = not _are_repeated(other.tensors, again.tensors)
         memory.put_back()
-        whole = run(joined)
-        found.counted = [*left_otherwise(begin, first, both, state())]
-        found.fixed, found.growing = as_long(one.numbers, other.numbers, whole.numbers)
-        found.unlike = dict(_unlike(one.numbers, other.numbers, again.numbers, whole.numbers))
-        is_blind = one.is_blind or whole.is_blind or one.drawn != whole.drawn
+        if joined is not None:
+            whole = run(joined)
+            found.counted = [*left_otherwise(begin, first, both, state())]
+            found.fixed, found.growing = as_long(one.numbers, other.numbers, whole.numbers)
+            found.unlike = dict(_unlike(one.numbers, other.numbers, again.numbers, whole.numbers))
+            is_blind = one.is_blind or whole.is_blind or one.drawn != whole.drawn
     except _FailedError as error:
         found.failure = error.__cause__
     finally:
@@ -267,7 +273,3 @@ def _is_repeated(one: Tensor, other: Tensor) -> bool:
     tolerance = max(_OF_REPEATED.get(one.dtype, 1e-2), 0.0 if one.device.type == "cpu" else _ON_DEVICES)
     largest = float(one.nan_to_num(0, 0, 0).abs().max())
     return torch.allclose(one, other, rtol=0, atol=tolerance * largest, equal_nan=True)
-
-
-def few(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

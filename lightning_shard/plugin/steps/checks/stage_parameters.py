@@ -143,7 +143,7 @@ class StageParameters:
             if error is not None:
                 error.add_note(self._said(call.name, what))
             elif what.startswith(_PARAMETERS):
-                raise StepError(self._said(call.name, what))
+                raise StepError(self._said(call.name, what), breaks=10)
             elif call.name not in self._told:
                 self._told.add(call.name)
                 rank_zero_warn(self._said(call.name, what))
@@ -279,7 +279,8 @@ def missing_parameter(error: Exception, module: nn.Module) -> StepError | None:
     if not isinstance(key, str) or "." not in key or not any(f".{name}".endswith(f".{key}") for name in names):
         return None
     return StepError(
-        f"There is no parameter {key!r} here. With several pipeline stages another one holds {key} (sentence 10 of the"
-        " contract): named_parameters() and state_dict() have this stage's parameters only. For averages of weights"
-        " there is Lightning's EMAWeightAveraging; or use pipeline_parallel_size=1."
+        f"There is no parameter {key!r} here. With several pipeline stages another one holds {key}:"
+        " named_parameters() and state_dict() have this stage's parameters only. For averages of weights"
+        " there is Lightning's EMAWeightAveraging; or use pipeline_parallel_size=1.",
+        breaks=10,
     )

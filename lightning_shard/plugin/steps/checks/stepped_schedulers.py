@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-import lightning.pytorch as pl
 
 from lightning_shard.errors import StepError
 
 
 @contextmanager
-def steps_no_scheduler(trainer: pl.Trainer, microbatches: int) -> Iterator[None]:
+def steps_no_scheduler(schedulers: Sequence[Any], microbatches: int) -> Iterator[None]:
     """Context of a batch's steps on stages, for this number of microbatches.
 
     Raises:
         StepError: A scheduler was stepped, and with several microbatches more than once.
     """
-    schedulers: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs] if microbatches > 1 else []
+    schedulers = schedulers if microbatches > 1 else []
     before = [getattr(scheduler, "last_epoch", None) for scheduler in schedulers]
     yield
     for scheduler, count in zip(schedulers, before, strict=True):
@@ -26,5 +24,6 @@ def steps_no_scheduler(trainer: pl.Trainer, microbatches: int) -> Iterator[None]
             raise StepError(
                 f"A training step steps the {type(scheduler).__name__} itself, and runs once for each of {microbatches}"
                 " microbatches: leave that to the Trainer, as configure_optimizers may ask with interval='step', or do"
-                " it in on_train_batch_end, or use microbatches=1 or pipeline_parallel_size=1."
+                " it in on_train_batch_end, or use microbatches=1 or pipeline_parallel_size=1.",
+                breaks=6,
             )

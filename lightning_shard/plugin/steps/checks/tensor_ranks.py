@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -28,7 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import tree
+from lightning_shard.arguments import few
 from lightning_shard.errors import PlanError, StepError
+from lightning_shard.lightning_private import logs_noted
 from lightning_shard.parallel.block_probe import has_other_hooks
 from lightning_shard.parallel.rank_compare import (
     NOTHING,
@@ -37,11 +38,10 @@ from lightning_shard.parallel.rank_compare import (
     exchanged,
     fingerprint,
     fingerprints,
-    first_of,
 )
 from lightning_shard.pipeline.dataflow.taint import Unknown
 from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers
-from lightning_shard.plugin.trainer_private import logs_noted
+from lightning_shard.plugin.steps.loop import Loop
 from lightning_shard.sharding import local_tensor
 
 STEPS = frozenset({1, 2, 3, 4, 8, 16, 32, 64})
@@ -88,8 +88,11 @@ class TensorRanks:
         warns: Whether this axis' first rank warns.
     """
 
-    def __init__(self, module: pl.LightningModule, axis: DeviceMesh, buffers: ChangedBuffers, *, warns: bool) -> None:
+    def __init__(
+        self, module: nn.Module, loop: Loop, axis: DeviceMesh, buffers: ChangedBuffers, *, warns: bool
+    ) -> None:
         self._module = module
+        self._in_32_bits = loop.in_32_bits
         self._axis = axis
         self._buffers = buffers
         self._warns = warns and axis.get_local_rank() == 0
@@ -115,24 +118,24 @@ class TensorRanks:
 
         with logs_noted(self._module, note), _seen_by_hooks(self._module) as seen:
             yield
-        own = {"logs": logs, "returned": fingerprints(_tensors(shown.output)), "hooks": seen}
-        found = exchanged(own, self._axis.get_group())
-        rounding = _SHOWN_ROUNDING["16" not in str(self._module.trainer.precision)]
-        for name in differing(found["returned"], rounding, least=1.0)[:1]:
+        returned = fingerprints(_tensors(shown.output))
+        of_logs, of_returned, of_hooks = exchanged(self._axis.get_group(), logs, returned, seen)
+        rounding = _SHOWN_ROUNDING[self._in_32_bits]
+        for name in differing(of_returned, rounding, least=1.0)[:1]:
             named = f" ({name})" if name else ""
             raise PlanError(
-                f"What {method} returns{named} isn't the same on the tensor ranks ({_said(found['returned'][name])}):"
+                f"What {method} returns{named} isn't the same on the tensor ranks ({_said(of_returned[name])}):"
                 f" {_CAUSE}"
             )
         if not self._warns:
             return
-        for name in differing(found["logs"], rounding, least=1.0)[:1]:
+        for name in differing(of_logs, rounding, least=1.0)[:1]:
             warnings.warn(
-                f"{method} logs {name!r}, which is {_said(found['logs'][name])} on the tensor ranks. If it is no time"
+                f"{method} logs {name!r}, which is {_said(of_logs[name])} on the tensor ranks. If it is no time"
                 f" or the like, {_CAUSE}",
                 stacklevel=2,
             )
-        parts = list(dict.fromkeys(name.partition("/")[0] for name in differing(found["hooks"], _ROUNDING)))
+        parts = list(dict.fromkeys(name.partition("/")[0] for name in differing(of_hooks, _ROUNDING)))
         if parts:
             more = f" and on {len(parts) - 1} more modules" if len(parts) > 1 else ""
             warnings.warn(
@@ -149,23 +152,20 @@ class TensorRanks:
             PlanError: On every rank of the axis, if one differs.
         """
         buffers = dict(self._module.named_buffers())
-        own: dict[str, dict[str, Any]] = {
-            "gradients": _gradients(self._module, self._axis),
-            "buffers": {
-                name: values
-                for name, values in self._buffers.changed().items()
-                if name not in buffers or not is_split(buffers[name], self._axis)
-            },
+        changed = {
+            name: values
+            for name, values in self._buffers.changed().items()
+            if name not in buffers or not is_split(buffers[name], self._axis)
         }
-        found = exchanged(own, self._axis.get_group())
-        if wrong := differing(found["gradients"], _ROUNDING, noise=_NOISE):
+        gradients, changed_buffers = exchanged(self._axis.get_group(), _gradients(self._module, self._axis), changed)
+        if wrong := differing(gradients, _ROUNDING, noise=_NOISE):
             raise PlanError(
-                f"{first_of(wrong)}: the tensor ranks have different gradients of it, so it, or what is computed with"
+                f"{few(wrong, 1)}: the tensor ranks have different gradients of it, so it, or what is computed with"
                 f" it, is used on features that tensor_parallel_plan splits. {_STYLES}"
             )
-        if wrong := differing(found["buffers"], _ROUNDING):
+        if wrong := differing(changed_buffers, _ROUNDING):
             raise PlanError(
-                f"{first_of(wrong)}: the tensor ranks have changed this buffer to different values, so it is computed"
+                f"{few(wrong, 1)}: the tensor ranks have changed this buffer to different values, so it is computed"
                 f" from features that tensor_parallel_plan splits. {_LEAVE_OUT} {_GATHERED}"
             )
 
@@ -184,7 +184,7 @@ def check_losses(output: Any, group: dist.ProcessGroup, *, shares_sequences: boo
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     own = {"loss": loss} if isinstance(loss, Tensor) and loss.numel() == 1 else {}
-    found = exchanged({"": fingerprints(own)}, group)[""]
+    (found,) = exchanged(group, fingerprints(own))
     if not differing(found, _LOSS_ROUNDING[in_32_bits]):
         return
     said = _said(found["loss"])
@@ -220,11 +220,11 @@ def _tensors(output: Any) -> dict[str, Tensor]:
     return found
 
 
-def _said(ranks: list[Fingerprint]) -> str:
+def _said(ranks: Mapping[int, Fingerprint]) -> str:
     def one(shape: tuple[int, ...], norm: float, total: float) -> str:
         return f"of shape {shape} and norm {norm:.7g}" if shape else f"{total:.7g}"
 
-    return ", ".join(one(*rank) for rank in ranks)
+    return ", ".join(one(*each) for each in ranks.values())
 
 
 class _Look:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_shard.parallel.rank_compare import exchanged
 from lightning_shard.plugin.steps.checks.loss_divisors import divisions
 
 _DIVISORS = 4
@@ -30,29 +30,30 @@ class UnequalMeans:
     Args:
         parts: How many microbatches a batch is split into.
         group: The data ranks.
-        device: The device of losses.
         is_weighted: Whether the user has set ``loss_weight``.
     """
 
-    def __init__(self, parts: int, group: dist.ProcessGroup, device: torch.device, *, is_weighted: bool) -> None:
+    def __init__(self, parts: int, group: dist.ProcessGroup, *, is_weighted: bool) -> None:
         self._group = group
-        self._device = device
         self._ranks = dist.get_world_size(group)
         self._parts = parts
         self._is_done = is_weighted or parts * self._ranks == 1
-        self._step = 1
+        self._step = 0
+        self._looks = False
+        self._begin_step()
         self._seen: list[tuple[int, Tensor, list[Tensor | float]]] = []  # places of losses, losses and their divisors
 
     def note(self, loss: Any) -> None:
         """Read the divisors of a part's loss, before its backward frees the graph."""
-        self._note(0, loss)
+        if self._looks:
+            self._note(0, loss)
 
     def note_next(self, loss: Any) -> None:
         """The same for the next of a step's losses, which is compared with those in its place on other data ranks."""
         self._note(len(self._seen), loss)
 
     def _note(self, place: int, loss: Any) -> None:
-        if self._looks() and place < _LOSSES and isinstance(loss, Tensor):
+        if self._looks and place < _LOSSES and isinstance(loss, Tensor):
             self._seen.append((place, loss.detach(), [number for _, number in divisions(loss)]))
 
     def warn(self) -> bool:
@@ -61,34 +62,35 @@ class UnequalMeans:
         Returns:
             Whether it has warned now.
         """
-        looks = self._looks()
-        self._step += 1
+        looks = self._looks
+        self._begin_step()
         if not looks:
             return False
-        least, most = self._extremes()
+        (found,) = exchanged(self._group, self._extremes())
         self._seen = []
-        for low, high in zip(least, most):
+        for ranks in found.values():
+            lows, highs = zip(*ranks.values())
+            low, high = min(lows), max(highs)
             if high - low > 1e-6 * abs(low):
-                self._is_done = True
+                self._is_done, self._looks = True, False
                 rank_zero_warn(self._text(low, high))
                 return True
         return False
 
-    def _looks(self) -> bool:
-        """Whether this step is looked at: the first two, and ever fewer later, since reading waits for the device."""
+    def _begin_step(self) -> None:
+        """The first two are looked at, and ever fewer later, since reading waits for the device."""
+        self._step += 1
         is_power_of_two = self._step & (self._step - 1) == 0
-        return not self._is_done and (self._step <= 2 or (self._step >= 16 and is_power_of_two))
+        self._looks = not self._is_done and (self._step <= 2 or (self._step >= 16 and is_power_of_two))
 
-    def _extremes(self) -> tuple[list[float], list[float]]:
-        """Minimum and maximum of each divisor over all parts that have it."""
-        bounds = torch.full((2, _LOSSES * _DIVISORS), -torch.inf, dtype=torch.float64)
+    def _extremes(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """Minimum and maximum of each divisor over this rank's parts that have it, by its place."""
+        found: dict[tuple[int, int], tuple[float, float]] = {}
         for place, loss, divisors in self._seen:
-            own = torch.tensor(_row(loss, divisors), dtype=torch.float64)
-            of_loss = bounds[:, place * _DIVISORS :][:, : len(own)]
-            of_loss.copy_(torch.maximum(of_loss, torch.stack([-own, own])))
-        bounds = bounds.to(self._device)
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._group)
-        return (-bounds[0]).tolist(), bounds[1].tolist()
+            for number, own in enumerate(_row(loss, divisors)):
+                low, high = found.get((place, number), (own, own))
+                found[place, number] = min(low, own), max(high, own)
+        return found
 
     def _text(self, least: float, most: float) -> str:
         parts = " of ".join(

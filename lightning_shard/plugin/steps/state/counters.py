@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_shard.parallel.batch_norm import batch_norms
-from lightning_shard.plugin.steps.state.python_state import children, reachable
+from lightning_shard.state.walk import children, reachable
 
 _ROUNDING = 1e-6
 """Of numbers and sums, relative."""

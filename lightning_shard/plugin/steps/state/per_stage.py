@@ -18,18 +18,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import chain, repeat
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import Namespace
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
-from lightning_shard.plugin.steps.state.python_state import (
+from lightning_shard.scripted import is_scripted
+from lightning_shard.state.tree_state import Note, is_iterator, note_of, notes, uncounted
+from lightning_shard.state.walk import (
     CONTAINERS,
     STAND_INS,
     attributes,
@@ -37,16 +38,17 @@ from lightning_shard.plugin.steps.state.python_state import (
     beside,
     beside_classes,
     hold_same,
+    reachable,
     slots,
 )
-from lightning_shard.plugin.steps.state.snapshot import Note, note_of, notes
-from lightning_shard.scripted import is_scripted
 
 LARGEST_COPY_BYTES = 2**24
 """Largest tensor on a module that is copied for each stage. A larger one may not be changed in place by a step."""
 
 _Place = tuple[str, str]
 """A module's name and an attribute's; or a namespace's name and a name in it."""
+_Marks = list[tuple[str, str, Any, int]]
+"""A module's name, an attribute's, its container or tensor, and the length or version of that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,26 +115,6 @@ class _Version:
         return _Version([each.copied() for each in self.modules], dict(self.objects))
 
 
-@dataclass(frozen=True)
-class _Marks:
-    """Lengths of modules' containers and versions of large tensors. Compared in each action of each microbatch."""
-
-    containers: list[dict[str, Any]]
-    lengths: list[list[int]]
-    large: list[tuple[str, str, Tensor, int]]
-
-    @classmethod
-    def of(cls, containers: list[dict[str, Any]], large: list[tuple[str, str, Tensor, int]]) -> _Marks:
-        return cls(containers, [[*map(len, each.values())] for each in containers], large)
-
-    def other_lengths(self) -> Iterator[tuple[int, str, Any]]:
-        """Module index, attribute and container, for containers whose length has changed."""
-        for place, (each, lengths) in enumerate(zip(self.containers, self.lengths)):
-            if [*map(len, each.values())] != lengths:
-                changed = (entry for entry, length in zip(each.items(), lengths) if len(entry[1]) != length)
-                yield from ((place, key, value) for key, value in changed)
-
-
 class StatesApart:
     """The state versions of one rank's stages; does nothing for a single stage.
 
@@ -146,6 +128,7 @@ class StatesApart:
         self._stages = stages
         self._several = len(stages) > 1
         self._places: set[_Place] = set()
+        self._paths: set[str] = set()
         self._base: dict[int, Note] = {}
         self._versions: dict[Stage, _Version] = {}
         self._shown: list[_Attributes] | None = None  # the version that the modules hold, where that is known
@@ -203,7 +186,7 @@ class StatesApart:
         self._shown = version.modules
         if not self._base:
             return
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with uncounted():
             for number, base in self._followed():
                 version.objects.get(number, base).put_back()
 
@@ -222,7 +205,7 @@ class StatesApart:
 
     def _put_back_of_holders(self) -> None:
         """What is followed of a block, such as statistics of a layer that is called by itself, is its holder's."""
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with uncounted():
             for number, base in self._followed():
                 holder = self._holder.get(self._place_of(base.path)[0])
                 if holder is not None and holder is not self._stages[-1]:
@@ -243,12 +226,15 @@ class StatesApart:
         self.show(last)
         before = {stage: version.copied() for stage, version in self._versions.items()}
         before[last] = self._versions[last]  # no clones: restoring the module restores these tensors
-        followed = {*self._base}
+        followed = dict(self._base)
 
         def put_back() -> None:
-            for number, base in list(self._base.items()):
-                if number not in followed and (note := note_of(base.path, base.value)) is not None:
-                    self._base[number] = note  # found since, when other stages had already run
+            since = {  # found since, when other stages had already run
+                number: note
+                for number, base in self._base.items()
+                if number not in followed and (note := note_of(base.path, base.value)) is not None
+            }
+            self._base = followed | since
             for stage, version in before.items():
                 self._versions[stage] = version if stage is last else version.copied()
             self._shown = before[last].modules
@@ -260,7 +246,7 @@ class StatesApart:
         """Swap in the version of the stage that runs inside, and store what its run leaves as its next version."""
         self.show(stage)
         searching = stage.passage.active and stage.passage.searching
-        before = [*notes(self._root)] if searching else []
+        before = [*notes(reachable(self._root))] if searching else []
         if searching:
             self._find_beside()  # the module may hold objects of other classes since
             before += [note for name, each in self._beside.items() if (note := note_of(name, each)) is not None]
@@ -268,7 +254,7 @@ class StatesApart:
         yield
         self._check(stage, marks)
         if before:
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with uncounted():
                 self._follow(stage, [note for note in before if note.has_changed()])
         objects = {number: note_of(base.path, base.value) for number, base in self._followed()}
         modules = [each if each.is_current() else _Attributes.of(each.module) for each in self._versions[stage].modules]
@@ -290,6 +276,7 @@ class StatesApart:
             is_own = self._holder.get(module) is stage and (key == "_buffers" or not key.startswith("_"))
             if not is_own and id(note.value) not in exchanged:
                 self._places.add((module, key))
+                self._paths.add(note.path)
                 self._base.setdefault(id(note.value), note)
 
     def _followed(self) -> list[tuple[int, Note]]:
@@ -304,8 +291,9 @@ class StatesApart:
     def _notes_of_places(self) -> Iterator[tuple[int, Note]]:
         for name, key in sorted(self._places):
             place = ".".join(filter(None, (name, key)))
+            is_held = self._holder.get(name) is not None  # its stage writes to the rest while others run
             for path, value in below(place, self._found_at(name, key)):
-                if (note := note_of(path, value)) is not None:
+                if not (is_held and path not in self._paths) and (note := note_of(path, value)) is not None:
                     yield id(value), note
 
     def _found_at(self, name: str, key: str) -> Any:
@@ -335,28 +323,28 @@ class StatesApart:
         return ".".join(parts[:most]), "".join(parts[most : most + 1])
 
     def _marks(self, stage: Stage, *, searching: bool) -> _Marks:
-        """Marks of what a run may not change, as it isn't followed: large tensors, containers not seen to change."""
-        modules = self._versions[stage].modules
-        large = [
-            (path, key, tensor, tensor._version)
-            for path, each in zip(self._exchanged, modules)
-            if each.large and not self._keeps(stage, path)
-            for key, tensor in each.large.items()
-        ]
-        return _Marks.of([] if searching else [each.containers for each in modules], large)
+        """Marks of what a run may not change, as it isn't followed: large tensors, containers not seen to change.
+
+        Compared in each action of each microbatch.
+        """
+        marks: _Marks = []
+        for path, each in zip(self._exchanged, self._versions[stage].modules):
+            if not searching:
+                marks += [(path, key, held, len(held)) for key, held in each.containers.items()]
+            if each.large and not self._keeps(stage, path):
+                marks += [(path, key, tensor, tensor._version) for key, tensor in each.large.items()]
+        return marks
 
     def _check(self, stage: Stage, marks: _Marks) -> None:
         """
         Raises:
             StepError: A run has changed what isn't followed, and isn't the stage's own.
         """
-        changed = [(place, key, each) for place, key, each in marks.other_lengths() if id(each) not in self._base]
+        now = ((each, each[2]._version if isinstance(each[2], Tensor) else len(each[2])) for each in marks)
+        changed = [each for each, mark in now if mark != each[3] and id(each[2]) not in self._base]
         shared = self._containers_besides(stage) if changed else set()
-        for place, key, container in changed:
-            if id(container) in shared:
-                raise _not_followed(self._exchanged[place], key, len(self._stages))
-        for path, key, tensor, version in marks.large:
-            if tensor._version != version:
+        for path, key, held, _ in changed:
+            if isinstance(held, Tensor) or id(held) in shared:
                 raise _not_followed(path, key, len(self._stages))
 
     def _containers_besides(self, stage: Stage) -> set[int]:
@@ -382,11 +370,7 @@ class StatesApart:
 
 def _exchanged(module: nn.Module) -> dict[str, Any]:
     held = attributes(module).items()
-    return {key: value for key, value in held if key not in STAND_INS and not _is_iterator(type(value))}
-
-
-# cached by type, since it is asked for each attribute in each action, and checks against an abstract class are slow
-_is_iterator: Callable[[type], bool] = cache(lambda kind: issubclass(kind, Iterator))
+    return {key: value for key, value in held if key not in STAND_INS and not is_iterator(value)}
 
 
 def _is_large(value: Any) -> bool:
@@ -404,5 +388,6 @@ def _not_followed(module: str, key: str, stages: int) -> StepError:
         f"The step changes {path} in place. {stages} stages on this rank run it, and each needs a version of its own."
         f" None are kept of tensors over {LARGEST_COPY_BYTES >> 20} MiB, and of lists, dicts and sets that the first"
         " microbatch of these shapes didn't change: assign a new one instead, change it in on_train_batch_start or"
-        ' on_train_batch_end, or use a schedule with one stage on each rank, such as schedule="1F1B".'
+        ' on_train_batch_end, or use a schedule with one stage on each rank, such as schedule="1F1B".',
+        breaks=6,
     )

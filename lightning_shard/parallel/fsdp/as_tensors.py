@@ -1,0 +1,385 @@
+"""Patch DTensor so that user code can read and write sharded parameters between steps as if they were plain tensors.
+
+What torch's DTensors (2.11 to 2.14) do by themselves, and what they do here:
+
+- ``p.data = values`` changes nothing, since the values are those of the local tensor inside; averaged weights that are
+  swapped in would be lost silently. Here the parameter uses the memory of ``values``, as a plain tensor would.
+- ``float(p.norm())``, ``p.sum().item()`` and ``bool((p > 0).all())`` return the local part's number, which differs
+  between ranks. Here they return the full tensor's.
+- ``p.copy_(values)`` and ``load_state_dict`` don't accept plain tensors. Here they do: ``values`` is the full tensor,
+  equal on all ranks, and each rank copies its part. ``plain.copy_(p)`` copies the full tensor.
+- ``p[:4] = 0`` and ``p.grad[mask] = 0`` fail. Here they write the full tensor's elements.
+- ``p.index_fill_(0, rows, 0)``, ``scatter_`` and ``p.triu_()`` fail, and ``bias.index_add_`` leaves a placement that
+  isn't its local part's. Here they change the full tensor.
+- ``f"{p.norm():.4f}"``, ``p.norm().tolist()`` and ``.numpy()`` fail. Here they are the full tensor's. So are
+  ``p.tolist()``, ``p.numpy()`` and ``np.asarray(p)`` where this rank holds all of ``p``; where several ranks hold parts
+  they are refused, since loggers make arrays on one rank, and gathering takes all.
+- ``p[:4].zero_()`` and ``p.grad[0].mul_(0.5)`` change nothing, since a slice across shards is a copy. Here they are
+  refused.
+- ``torch.stack([p.grad.norm() for p in module.parameters()])`` fails if some parameters are split over tensor ranks and
+  others aren't, since these are on different meshes. So do other operations on both, and ``total += p.grad.norm()``.
+  Here scalars are the full tensors', and an operation that joins both kinds, such as ``torch.cat``, gathers all of them
+  at once and returns a plain tensor.
+- ``(p > 0).any(0).sum()`` and ``p.norm(dim=0).sum()`` count a column once per rank, and ``nn.init.eye_(p)`` writes the
+  full matrix to each rank's part. Here they use the full tensor.
+- ``nn.init.normal_(p)`` gives all shards the same values, and ``torch.bernoulli(p)`` the same mask: torch coordinates
+  generators over ranks on accelerators only, and between steps ranks' generators have the same state. Here numbers are
+  drawn for the full tensor, as one process would draw them.
+- ``average - p`` of a plain tensor and a parameter fails. Here it is computed (``dtensor_mixed.py``).
+- ``torch._foreach_lerp_(averages, values, weight)`` of sharded parameters and plain buffers fails, as in averages of a
+  whole ``state_dict()`` (timm's ``ModelEmaV3``). Here the DTensors are changed together, and then the plain tensors, if
+  the other lists have the same kinds at the same places.
+- ``total += p.norm()`` with a plain ``total`` fails with a bare assertion once torch has cached how to add two sharded
+  scalars. Here it is refused in that case.
+
+All but the first, those of lists and the refused ones are collective over the parameter's ranks, unless both operands
+have the same layout or a rank holds all values: every rank must make the call. What is computed from full tensors needs
+the memory for them on every rank.
+
+Private: ``DTensor._local_tensor``, and what ``torch_private.py`` patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from lightning_shard import tree
+from lightning_shard.errors import StepError
+from lightning_shard.parallel.fsdp.data_writes import data_of, watch_data
+from lightning_shard.sharding import full_tensor, part_on
+from lightning_shard.torch_private import handlers_of_dtensors, patch_dtensors, written_by
+
+Handler = Callable[..., Any]
+_SET: Any = torch.Tensor.__setitem__
+_REDUCING = {
+    torch.ops.aten.sum.default,
+    torch.ops.aten.sum.dim_IntList,
+    torch.ops.aten.linalg_vector_norm.default,
+}
+"""Operations that torch applies to each rank's partial norms or maxima as if these were the full tensor's."""
+_FILLING = ["normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"]
+_MAKING = ["rand_like", "randn_like", "randint_like"]
+_DRAWING_BY_VALUES = [
+    *("bernoulli", "binomial", "multinomial", "normal", "poisson", "_sample_dirichlet", "_standard_gamma"),
+    *("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"),
+]
+_WRITING_ELSEWHERE = [
+    *("index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_", "put_"),
+    *("scatter_", "scatter_add_", "scatter_reduce_", "masked_scatter_"),
+    *("triu_", "tril_", "cumsum_", "cumprod_", "renorm_"),
+]
+"""In-place operations that write by places in the full tensor, or by more of it than a part."""
+_OF_LISTS = ["lerp", "add", "sub", "mul", "div", "addcmul", "addcdiv", "zero"]
+_MIXED = "mixed torch.Tensor and DTensor"
+
+
+def behave_as_tensors() -> None:
+    """Patch the class DTensor, and so all DTensors of this process, and what parameters give and are set to."""
+    watch_data()
+    methods = {"__setitem__": _set, "__format__": _format, "tolist": _list, "numpy": _array}
+    patch_dtensors({"data": property(data_of, _assign), **methods}, _over_meshes, _refusing_lost_writes)
+    _add_handlers(handlers_of_dtensors())
+
+
+def _add_handlers(known: dict[Any, Handler]) -> None:
+    """Add ours to those that ``DTensor._op_dispatcher`` has."""
+    aten = torch.ops.aten
+    known[aten._local_scalar_dense.default] = _number
+    known[aten.copy_.default] = known[aten.fill_.Tensor] = _copy
+    known.update((getattr(aten.any, each), _any) for each in ("default", "dim", "dims"))
+    known[aten._is_all_true.default] = _all
+    known[aten._foreach_copy_.default] = _copy_each
+    for names, handler in ((_FILLING, _fill), (_MAKING, _make), (_DRAWING_BY_VALUES + _WRITING_ELSEWHERE, _on_full)):
+        for packet in (getattr(aten, name) for name in names):
+            for overload in packet.overloads():
+                known[getattr(packet, overload)] = _on_full if "out" in overload else handler
+
+    def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = known.pop(operation, None)  # torch handles the calls below
+        try:
+            return operation(*args, **kwargs)
+        except RuntimeError as error:
+            if _MIXED not in str(error) or not _agree(args):
+                raise
+            for sharded in (True, False):
+                places = [place for place, each in enumerate(args[0]) if isinstance(each, DTensor) is sharded]
+                operation(*(_at(places, each) for each in args), **kwargs)
+            return None
+        finally:
+            known[operation] = own or handle
+
+    for packet in (getattr(aten, f"_foreach_{name}_") for name in _OF_LISTS):
+        known.update({getattr(packet, overload): handle for overload in packet.overloads()})
+
+
+def _assign(tensor: Any, value: Any) -> None:
+    if not isinstance(value, Tensor) or value.shape != tensor.shape or value.dtype != tensor.dtype:
+        given = f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise StepError(
+            f"A sharded tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, was assigned other data ({given}):"
+            " it can take values of its own shape and type only. Make it what it should be in __init__.",
+            breaks=9,
+        )
+    local = _part_of(value, tensor).to(tensor._local_tensor.device)
+    if not local.is_contiguous() or local.untyped_storage().nbytes() != local.numel() * local.itemsize:
+        local = local.clone(memory_format=torch.contiguous_format)  # all-gathers recognise memory by its first address
+    tensor._local_tensor = local
+
+
+def _number(_: Any, args: tuple[Any, ...], __: Any) -> Any:
+    return full_tensor(args[0]).item()
+
+
+def _copy(_: Any, args: tuple[Any, ...], __: Any) -> Any:
+    target, value = args[:2]
+    if isinstance(target, DTensor):
+        _check_kept(target)
+        held: Any = target
+        held._local_tensor.copy_(_part_of(value, target))
+    else:
+        target.copy_(full_tensor(value))
+    return target
+
+
+def _any(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return torch.all(args[0] == 0, *args[1:], **kwargs).logical_not()
+
+
+def _all(_: Any, args: tuple[Any, ...], __: Any) -> Any:
+    return torch.all(args[0])
+
+
+def _on_full(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A handler: ``operation`` of the full tensors.
+
+    Returns:
+        DTensors. A result is placed as the first argument of its shape; if there is none, each rank holds all of it.
+        What the operation changes in place is returned itself.
+    """
+    names = [argument.name for argument in operation._schema.arguments]
+    given = {**dict(zip(names, args)), **kwargs}
+    wholes = full(given)
+    result = operation(*[wholes[name] for name in names[: len(args)]], **{name: wholes[name] for name in kwargs})
+    changed = [name for _, name in written_by(operation) if name in given]
+    for name in changed:
+        if isinstance(given[name], DTensor):
+            given[name].copy_(wholes[name])
+
+    def place(whole: Tensor) -> Tensor:
+        itself = [given[name] for name in changed if wholes[name] is whole]
+        return itself[0] if itself else _placed(whole, tree.leaves(given, DTensor))
+
+    return tuple(map(place, result)) if isinstance(result, tuple) else place(result)
+
+
+def _cut(whole: Tensor, like: DTensor) -> DTensor:
+    """This rank's part of a full tensor, placed as ``like`` is. Partial sums become replicas."""
+    placements = _joined(like)
+    own = part_on(whole, like.device_mesh, placements).clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(own, like.device_mesh, placements, shape=whole.shape, stride=whole.stride())
+
+
+def _placed(whole: Tensor, given: Sequence[DTensor]) -> DTensor:
+    alike = [each for each in given if each.shape == whole.shape]
+    if alike:
+        return _cut(whole, alike[0])
+    mesh = given[0].device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    return target.copy_(operation(_empty(target), *full(args[1:]), **kwargs))
+
+
+def _make(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _cut(operation(_empty(args[0]), *full(args[1:]), **kwargs), args[0])
+
+
+def _empty(like: DTensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _copy_each(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for target, value in zip(args[0], args[1], strict=True):
+        target.copy_(value, *args[2:], **kwargs)
+
+
+def _agree(args: Sequence[Any]) -> bool:
+    """Whether all lists of tensors have DTensors at the same places."""
+    lists = [each for each in args if isinstance(each, (list, tuple)) and any(isinstance(t, Tensor) for t in each)]
+    return len({tuple(isinstance(tensor, DTensor) for tensor in tensors) for tensors in lists}) == 1
+
+
+def _at(places: Sequence[int], argument: Any) -> Any:
+    return [argument[place] for place in places] if isinstance(argument, (list, tuple)) else argument
+
+
+def _format(tensor: Any, spec: str) -> str:
+    return object.__format__(tensor, spec) if tensor.ndim else format(tensor.detach().item(), spec)
+
+
+def _list(tensor: Any) -> Any:
+    return _held(tensor, "tolist").detach().tolist()
+
+
+def _array(tensor: Any, *, force: bool = False) -> Any:
+    return _held(tensor, "numpy").numpy(force=force)
+
+
+def _held(tensor: Any, asked: str) -> Tensor:
+    """All values of a tensor, as a plain one; of scalars a collective call, as ``item()`` is.
+
+    Raises:
+        StepError: Other ranks hold a part of them.
+    """
+    if not tensor.ndim:
+        return full_tensor(tensor)
+    mesh = tensor.device_mesh
+    if all(placement.is_replicate() or mesh.size(axis) == 1 for axis, placement in enumerate(tensor.placements)):
+        return tensor.to_local()  # type: ignore[no-any-return]
+    raise StepError(
+        f"{asked}() needs all values of a sharded tensor of shape {tuple(tensor.shape)}, and this rank holds those of"
+        f" shape {tuple(tensor._local_tensor.shape)}: call p.full_tensor().{asked}(), on all ranks and not on rank 0"
+        " alone, which would wait for the others. So it is with what makes arrays, as np.asarray(p) and loggers'"
+        " histograms do: give them what p.full_tensor() has returned.",
+        breaks=9,
+    )
+
+
+def _set(tensor: Any, index: Any, value: Any) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        _SET(tensor, index, value)  # raises for a leaf; else the write is part of a graph
+        return
+    _check_kept(tensor)
+    with torch.no_grad():
+        whole = full_tensor(tensor).clone()
+        whole[full(index)] = full(value)
+        tensor._local_tensor.copy_(_part_of(whole, tensor))
+
+
+def _refusing_lost_writes(ends: Any) -> Any:
+    """Wrap the end of an in-place operation: refuse writes that would be lost, or would be of this rank's part."""
+
+    @wraps(ends)
+    def end(dispatcher: Any, operation: Any, args: Any, *rest: Any) -> Any:
+        written = [place for place, _ in written_by(operation)]
+        if is_plain(args[0]) and written == [0]:
+            raise StepError(
+                "A plain tensor is changed in place by a sharded one, as by total += p.norm() or values.add_(p), and"
+                " here it would be by this rank's part of it: take the whole (total += float(p.norm()),"
+                " values.add_(p.full_tensor())), or a new tensor (total = total + p.norm()).",
+                breaks=9,
+            )
+        if isinstance(args[0], DTensor) and args[0]._is_view() and written:
+            _check_kept(args[0])
+        return ends(dispatcher, operation, args, *rest)
+
+    return end
+
+
+def _over_meshes(plan: Any) -> Any:
+    """Wrap the planning of operations: handle those that mix meshes, write to ``out=``, or reduce partial norms."""
+
+    @wraps(plan)
+    def planned(dispatcher: Any, operation: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        written = [place for place, _ in written_by(operation)]
+        if written not in ([], [0]):
+            out = kwargs.get("out")
+            if isinstance(out, DTensor) and not _meshes(args):  # torch.eye(…, out=p) in nn.init
+                return out.copy_(operation(*args, **{**kwargs, "out": full_tensor(out).clone()}))
+            return plan(dispatcher, operation, args, kwargs, *rest)
+        if operation in _REDUCING and any(map(_isnt_sum, args[0].placements)):
+            return operation(reduced(args[0]), *args[1:], **kwargs)
+        writes = bool(written)
+        if writes and is_plain(args[0]):
+            return operation(args[0], *full(args[1:]), **full(kwargs))
+        if not writes and len(_meshes((args, kwargs), numbers=False)) > 1:  # torch 2.14 plans some of these
+            return operation(*full(args), **full(kwargs))
+        try:
+            return plan(dispatcher, operation, args, kwargs, *rest)
+        except RuntimeError:
+            target, others = (args[:1], args[1:]) if writes else ((), args)
+            has_numbers = any(not each.ndim for each in tree.leaves((others, kwargs), DTensor))
+            if len(_meshes((args, kwargs))) == 1 or (writes and not has_numbers):
+                raise
+            others, options = full((others, kwargs), only_numbers=True)
+            return operation(*target, *others, **options)
+
+    return planned
+
+
+def _isnt_sum(placement: Placement) -> bool:
+    return placement.is_partial() and not (placement.is_partial("sum") and type(placement) is Partial)
+
+
+def reduced(tensor: DTensor) -> DTensor:
+    """A tensor whose ranks' parts are still to be joined, such as ``p.norm()``, as they are joined."""
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    return tensor.redistribute(placements=_joined(tensor))
+
+
+def _joined(tensor: DTensor) -> list[Placement]:
+    """The placements of a tensor with replicas in place of parts that are still to be joined."""
+    return [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+
+
+def is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
+
+
+def full(value: Any, *, only_numbers: bool = False) -> Any:
+    """``value``, of any nesting, with full tensors in the place of DTensors; collective over their meshes.
+
+    Args:
+        only_numbers: Replace DTensors without dimensions only; plain scalars can be used with DTensors of any mesh.
+    """
+
+    def whole(leaf: Any) -> Any:
+        return full_tensor(leaf) if isinstance(leaf, DTensor) and not (only_numbers and leaf.ndim) else leaf
+
+    return tree.map_leaves(whole, value)
+
+
+def _meshes(value: Any, *, numbers: bool = True) -> set[DeviceMesh]:
+    """The meshes of the DTensors in ``value``; without ``numbers``, of those with dimensions."""
+    return {each.device_mesh for each in tree.leaves(value, DTensor) if numbers or each.ndim}
+
+
+def _check_kept(target: Any) -> None:
+    """
+    Raises:
+        StepError: ``target`` was made as a view, and writes to it don't reach its base.
+    """
+    base = target._base if target._is_view() else None
+    if not isinstance(base, DTensor):
+        return
+    held: Any = base
+    if held._local_tensor.untyped_storage().data_ptr() != target._local_tensor.untyped_storage().data_ptr():
+        raise StepError(
+            f"A part, of shape {tuple(target.shape)}, of a sharded tensor of shape {tuple(base.shape)} is changed in"
+            " place. It is a copy, gathered from the ranks that hold it, so the change would be lost: assign to it"
+            " (p.grad[:4] = values), or change the whole (values = p.full_tensor(); values[:4].mul_(0.5);"
+            " p.copy_(values)).",
+            breaks=9,
+        )
+
+
+def _part_of(value: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of ``value`` in the layout of ``like``; its local tensor itself if it has that layout."""
+    laid_out = like.shape, like.device_mesh, like.placements
+    if isinstance(value, DTensor) and (value.shape, value.device_mesh, value.placements) == laid_out:
+        given: Any = value
+        return given._local_tensor.detach()  # type: ignore[no-any-return]
+    kept = part_on(full_tensor(value).expand(like.shape), like.device_mesh, _joined(like))
+    coordinate: Sequence[int] = like.device_mesh.get_coordinate() or ()
+    is_summed = any(place and each.is_partial("sum") for place, each in zip(coordinate, like.placements))
+    return torch.zeros_like(kept) if is_summed else kept  # of a sum, the first rank has all

@@ -1,0 +1,140 @@
+"""What steps ask of the loop that runs them: a Trainer's, or one of Fabric's that a user writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_shard import lightning_private, tree
+from lightning_shard.plugin.steps.checks.agreement import what_follows
+from lightning_shard.plugin.steps.used_hooks import is_used
+
+
+def has_whole_steps(module: object) -> bool:
+    """Whether a step is one call of the module, as it is without manual optimization, and in Fabric's loops."""
+    return bool(getattr(module, "automatic_optimization", True))
+
+
+class Loop:
+    """A loop that only calls steps, as the steps of one module see it.
+
+    Attributes:
+        precision: Lightning's plugin, of a Trainer or of Fabric.
+        strategy: The strategy, as a user's code names it, for messages.
+        whole_parameters: Where such code finds all parameters between steps.
+        is_sanity_check: Whether evaluation steps run to try them before training.
+        epoch: Its number.
+        is_accumulating: Whether no optimizer step follows the current batch.
+        begins_accumulation: Whether the current batch is the first one after an optimizer step.
+        accumulates: The number of batches over whose losses an optimizer step takes the mean.
+        observers: Objects of the user's, other than the module, whose state a step may change.
+        schedulers: Of learning rates.
+    """
+
+    precision: Any
+    strategy = "fabric.strategy"
+    whole_parameters = "a checkpoint (fabric.save)"
+    is_sanity_check: Any = False
+    epoch: Any = 0
+    is_accumulating: Any = False
+    begins_accumulation: Any = True
+    accumulates: Any = 1
+    observers: Any = ()
+    schedulers: Any = ()
+
+    @property
+    def scaler(self) -> Any:
+        """The ``GradScaler`` of 16-bit floats; ``None`` without."""
+        return getattr(self.precision, "scaler", None)
+
+    @property
+    def in_32_bits(self) -> bool:
+        """Whether steps compute with at least 32 bits."""
+        return "16" not in str(self.precision.precision)
+
+    def step(self, method: str) -> Callable[..., Any]:
+        """The user's code for a kind of step; its first argument is a batch."""
+        raise NotImplementedError
+
+    @property
+    def training_context(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Makes what a training step runs in, as autocast."""
+        return nullcontext
+
+    def receiver(self, hook: str) -> str | None:
+        """The code of the user's that gets what a hook of this name receives, if there is any."""
+        return "the code after the step"
+
+    def follows(self) -> str:
+        """What this rank reads after the current batch, as far as known: equal on all ranks of a data rank."""
+        return ""
+
+    def refuse_list_of_samples(self, batch: Any, *, may_be_last: bool) -> None:
+        """Refuse a batch that is a list of samples, of which microbatches would be parts of each."""
+        tree.refuse_list_of_samples(batch, None, may_be_last=may_be_last)
+
+
+class TrainerLoop(Loop):
+    """The loops of the Trainer that a module has at the time."""
+
+    strategy = "trainer.strategy"
+    whole_parameters = "trainer.strategy.gather_full_parameters()"
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+
+    @property
+    def _trainer(self) -> Any:
+        return self._module.trainer
+
+    @property
+    def precision(self) -> Any:  # type: ignore[override]
+        return self._trainer.precision_plugin
+
+    @property
+    def is_sanity_check(self) -> bool:
+        return self._trainer.sanity_checking  # type: ignore[no-any-return]
+
+    @property
+    def epoch(self) -> int:
+        return self._module.current_epoch
+
+    @property
+    def is_accumulating(self) -> bool:
+        return lightning_private.is_accumulating(self._trainer)
+
+    @property
+    def begins_accumulation(self) -> bool:
+        return lightning_private.begins_accumulation(self._trainer)
+
+    @property
+    def accumulates(self) -> int:
+        return self._trainer.accumulate_grad_batches  # type: ignore[no-any-return]
+
+    @property
+    def observers(self) -> Sequence[Any]:
+        return self._trainer.callbacks  # type: ignore[no-any-return]
+
+    @property
+    def schedulers(self) -> Sequence[Any]:
+        return [config.scheduler for config in self._trainer.lr_scheduler_configs]
+
+    def step(self, method: str) -> Callable[..., Any]:
+        return getattr(self._module, method)  # type: ignore[no-any-return]
+
+    @property
+    def training_context(self) -> Callable[[], AbstractContextManager[Any]]:
+        return self._trainer.precision_plugin.train_step_context  # type: ignore[no-any-return]
+
+    def receiver(self, hook: str) -> str | None:
+        return hook if is_used(self._trainer, self._module, hook) else None
+
+    def follows(self) -> str:
+        return what_follows(self._trainer)
+
+    def refuse_list_of_samples(self, batch: Any, *, may_be_last: bool) -> None:
+        if not lightning_private.stacks_samples(self._trainer):
+            tree.refuse_list_of_samples(batch, lightning_private.samples_drawn(self._trainer), may_be_last=may_be_last)

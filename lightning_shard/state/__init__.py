@@ -1,0 +1,1 @@
+"""What Python objects hold, walked, taken, compared and put back in place."""

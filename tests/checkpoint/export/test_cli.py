@@ -1,0 +1,153 @@
+"""The command line on checkpoints: exit codes, JSON, tables that fit, one-line errors."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightning_shard import checkpoint
+from lightning_shard.cli import _with_flags, main
+from tests.checkpoint.manifests import edit
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "step=3.ckpt"
+    state = {
+        f"model.layers.{i}.a_rather_long_module_name.gate_projection.weight": torch.randn(50, 20) for i in range(12)
+    }
+    checkpoint.save(
+        state,
+        path,
+        optimizer={"m": torch.ones(4)},
+        trainer_state={"global_step": 3, "epoch": 1},
+        layout={"tensor_parallel_size": 2, "rank": 0},
+    )
+    return path
+
+
+def test_inspect_prints_a_table_that_fits(saved, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("TERM", "dumb")
+    assert main(["inspect", str(saved)]) == 0
+    out = capsys.readouterr().out
+    assert "3, epoch counter 1" in out
+    assert "tensor_parallel_size 2" in out
+    assert "12,000 elements" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_in_a_file_names_are_whole_and_a_row_is_a_line(saved, capsys):
+    assert main(["inspect", str(saved)]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("model.layers.")]
+    assert len(rows) == 10
+    assert all(" 50 × 20 " in row and ".a_rather_long_module_name.gate_projection.weight " in row for row in rows)
+    long = saved.parent / ("a" * 100)
+    long.mkdir()
+    saved.rename(long / saved.name)
+    renamed = (long / saved.name).rename(long / f"{'b' * 100}.ckpt")
+    assert main(["list", str(long)]) == 0
+    [_, row] = capsys.readouterr().out.splitlines()
+    assert row.startswith(renamed.name)
+    assert row.split()[1] == "3"
+
+
+def test_errors_of_gather_name_flags(saved, tmp_path, capsys):
+    folder = str(tmp_path / "base=x")
+    for arguments, says in {
+        ("--format", "transformers", "--optimizer"): "--format 'transformers' has no place .*leave out --optimizer\\.",
+        ("--format", "transformers"): r"Give it as --config, a transformers config .* as --strip-prefix\.",
+    }.items():
+        assert main(["gather", str(saved), folder, *arguments]) == 1
+        assert re.search(says, capsys.readouterr().err), says
+    kept = "'base=x' is 'a base=b' at /base=c: pass base=, or strip_prefix='a.' or 'b.'"
+    assert _with_flags(kept).endswith("/base=c: pass --base, or --strip-prefix 'a.' or 'b.'")
+
+
+def test_inspect_for_machines(saved, capsys):
+    assert main(["inspect", str(saved), "--json", "--biggest", "2"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["global_step"] == 3
+    assert report["epoch"] == 1
+    assert report["layout"] == {"tensor_parallel_size": 2, "rank": 0}
+    assert report["section_bytes"] == {"model": 48000, "optimizer": 16}
+    assert len(report["biggest"]) == 2
+
+
+def test_verify_tells_by_its_exit_code(saved, capsys):
+    assert main(["verify", str(saved)]) == 0
+    assert "sound" in capsys.readouterr().out
+    (file,) = (saved / "model").iterdir()
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert main(["verify", str(saved)]) == 1
+    assert "1 fault" in capsys.readouterr().out
+    assert main(["verify", str(saved), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    assert report["faults"][0]["file"] == f"model/{file.name}"
+
+
+def test_gather(saved, tmp_path, capsys):
+    out = tmp_path / "model.safetensors"
+    assert main(["gather", str(saved), str(out)]) == 0
+    assert "12 tensors" in capsys.readouterr().out
+    assert len(load_file(out)) == 12
+    assert main(["gather", str(saved), str(out), "--optimizer", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == 13
+    assert main(["gather", str(saved), str(tmp_path / "hf/model.safetensors"), "--max-shard-bytes", "10KB"]) == 0
+    assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) == 6
+
+
+def test_errors_are_one_line_and_no_traceback(tmp_path, saved, capsys):
+    assert main(["inspect", str(tmp_path / "nothing")]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("lightning-shard: ")
+    assert err.count("\n") == 1
+    assert main(["verify", str(tmp_path / "nothing"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"] == "CheckpointNotFoundError"
+    assert main(["inspect", "nosuchprotocol://x/y"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_names_and_attempts_are_shown_as_they_are_and_command_no_terminal(tmp_path, capsys):
+    names = ["[bold]a", "\x1b[31mred", "line\nfeed"]
+    tensor = "\U000e0001[/x]"
+    for name in names:
+        checkpoint.save({tensor: torch.ones(2)}, tmp_path / "f" / name)
+    edit(tmp_path / "f" / names[0], lambda manifest: manifest.update(attempt="[/x]\x1b[31m"))
+    assert main(["list", str(tmp_path / "f")]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert {line.split("  ")[0] for line in out.splitlines()[1:]} == {"[bold]a", "\\u001b[31mred", "line\\u000afeed"}
+    assert "[/x]\\u001b[31m" in out
+    assert main(["verify", str(tmp_path / "f" / names[1])]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "f" / names[1]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["biggest"][0]["name"] == tensor
+
+
+def test_a_damaged_checkpoint_in_a_folder_is_an_exit_code_for_machines_too(tmp_path, capsys):
+    checkpoint.save({"t": torch.ones(2)}, tmp_path / "a")
+    (tmp_path / "a" / "manifest.json").write_text("{")
+    assert main(["list", str(tmp_path)]) == 1
+    capsys.readouterr()
+    assert main(["list", str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)[0]["fault"]
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["nonsense"], ["inspect"], ["gather", "x"], ["inspect", "x", "--storage-option", "novalue"],
+             ["gather", "x", "y", "--max-shard-bytes", "large"]], ids=" ".join,
+)  # fmt: skip
+def test_a_command_line_that_is_not_understood_exits_with_2(argv, capsys):
+    assert main(argv) == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_storage_options_reach_the_store(capsys):
+    checkpoint.save({"t": torch.ones(2)}, "memory://cli/a.ckpt")
+    assert main(["verify", "memory://cli/a.ckpt", "--storage-option", "skip_instance_cache=true"]) == 0

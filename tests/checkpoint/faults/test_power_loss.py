@@ -1,0 +1,150 @@
+"""The power is cut after any call of a save, and the disk keeps what was synced and anything of the rest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_shard import checkpoint
+from lightning_shard.plugin.saving.local_folders import put_link
+from lightning_shard.testing import run_ranks
+from tests.checkpoint.faults.calls import Call, met
+from tests.checkpoint.faults.cuts import BESIDE, FIRST, IN_NEW_FOLDERS, Save, Tried, cut_after_every_call, recorded
+from tests.checkpoint.faults.disk import Log, Node, Recorder, images, put
+
+LIMIT_S = 1200.0
+
+
+def cut(scratch: Path, case: Save, thorough: bool) -> Tried:
+    return cut_after_every_call(scratch, case, recorded(scratch, case), thorough=thorough)
+
+
+CASES = [Save(FIRST), Save(BESIDE), Save(IN_NEW_FOLDERS), Save(FIRST, asynchronous=True)]
+RANKS = [Save(FIRST, 2), Save(IN_NEW_FOLDERS, 2), Save(FIRST, 2, asynchronous=True)]
+
+
+def enter(ledger: Any, case: Save, tried: Tried, *, sample: bool = False) -> None:
+    print(*tried.faults, sep="\n")
+    note = f"images of the disk, after each of {tried.calls} calls"
+    ledger("Power loss", str(case), tried=tried.images, lost=len(tried.faults), note=note, sample=sample)
+
+
+@pytest.mark.parametrize("case", [*CASES, RANKS[0]], ids=str)
+def test_what_a_power_cut_leaves_is_a_whole_checkpoint(case: Save, tmp_path: Path, ledger: Any) -> None:
+    (tried,) = run_ranks(cut, 1, tmp_path, case, False, init=False, timeout_s=LIMIT_S)
+    enter(ledger, case, tried, sample=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("case", [*CASES, *RANKS], ids=str)
+def test_whatever_a_power_cut_leaves_is_a_whole_checkpoint(case: Save, tmp_path: Path, ledger: Any) -> None:
+    (tried,) = run_ranks(cut, 1, tmp_path, case, True, init=False, timeout_s=LIMIT_S)
+    enter(ledger, case, tried)
+
+
+# -- the images are worth something: their rules, and what they show of a save that syncs less ------------------------
+
+
+def replace_a(folder: Path, *, sync_file: bool, sync_folder: bool) -> set[bytes | None]:
+    """What may be found at ``a``, which held ``old``, after it was replaced by a file of ``new``."""
+    (folder / "a").write_bytes(b"old")
+    recorder = Recorder(folder, folder.with_suffix(".calls"))
+    with met(folder, recorder):
+        with open(folder / "a.tmp", "wb") as file:
+            file.write(b"new")
+            file.flush()
+            if sync_file:
+                os.fsync(file.fileno())
+        os.replace(folder / "a.tmp", folder / "a")
+        if sync_folder:
+            opened = os.open(folder, os.O_RDONLY)
+            os.fsync(opened)
+            os.close(opened)
+    log = recorder.log()
+    return {tree.get("a") for tree in images(log, len(log.calls), thorough=True)}
+
+
+def test_the_rules_by_which_images_are_made(tmp_path: Path) -> None:
+    found = {}
+    for sync_file in (False, True):
+        for sync_folder in (False, True):
+            folder = tmp_path / f"{sync_file}-{sync_folder}"
+            folder.mkdir()
+            found[sync_file, sync_folder] = replace_a(folder, sync_file=sync_file, sync_folder=sync_folder)
+    assert found[True, True] == {b"new"}
+    assert found[True, False] == {b"old", b"new"}
+    assert found[False, True] == {b"", b"\0\0\0", b"new"}
+    assert found[False, False] == {b"old", b"", b"\0\0\0", b"new"}
+
+
+def without_syncs(log: Log, of: Collection[Node]) -> Log:
+    return replace(log, calls=[call for call in log.calls if isinstance(call, list) or call not in of])
+
+
+def with_late_syncs(log: Log) -> Log:
+    syncs = [call for call in log.calls if not isinstance(call, list)]
+    return replace(log, calls=[call for call in log.calls if isinstance(call, list)] + syncs)
+
+
+def cut_with_less(scratch: Path) -> list[Tried]:
+    """Without the syncs of files, without those of folders, and with all of them after everything else."""
+    case = Save(FIRST)
+    log = recorded(scratch, case)
+    less = without_syncs(log, log.files), without_syncs(log, log.folders), with_late_syncs(log)
+    return [cut_after_every_call(scratch, case, one, until_fault=True) for one in less]
+
+
+def cut_without_fsync(scratch: Path) -> list[Tried]:
+    case = Save(FIRST, fsync=False)
+    return [cut_after_every_call(scratch, case, recorded(scratch, case), until_fault=True)]
+
+
+@pytest.mark.parametrize("weaker", [cut_with_less, cut_without_fsync])
+def test_a_save_that_syncs_less_would_be_found_out(weaker: Callable[[Path], list[Tried]], tmp_path: Path) -> None:
+    """What ``fsync=False`` doesn't promise, too."""
+    (tried,) = run_ranks(weaker, 1, tmp_path, init=False, timeout_s=LIMIT_S)
+    assert all(one.faults for one in tried)
+
+
+def test_a_link_is_on_the_disk_before_what_it_led_to_is_removed(tmp_path: Path) -> None:
+    last, *steps = (str(tmp_path / name) for name in ("last.ckpt", "step=1.ckpt", "step=2.ckpt"))
+    for path in (last, *steps):
+        checkpoint.save({"t": torch.ones(1)}, path)
+    calls: list[tuple[str, str]] = []
+
+    def note(call: Call) -> Any:
+        calls.append((call.name, os.path.basename(call.path)))
+        return call.perform()
+
+    with met(tmp_path, note):
+        for path in steps:  # in place of a folder, then of a link
+            put_link(path, last, durable=True)
+    linked = [place for place, call in enumerate(calls) if call == ("replace", ".last.ckpt.new")]
+    assert len(linked) == 2
+    assert [calls[place + 1] for place in linked] == [("fsync", tmp_path.name)] * 2
+    assert calls.index(("unlink", "manifest.json")) > linked[0] + 1
+    assert Path(last).resolve().name == "step=2.ckpt"
+
+
+def test_a_power_cut_in_a_removal_leaves_the_whole_checkpoint_or_none(tmp_path: Path) -> None:
+    folder, image = tmp_path / "disk", tmp_path / "image"
+    checkpoint.save({"t": torch.ones(1)}, folder / "a")
+    recorder = Recorder(folder, tmp_path / "calls")
+    with met(folder, recorder):
+        checkpoint.remove(folder / "a")
+    log = recorder.log()
+    found = set()
+    for calls in range(len(log.calls) + 1):
+        for tree in images(log, calls, thorough=True):
+            put(tree, image)
+            found.add(checkpoint.verify(image / "a").ok if checkpoint.exists(image / "a") else None)
+            shutil.rmtree(image)
+    assert found == {True, None}

@@ -1,0 +1,424 @@
+"""Stores that fail, at every request: what was there stays or is replaced as a whole, in bounded time, with our errors.
+
+A proxy stands before a real S3 or WebDAV server; parts are patched small, so that a few hundred KB are many requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import fsspec
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from lightning_shard import checkpoint
+from lightning_shard.checkpoint import folder
+from lightning_shard.checkpoint.convert import write
+from lightning_shard.checkpoint.store import calls, open_store, remote, s3
+from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
+from lightning_shard.testing import run_ranks
+from tests.proxy import Fault, FaultOf, Proxy, behind, from_then_on, no_fault, once, through
+from tests.servers import BUCKET, Server, serve
+
+GROUP = "Stores that fail"
+STALL_S = 0.5
+BOUND_S = 240.0
+"""Far more than any trial may take: a busy machine is no failure, a wait without end is."""
+LONG_S = 1800.0
+"""For a test that takes minutes where no request is left out."""
+PASSING = [500, "slow down", 429, "reset", "lost", "half sent", "cut"]
+"""Faults that a second attempt outlasts."""
+HANGING = ["stall", "late", "cut stall"]
+FINAL = [403, "expired", 404]
+WRONG = ["short", "shifted"]
+"""Answers that look right: what is read is refused or read again, what is written is whole."""
+
+Ledger = Callable[..., None]
+
+
+def use_small_parts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(s3, "PART_BYTES", 2**16)
+    patch.setattr(remote, "PUT_BYTES", 2**15)
+    patch.setattr(remote, "RANGE_BYTES", 2**16)
+    patch.setattr(remote.RemoteStore, "step_bytes", 2**16)
+    patch.setattr(write, "MIN_SHARED_BYTES", 2**16)
+    patch.setattr(calls, "MAX_WAIT_S", 0.02)
+    patch.setattr(calls, "ATTEMPTS", 4)
+
+
+@pytest.fixture
+def full_run(request: pytest.FixtureRequest) -> bool:
+    """Whether the long tests were asked for, with the others or without: then no request is left out."""
+    return request.config.getoption("-m") in ("long", "long or not long")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_parts(monkeypatch)
+
+
+def state(step: int) -> dict[str, Tensor]:
+    """Steps differ in every file, and in no length."""
+    return {"large": torch.arange(40 * 2**10, dtype=torch.int32) + step, "small": torch.full((10,), float(step))}
+
+
+@dataclass
+class Place:
+    """A path behind a proxy, and what goes straight to its server."""
+
+    path: str
+    proxy: Proxy
+    options: dict[str, Any]
+    straight: dict[str, Any]
+
+    def save(self, step: int, path: str | None = None) -> None:
+        checkpoint.save(state(step), path or self.path, trainer_state={"step": step}, storage_options=self.options)
+
+    def step_there(self, path: str | None = None) -> int | None:
+        """Which checkpoint is there, whole; None for none."""
+        path = path or self.path
+        try:
+            stored = checkpoint.read(path, storage_options=self.straight)
+        except CheckpointNotFoundError:
+            return None
+        step = stored.trainer_state()["step"]
+        assert all(torch.equal(stored[name].full(), tensor) for name, tensor in state(step).items())
+        return step
+
+    def uploads(self) -> list[str]:
+        if not self.path.startswith("s3"):
+            return []
+        prefix = self.path.removeprefix(f"s3://{BUCKET}/").removesuffix("c")
+        filesystem = fsspec.filesystem("s3", **self.straight)
+        found = filesystem.call_s3("list_multipart_uploads", Bucket=BUCKET, Prefix=prefix)
+        return [upload["Key"] for upload in found.get("Uploads", ())]
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve("s3", tmp_path_factory.mktemp("s3") / "data") as server:
+        yield server
+
+
+@pytest.fixture
+def place(s3_server: Server, tmp_path: Path) -> Iterator[Place]:
+    with behind(s3_server.endpoint, conditions=s3_server.folder) as proxy:
+        options = through(s3_server.options, proxy)
+        yield Place(f"{s3_server.url}/{tmp_path.name}/c", proxy, options, s3_server.options)
+
+
+def hasty(place: Place) -> Place:
+    return Place(place.path, place.proxy, {**place.options, "stall_s": STALL_S}, place.straight)
+
+
+def count_requests(place: Place, work: Callable[[], object]) -> int:
+    """How many it makes when nothing goes wrong."""
+    place.proxy.arm(no_fault)
+    work()
+    return place.proxy.requests
+
+
+def attempt(work: Callable[[], object]) -> Exception | None:
+    """Its error, which must be one of ours or an OSError, within bounded time."""
+    begun = time.monotonic()
+    try:
+        work()
+        error = None
+    except (CheckpointError, OSError) as failure:
+        error = failure
+    assert time.monotonic() - begun < BOUND_S, "it waited too long"
+    return error
+
+
+def in_ci(*faults: Fault, of: Sequence[Fault]) -> list[Any]:
+    """These are tried by default, the others in the long run."""
+    return [fault if fault in faults else pytest.param(fault, marks=pytest.mark.long) for fault in of]
+
+
+def entered(ledger: Ledger, fault: str, tried: int, lost: list[str], sample: bool = False) -> None:
+    print(*lost, sep="\n")  # pytest shows it with the failure
+    ledger(GROUP, fault, tried=tried, lost=len(lost), sample=sample)
+
+
+def save_under(place: Place, faults: list[tuple[int, FaultOf]], saver: Place | None = None) -> list[str]:
+    """Overwrite a checkpoint once under each fault; returns what didn't hold."""
+    saver = saver or place
+    lost = []
+    place.proxy.arm(no_fault)
+    place.save(0)
+    before = 0
+    for number, (at, fault) in enumerate(faults, start=1):
+        place.proxy.arm(fault)
+        error = attempt(lambda step=number: saver.save(step))
+        place.proxy.arm(no_fault)
+        there = place.step_there()
+        if there != number and (error is None or there != before):
+            lost.append(f"request {at}: after saving {number} over {before}, {there} is there, {error!r}")
+        before = number if there is None else there
+    # what the server didn't let go of, the next save frees, when it is old
+    with mock.patch.object(folder, "LEFTOVER_AGE_S", -3600.0):
+        place.save(before)
+    if uploads := place.uploads():
+        lost.append(f"uploads are left over: {uploads}")
+    return lost
+
+
+@pytest.mark.parametrize("fault", in_ci("lost", of=PASSING))
+def test_a_save_outlasts_a_fault_at_any_request(fault: Fault, place: Place, ledger: Ledger) -> None:
+    place.save(0)
+    total = count_requests(place, lambda: place.save(0))
+    lost = []
+    for number in range(1, total + 1):
+        place.proxy.arm(once(number, fault))
+        error = attempt(lambda step=number: place.save(step))
+        assert place.proxy.faults
+        place.proxy.arm(no_fault)
+        if error is not None or place.step_there() != number:
+            lost.append(f"request {number}: {error!r}")
+    if uploads := place.uploads():
+        lost.append(f"uploads are left over: {uploads}")
+    entered(ledger, f"S3, a save: {fault} at one request, each in turn", total, lost)
+
+
+@pytest.mark.parametrize("fault", in_ci("expired", of=[*PASSING, *FINAL]))
+def test_a_fault_that_stays_leaves_the_earlier_checkpoint_or_the_new_one(
+    fault: Fault, place: Place, ledger: Ledger
+) -> None:
+    place.save(0)
+    total = count_requests(place, lambda: place.save(0))
+    faults = [(number, from_then_on(number, fault)) for number in range(1, total + 1)]
+    entered(ledger, f"S3, a save: {fault} from one request on, each in turn", total, save_under(place, faults))
+
+
+@pytest.mark.parametrize("fault", in_ci("shifted", 404, "cut", of=[*FINAL, *WRONG, "cut"]))
+def test_answers_that_are_wrong_once(fault: Fault, place: Place, ledger: Ledger, full_run: bool) -> None:
+    place.save(0)
+    total = count_requests(place, lambda: place.save(0))
+    numbers = range(1, total + 1) if full_run else range(1, total + 1, 4)
+    faults = [(number, once(number, fault)) for number in numbers]
+    lost = save_under(place, faults)
+    entered(ledger, f"S3, a save: {fault} at one request, each in turn", len(faults), lost, sample=not full_run)
+
+
+@pytest.mark.timeout(LONG_S)
+@pytest.mark.parametrize("fault", in_ci("stall", of=HANGING))
+def test_a_save_under_a_stall(fault: Fault, place: Place, ledger: Ledger, full_run: bool) -> None:
+    """It may fail on a busy machine, which answers no sooner than a stalled one."""
+    place.save(0)
+    total = count_requests(place, lambda: place.save(0))
+    numbers = range(1, total + 1) if full_run else range(4, total + 1, 8)
+    faults = [(number, once(number, fault)) for number in numbers]
+    lost = save_under(place, faults, hasty(place))
+    entered(ledger, f"S3, a save: {fault} at one request, each in turn", len(faults), lost, sample=not full_run)
+
+
+@pytest.mark.timeout(LONG_S)
+def test_a_stall_that_stays_ends_in_time(place: Place, ledger: Ledger, full_run: bool) -> None:
+    place.save(0)
+    total = count_requests(place, lambda: place.save(0))
+    numbers = range(1, total + 1) if full_run else (1, total // 3, 2 * total // 3)
+    faults = [(number, from_then_on(number, "stall")) for number in numbers]
+    lost = save_under(place, faults, hasty(place))
+    what = "S3, a save: no answer from one request on, each in turn"
+    entered(ledger, what, len(faults), lost, sample=not full_run)
+
+
+@pytest.mark.parametrize("fault", ["expired", 500, "reset"])
+def test_a_first_save_that_fails_leaves_no_checkpoint(
+    fault: Fault, place: Place, ledger: Ledger, full_run: bool
+) -> None:
+    path = place.path
+    total = count_requests(place, lambda: place.save(0, f"{path}-0"))
+    numbers = range(1, total + 1) if full_run else range(1, total + 1, 4)
+    lost = []
+    for number in numbers:
+        place.proxy.arm(from_then_on(number, fault))
+        error = attempt(lambda new=f"{path}-{number}": place.save(7, new))
+        place.proxy.arm(no_fault)
+        there = place.step_there(f"{path}-{number}")
+        if there != 7 and (error is None or there is not None):
+            lost.append(f"request {number}: {there} is there, {error!r}")
+    what = f"S3, a first save: {fault} from one request on, each in turn"
+    entered(ledger, what, len(numbers), lost, sample=not full_run)
+
+
+@pytest.mark.parametrize("fault", in_ci("lost", 500, "cut", 403, *WRONG, of=[*PASSING, *FINAL, *WRONG]))
+def test_a_load_is_right_or_refused(fault: Fault, place: Place, ledger: Ledger) -> None:
+    place.save(3)
+
+    def load() -> None:
+        into = {name: torch.zeros_like(tensor) for name, tensor in state(3).items()}
+        checkpoint.load(place.path, into, storage_options=place.options)
+        assert all(torch.equal(into[name], tensor) for name, tensor in state(3).items()), "a wrong value"
+        assert checkpoint.read(place.path, storage_options=place.options).trainer_state() == {"step": 3}
+
+    total = count_requests(place, load)
+    lost = []
+    for number in range(1, total + 1):
+        place.proxy.arm(once(number, fault))
+        error = attempt(load)
+        if error is not None and fault in PASSING:
+            lost.append(f"request {number}: {error!r}")
+    entered(ledger, f"S3, a load: {fault} at one request, each in turn", total, lost)
+
+
+@pytest.mark.parametrize("fault", in_ci("late", of=HANGING))
+def test_a_load_under_a_stall(fault: Fault, place: Place, ledger: Ledger, full_run: bool) -> None:
+    place.save(3)
+    total = count_requests(place, lambda: load_all(place, 3))
+    numbers = range(1, total + 1, 1 if full_run else 2)
+    for number in numbers:
+        place.proxy.arm(once(number, fault))
+        attempt(lambda: load_all(hasty(place), 3))
+    place.proxy.arm(from_then_on(1, fault))
+    assert attempt(lambda: load_all(hasty(place), 3)) is not None
+    entered(ledger, f"S3, a load: {fault} at one request, each in turn", len(numbers) + 1, [], sample=not full_run)
+
+
+def load_all(place: Place, step: int) -> None:
+    into = {name: torch.zeros_like(tensor) for name, tensor in state(step).items()}
+    checkpoint.load(place.path, into, storage_options=place.options)
+    assert all(torch.equal(into[name], tensor) for name, tensor in state(step).items()), "a wrong value"
+
+
+# -- gather ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", in_ci("lost", "expired", of=[*PASSING, *FINAL]))
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_gather_replaces_a_file_as_a_whole(fault: Fault, lasting: bool, place: Place, ledger: Ledger) -> None:
+    """The earlier file is of the same length, so that it could be taken for a lost upload's success."""
+    base = place.path.rpartition("/")[0]
+    out = f"{base}/model.safetensors"
+    whole: list[bytes] = []
+    for step in (0, 1):
+        place.save(step, f"{base}/step-{step}")
+
+    def gather(step: int) -> None:
+        at = {"storage_options": place.options, "out_storage_options": place.options}
+        checkpoint.gather(f"{base}/step-{step}", out, **at)
+
+    straight = open_store(base, place.straight)
+    total = 0
+    for step in (0, 1):
+        total = count_requests(place, lambda step=step: gather(step))
+        whole.append(straight.read("model.safetensors"))
+    assert len(whole[0]) == len(whole[1])
+    assert whole[0] != whole[1]
+    lost = []
+    before = 1
+    for number in range(1, total + 1):
+        place.proxy.arm((from_then_on if lasting else once)(number, fault))
+        error = attempt(lambda step=1 - before: gather(step))
+        place.proxy.arm(no_fault)
+        if error is not None and not isinstance(error, CheckpointError):
+            lost.append(f"request {number}: {error!r} is none of ours")
+        there = straight.read("model.safetensors")
+        if there != whole[1 - before] and (error is None or there != whole[before]):
+            lost.append(f"request {number}: {len(there)} bytes are there, {error!r}")
+        elif not lasting and fault in PASSING and error is not None:
+            lost.append(f"request {number}: {error!r}")
+        before = whole.index(there) if there in whole else before
+    # the lost answer to the beginning of an upload, which can't be told from another job's, leaves one
+    if not lasting and len(uploads := place.uploads()) > 1:
+        lost.append(f"uploads are left over: {uploads}")
+    when = "from one request on" if lasting else "at one request"
+    entered(ledger, f"S3, a gather: {fault} {when}, each in turn", total, lost)
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def save_and_gather_with_a_bad_rank(
+    path: str, endpoint: str, options: dict[str, Any], served: str, faulty: int, cases: list[tuple[int, Fault, bool]]
+) -> list[str]:
+    """Each rank has a proxy of its own; that of one has faults."""
+    use_small_parts(pytest.MonkeyPatch())
+    rank = distributed.get_rank()
+    lost = []
+    with behind(endpoint, conditions=Path(served)) as proxy:
+        place = Place(path, proxy, through(options, proxy), options)
+        place.save(0)
+        for step, (number, fault, stays) in enumerate(cases, start=1):
+            before = place.step_there()
+            distributed.barrier()
+            works = (
+                lambda step=step: place.save(step),
+                lambda step=step: gather_to(place, f"{path}-{step}.safetensors"),
+            )
+            for gathers, work in enumerate(works):
+                if rank == faulty:
+                    place.proxy.arm((from_then_on if stays else once)(number, fault))
+                error = attempt(work)
+                place.proxy.arm(no_fault)
+                distributed.barrier()
+                there = place.step_there()
+                right = (before,) if gathers else (step,) if error is None else (before, step)
+                if there not in right:
+                    lost.append(f"rank {faulty}, {fault} at {number}: {there} is there, {error!r}")
+                before = there
+                if fault in PASSING and not stays and error is not None:
+                    lost.append(f"rank {faulty}, {fault} at {number}: {error!r}")
+                distributed.barrier()
+        place.save(len(cases) + 1)
+        if place.step_there() != len(cases) + 1:
+            lost.append("the next save isn't there")
+    return lost
+
+
+def gather_to(place: Place, out: str) -> None:
+    at = {"storage_options": place.options, "out_storage_options": place.options}
+    checkpoint.gather(place.path, out, **at)
+
+
+@pytest.mark.timeout(LONG_S)
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_one_rank_of_two_meets_the_faults(
+    faulty: int, s3_server: Server, tmp_path: Path, ledger: Ledger, full_run: bool
+) -> None:
+    faults: list[Fault] = [*PASSING, *FINAL] if full_run else ["reset", "expired"]
+    numbers = range(1, 20) if full_run else (2, 5)
+    cases = [(number, fault, stays) for fault in faults for number in numbers for stays in (False, True)]
+    path = f"{s3_server.url}/{tmp_path.name}/c"
+    arguments = (path, s3_server.endpoint, s3_server.options, str(s3_server.folder), faulty, cases)
+    per_rank = run_ranks(save_and_gather_with_a_bad_rank, 2, *arguments, timeout_s=LONG_S if full_run else 60)
+    lost = [line for lines in per_rank for line in lines]
+    what = f"S3, two ranks save and gather, rank {faulty} meets faults"
+    entered(ledger, what, 2 * len(cases), lost, sample=not full_run)
+
+
+# -- WebDAV ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["lost", 500, "half sent", "reset", "cut"])
+def test_webdav_at_every_request(fault: Fault, tmp_path: Path, ledger: Ledger) -> None:
+    """A server may write a put in place, and keep its half: so nothing is put under a name that is in use."""
+    lost = []
+    with serve("webdav", tmp_path / "data") as server, behind(server.endpoint) as proxy:
+        options = through(server.options, proxy)
+        path = f"{server.url}/c"
+        for step in (0, 1):
+            proxy.arm(no_fault)
+            checkpoint.save({"w": torch.full((100,), float(step))}, path, storage_options=options)
+        total, before = proxy.requests, 1.0
+        for number in range(1, total + 1):
+            step = float(number + 1)
+            proxy.arm(once(number, fault))
+            error = None
+            try:
+                checkpoint.save({"w": torch.full((100,), step)}, path, storage_options=options)
+            except (CheckpointError, OSError) as failure:
+                error = failure
+            there = checkpoint.read(path, storage_options=server.options)["w"].full()
+            value = float(there[0])
+            if not (there == value).all() or (value != step and (error is None or value != before)):
+                lost.append(f"request {number}: {value} is there after {step} over {before}, {error!r}")
+            before = value
+    entered(ledger, f"WebDAV, a save: {fault} at one request, each in turn", total, lost)

@@ -1,0 +1,306 @@
+"""The chunks as columns: what is found, checked and read of them by arrays is what one finds one by one.
+
+A large table is read by blocks. What counts as large is set to nothing here.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_shard import checkpoint
+from lightning_shard.checkpoint.boxes import Box, uncovered
+from lightning_shard.checkpoint.engine import each
+from lightning_shard.checkpoint.format import table as tables
+from lightning_shard.checkpoint.format.chunks import Chunk, TensorEntry, overlaps, rows_of
+from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest, Section
+from lightning_shard.checkpoint.loading import open as opening
+from lightning_shard.checkpoint.loading.open import find, in_reach, open_found, to_tell
+from lightning_shard.checkpoint.ranks import Ranks
+from lightning_shard.checkpoint.store import LocalStore
+from lightning_shard.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
+
+NAMES = ['":{', "\\", 'a"', "model", "ü", "\n}", '","chunks":[', "x" * 300]
+BLOCK_BYTES = 64
+
+
+# -- found and checked by arrays --------------------------------------------------------------------------------------
+
+
+def cuts(shape: tuple[int, ...], chooser: random.Random) -> list[Box]:
+    """Boxes that make up a tensor, cut at random into no grid."""
+    boxes = [Box.whole(shape)]
+    for _ in range(chooser.randrange(6)):
+        box = boxes.pop(chooser.randrange(len(boxes)))
+        dims = [dim for dim, size in enumerate(box.sizes) if size > 1]
+        if not dims:
+            boxes.append(box)
+            continue
+        dim = chooser.choice(dims)
+        at = chooser.randrange(1, box.sizes[dim])
+        for first, length in ((0, at), (at, box.sizes[dim] - at)):
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[dim] += first
+            sizes[dim] = length
+            boxes.append(Box(tuple(offsets), tuple(sizes)))
+    chooser.shuffle(boxes)
+    return boxes
+
+
+def manifest_of(tensors: dict[str, tuple[tuple[int, ...], list[Box]]]) -> Manifest:
+    """Of tensors whose bytes follow each other in one file."""
+    entries, at = {}, 8
+    for name, (shape, boxes) in tensors.items():
+        chunks = []
+        for box in boxes:
+            chunks.append(Chunk(0, at, at + 4 * box.numel, box.offsets, box.sizes))
+            at += 4 * box.numel
+        entries[name] = TensorEntry("F32", shape, given=tuple(chunks))
+    manifest = Manifest("0123456789ab", [FileEntry("model/a", at, 8)], writer="a test", model=Section(entries))
+    return manifest.with_rows(rows_of(list(entries.values())))
+
+
+SHAPES = st.lists(st.lists(st.integers(1, 6), max_size=3).map(tuple), min_size=1, max_size=4)
+
+
+@given(SHAPES, st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_overlaps_of_many_boxes_are_those_of_each(shapes: list[tuple[int, ...]], seed: int) -> None:
+    chooser = random.Random(seed)
+    given = {str(number): (shape, cuts(shape, chooser)) for number, shape in enumerate(shapes)}
+    manifest = manifest_of(given)
+    wanted = []
+    for _ in range(6):
+        name, (shape, _) = chooser.choice(list(given.items()))
+        offsets = tuple(chooser.randrange(size) for size in shape)
+        sizes = tuple(chooser.randrange(1, size - offset + 1) for size, offset in zip(shape, offsets))
+        wanted.append((name, Box(offsets, sizes)))
+    found = list(overlaps([(manifest.model[name], box) for name, box in wanted]))
+    for (name, box), parts in zip(wanted, found, strict=True):
+        expected = {part for own in given[name][1] if (part := own.intersect(box)) is not None}
+        assert {part for _, part in parts} == expected
+        for chunk, part in parts:
+            assert chunk in manifest.model[name].chunks
+            assert part.intersect(Box(chunk.offsets, chunk.sizes)) == part
+    assert [len(entry.chunks) for entry in manifest.model.values()] == [len(boxes) for _, boxes in given.values()]
+
+
+@given(st.lists(st.integers(1, 4), max_size=3).map(tuple), st.integers(0, 2**32))
+@settings(max_examples=300, deadline=None)
+def test_a_cover_is_exact_if_each_element_is_in_one_box(shape: tuple[int, ...], seed: int) -> None:
+    chooser = random.Random(seed)
+    boxes = cuts(shape, chooser)
+    for _ in range(chooser.randrange(3)):
+        change = chooser.randrange(3)
+        if change == 0 and boxes:
+            boxes.pop()
+        elif change == 1 and boxes:
+            boxes.append(chooser.choice(boxes))
+        elif boxes:
+            moved = boxes.pop()
+            offsets = tuple(chooser.randrange(size - length + 1) for size, length in zip(shape, moved.sizes))
+            boxes.append(Box(offsets, moved.sizes))
+    counts = np.zeros(shape, int)
+    for box in boxes:
+        counts[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes))] += 1
+    offsets, sizes = (
+        np.array(list(parts), np.int64).reshape(len(boxes), len(shape))
+        for parts in ([box.offsets for box in boxes], [box.sizes for box in boxes])
+    )
+    # together with a tensor that is covered, before and after it
+    whole = np.array([shape], np.int64).reshape(1, len(shape))
+    found = uncovered(
+        np.concatenate([whole] * 3),
+        np.array([0, 1, 1 + len(boxes), 2 + len(boxes)]),
+        np.concatenate([0 * whole, offsets, 0 * whole]),
+        np.concatenate([whole, sizes, whole]),
+    )
+    assert found.tolist() == [False, bool((counts != 1).any()), False]
+
+
+def test_all_that_is_wrong_is_told_by_tensor() -> None:
+    row = [Box((0,), (2,)), Box((2,), (2,))]
+    manifest = manifest_of({name: ((4,), list(row)) for name in "abcd"})
+    rows = manifest.chunks.table.rows
+    columns = tables.Rows(*(column.copy() for column in rows))
+    columns.file[0], columns.begin[3], columns.offsets[4] = 1, 2**62, 1
+    manifest.with_rows(columns)
+    faults = {manifest.chunks.names[number][1]: what for number, what in manifest.chunks.check_all().items()}
+    assert {name: what[:22] for name, what in faults.items()} == {
+        "a": "refers to file 1 of 1",
+        "b": "has a chunk of 8 bytes",
+        "c": "has chunks that don't m",
+    } or {name: what.split()[0] for name, what in faults.items()} == {"a": "refers", "b": "has", "c": "has"}
+    assert len(manifest.model["d"].chunks) == 2
+    with pytest.raises(CorruptCheckpointError, match=r"model tensor 'c' has chunks that don't make it up: .* overlap"):
+        len(manifest.model["c"].chunks)
+
+
+# -- a large table, by blocks -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(tables, "BLOCK_BYTES", BLOCK_BYTES * 16)
+
+
+def save(path: Path, add: float = 0.0) -> Any:
+    tensor = torch.arange(6.0) + add
+    return checkpoint.save(
+        {name: tensor + number for number, name in enumerate(NAMES)}
+        | {f"of many {number}": tensor + number for number in range(50)}
+        | {"tied": tensor, "also tied": tensor, "none": torch.empty(0, 3), "one": torch.tensor(7, dtype=torch.int8)},
+        path,
+        optimizer={"m": tensor.view(2, 3) * 2},
+        trainer_state={"step": 3, "of": torch.ones(2)},
+        rank_state={"seed": torch.tensor(5)},
+        layout={"nested": {"model": {}}},
+        fsync=False,
+    )
+
+
+def told(path: Path) -> Any:
+    """What another rank is told."""
+    return pickle.loads(pickle.dumps(to_tell(find(str(path), None), None, Ranks(0, (0, 1)))))
+
+
+def opened(path: Path) -> Any:
+    """A checkpoint as another rank opens it."""
+    found = told(path)
+    assert found.table is None
+    return open_found(str(path), None, True, found)
+
+
+def entries(manifest: Manifest) -> dict[Any, Any]:
+    return {
+        (title, name): (entry.dtype, entry.shape, list(entry.chunks), section.alias_of(name))
+        for title, section in manifest.sections().items()
+        for name, entry in section.items()
+    }
+
+
+@pytest.mark.usefixtures("everything_is_large")
+def test_a_table_that_is_read_by_blocks_is_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path)
+    data = (tmp_path / "manifest.json").read_bytes()
+    ours, whole = opened(tmp_path), checkpoint.read(tmp_path)
+    assert ours.manifest.table.blocks > 3
+    assert entries(ours.manifest) == entries(whole.manifest)
+    assert ours.manifest.to_bytes() == data
+    assert ours.manifest.chunks.table.data() == (tmp_path / ours.manifest.table.path).read_bytes()
+    assert all(torch.equal(ours[name].full(), torch.arange(6.0) + number) for number, name in enumerate(NAMES))
+    assert ours.rank_state(0) == {"seed": torch.tensor(5)}
+    assert ours.rank_state(1) == {}
+    assert torch.equal(ours.trainer_state()["of"], torch.ones(2))
+    assert torch.equal(ours.optimizer["m"][1], torch.tensor([6.0, 8.0, 10.0]))
+    assert checkpoint.verify(tmp_path).ok
+    monkeypatch.setattr(opening, "WHOLE_BYTES", 2**20)
+    assert told(tmp_path).table == (tmp_path / ours.manifest.table.path).read_bytes()
+    checkpoint.gather(tmp_path, tmp_path / "out.safetensors")
+    assert told(tmp_path / "out.safetensors").table
+
+
+@pytest.mark.usefixtures("everything_is_large")
+def test_a_rank_reads_the_blocks_that_its_tensors_lie_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path)
+    ours = opened(tmp_path)
+    read, reading = [], LocalStore.reading
+    monkeypatch.setattr(LocalStore, "reading", lambda self, name: read.append(name) or reading(self, name))
+    assert (ours["model"].shape, ours["tied"].dtype, ours.alias_of("also tied")) == ((6,), torch.float32, "tied")
+    assert read == []
+    for _ in range(2):
+        ours["model"].full()
+    assert 0 < read.count(ours.manifest.table.path) < ours.manifest.table.blocks
+    assert read.count(next(file.path for file in ours.manifest.files if file.path.startswith("model"))) == 2
+
+
+@pytest.mark.usefixtures("everything_is_large")
+@pytest.mark.parametrize("how", ["flipped", "cut", "removed", "replaced", "fails"])
+def test_a_table_that_has_changed_since_the_manifest_was_read_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    save(tmp_path)
+    ours = opened(tmp_path)
+    path = tmp_path / ours.manifest.table.path
+    data = path.read_bytes()
+    if how == "removed":
+        checkpoint.remove(tmp_path)
+    elif how == "replaced":
+        save(tmp_path, add=1.0)
+    elif how == "cut":
+        path.write_bytes(data[:1000])
+    elif how == "fails":
+
+        def fail(self: LocalStore, name: str) -> Any:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(LocalStore, "reading", fail)
+    else:
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    error: type[CheckpointError] = CheckpointReplacedError if how in ("removed", "replaced") else CorruptCheckpointError
+    error = CheckpointError if how == "fails" else error
+    with pytest.raises(CheckpointError) as caught:
+        ours.manifest.chunks.table.data()
+    assert type(caught.value) is error
+    assert "table-" in str(caught.value) or error is CheckpointReplacedError
+
+
+@pytest.mark.usefixtures("everything_is_large")
+def test_ranks_that_do_not_see_a_large_table_are_sent_it(tmp_path: Path) -> None:
+    save(tmp_path / "here")
+    found = told(tmp_path / "here")
+
+    class TwoRanks(Ranks):
+        def any(self, *asked: bool) -> tuple[bool, ...]:
+            return asked
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value]
+
+    assert in_reach(found, None, TwoRanks(0, (0, 1))) == found
+    (path,) = (tmp_path / "here").glob("table-*")
+    path.rename(tmp_path / "kept")
+    with pytest.raises(CheckpointError):
+        opened(tmp_path / "here").full()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_results_come_in_order_and_few_items_are_taken_ahead(threads: int) -> None:
+    taken = []
+
+    def items():  # type: ignore[no-untyped-def]
+        for item in range(20):
+            taken.append(item)
+            yield item
+
+    found = []
+    for item, result in each(lambda item: item * item, items(), threads):
+        found.append((item, result))
+        assert len(taken) <= len(found) + 2 * threads - 1
+    assert found == [(item, item * item) for item in range(20)]
+
+
+def test_after_an_error_no_item_is_begun_and_those_under_way_end_at_once() -> None:
+    stop, begun = threading.Event(), []
+
+    def work(item: int) -> None:
+        begun.append(item)
+        if item == 1:
+            raise ValueError("the second")
+        if stop.wait(10):
+            raise InterruptedError("stopped")
+
+    with pytest.raises(ValueError, match="the second"):
+        list(each(work, range(100), 2, stop=stop))
+    assert stop.is_set()
+    assert sorted(begun) == [0, 1]

@@ -1,0 +1,306 @@
+"""Who holds, writes and reads which box: plain arithmetic, compared with torch's own and with plain slicing."""
+
+import itertools
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from lightning_shard.checkpoint import sharing
+from lightning_shard.checkpoint.boxes import Box, coverage_fault
+from lightning_shard.checkpoint.loading import ranges
+from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
+from lightning_shard.checkpoint.loading.stored import Checkpoint
+from lightning_shard.checkpoint.saving import accounts as accounts_module
+from lightning_shard.checkpoint.saving import files, merge
+from lightning_shard.checkpoint.saving.accounts import Account, joined
+from lightning_shard.checkpoint.saving.files import Piece, arranged, write_file
+from lightning_shard.checkpoint.saving.part import my_cuts, outlined
+from lightning_shard.checkpoint.shards import (
+    LocalBox,
+    Split,
+    local_boxes,
+    local_shape,
+    shard,
+    shard_strided_last,
+    strided_factors_fit,
+)
+from lightning_shard.checkpoint.sharing import Shared, deal, share
+from lightning_shard.checkpoint.store import LocalStore
+from lightning_shard.checkpoint.tensors import Frame, KnownMesh, Located, Spread, _boxes, _splits
+from lightning_shard.errors import CheckpointError
+
+shapes = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
+mesh_shapes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def placed(draw, shape=None, mesh_shape=None):
+    """A shape, a mesh, and a placement per axis: sharded, replicated, or strided as FSDP2 over tensor parallel."""
+    shape = shape or draw(shapes)
+    mesh_shape = mesh_shape or draw(mesh_shapes)
+    dims = [draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) for _ in mesh_shape]
+    placements = []
+    for axis, dim in enumerate(dims):
+        later = math.prod(n for n, other in zip(mesh_shape[axis + 1 :], dims[axis + 1 :]) if other == dim)
+        if dim is None:
+            placements.append(Replicate())
+        elif axis == 0 and later > 1 and draw(st.booleans()):
+            placements.append(_StridedShard(dim, split_factor=later))
+        else:
+            placements.append(Shard(dim))
+    return shape, mesh_shape, tuple(placements)
+
+
+def coordinates(mesh_shape):
+    return list(itertools.product(*(range(n) for n in mesh_shape)))
+
+
+def take(full, boxes, local):
+    """The local tensor that boxes describe, by plain slicing."""
+    out = torch.full(local, -1, dtype=full.dtype)
+    for place in boxes:
+        source = tuple(slice(a, a + n) for a, n in zip(place.box.offsets, place.box.sizes))
+        target = tuple(slice(a, a + n) for a, n in zip(place.local_offsets, place.box.sizes))
+        out[target] = full[source]
+    return out
+
+
+def by_torch(full, placements, mesh_shape, coordinate):
+    """The local tensor as DTensor's own splitting makes it, left to right."""
+    for placement, parts, index in zip(placements, mesh_shape, coordinate):
+        if not placement.is_replicate():
+            full = placement._split_tensor(full, parts, with_padding=False)[0][index]
+    return full
+
+
+def by_fsdp(full, placements, mesh_shape, coordinate):
+    """The local tensor as FSDP2 makes it of what tensor parallelism left: strided axes last, each a plain chunk."""
+    axes = list(range(len(mesh_shape)))
+    strided = [axis for axis in axes if isinstance(placements[axis], _StridedShard)]
+    for axis in [axis for axis in axes if axis not in strided] + strided[::-1]:
+        if not placements[axis].is_replicate():
+            shards = Shard(placements[axis].dim)._split_tensor(full, mesh_shape[axis], with_padding=False)[0]
+            full = shards[coordinate[axis]]
+    return full
+
+
+@given(placed())
+@settings(max_examples=100, deadline=None)
+def test_boxes_are_what_torch_cuts(case):
+    shape, mesh_shape, placements = case
+    full = torch.arange(math.prod(shape)).view(shape)
+    for coordinate in coordinates(mesh_shape):
+        splits = _splits("t", placements, mesh_shape, coordinate)
+        expected = by_torch(full, placements, mesh_shape, coordinate)
+        runs = shard(shape, splits)
+        assert local_shape(runs) == tuple(expected.shape)
+        assert torch.equal(take(full, local_boxes(runs), expected.shape), expected)
+        size, offset = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
+        assert size == local_shape(runs)
+        if math.prod(size):
+            assert offset == local_boxes(runs)[0].box.offsets
+
+
+@given(placed())
+@settings(max_examples=100, deadline=None)
+def test_strided_shards_are_what_fsdp_cuts(case):
+    shape, mesh_shape, placements = case
+    full = torch.arange(math.prod(shape)).view(shape)
+    for coordinate in coordinates(mesh_shape):
+        splits = _splits("t", placements, mesh_shape, coordinate)
+        assert strided_factors_fit(splits)
+        expected = by_fsdp(full, placements, mesh_shape, coordinate)
+        runs = shard_strided_last(shape, splits)
+        assert local_shape(runs) == tuple(expected.shape)
+        assert torch.equal(take(full, local_boxes(runs), expected.shape), expected)
+        # the entrance that save and load use prefers this reading
+        assert _boxes(shape, splits, tuple(expected.shape)) == tuple(local_boxes(runs))
+
+
+@given(placed())
+@settings(max_examples=80, deadline=None)
+def test_the_boxes_of_all_ranks_make_up_the_tensor(case):
+    shape, mesh_shape, placements = case
+    boxes = set()
+    for coordinate in coordinates(mesh_shape):
+        boxes |= {place.box for place in local_boxes(shard(shape, _splits("t", placements, mesh_shape, coordinate)))}
+    assert coverage_fault(shape, list(boxes)) is None
+
+
+def test_a_local_shape_that_the_placements_do_not_give_is_refused():
+    assert _boxes((8, 4), (Split(0, 2, 0),), (3, 4)) is None
+
+
+def test_torchs_documented_strided_example():
+    # torch's docstring of _StridedShard: 9 elements, split_factor 2, 4 chunks
+    held = [shard((9,), [Split(0, 4, index, split_factor=2)]) for index in range(4)]
+    assert held == [(((0, 2), (5, 6)),), (((2, 4), (6, 7)),), (((4, 5), (7, 8)),), (((8, 9),),)]
+
+
+# -- sharing ----------------------------------------------------------------------------------------------------------
+
+boxes = shapes.flatmap(lambda shape: st.tuples(st.just(shape), st.sampled_from([1, 2, 4, 8])))
+
+
+@given(st.lists(boxes, max_size=6), st.integers(1, 7), st.sampled_from([1, 64, 2**16]))
+@settings(max_examples=100, deadline=None)
+def test_shares_make_up_every_tensor_once(items, holders, min_part):
+    shared = [Shared(Box.whole(shape), width) for shape, width in items]
+    with mock.patch.object(sharing, "MIN_PART_BYTES", min_part):
+        shares = [share(shared, holders, index) for index in range(holders)]
+        dealt = list(deal(shared, holders))
+    assert dealt == [
+        (number, index, part)
+        for number, parts in enumerate(zip(*shares))
+        for index, part in enumerate(parts)
+        if part is not None and part.numel
+    ]
+    for item, parts in zip(shared, zip(*shares)):
+        assert coverage_fault(item.box.sizes, [part for part in parts if part is not None]) is None
+
+
+def test_shares_are_even_to_a_row():
+    items = [Shared(Box.whole((1000, 300)), 4), Shared(Box.whole((17,)), 4), Shared(Box.whole((1, 5000, 100)), 2)]
+    for holders in (2, 3, 4, 7):
+        sizes = [
+            sum(part.numel * item.item_bytes for item, part in zip(items, share(items, holders, index)) if part)
+            for index in range(holders)
+        ]
+        assert max(sizes) - min(sizes) <= 2 * (sharing.MIN_PART_BYTES + 1200), sizes
+
+
+def test_an_empty_tensor_has_one_writer():
+    parts = [share([Shared(Box.whole((0, 3)), 4)], 3, index)[0] for index in range(3)]
+    assert [part is not None for part in parts].count(True) == 1
+
+
+# -- coverage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("boxes", "fault"),
+    [
+        ([((0, 0), (4, 4))], None),
+        ([((0, 0), (2, 4)), ((2, 0), (2, 4))], None),
+        ([((0, 0), (2, 4))], "8 of 16 elements are in no box"),
+        ([((0, 0), (3, 4)), ((2, 0), (2, 4))], "overlap"),
+        ([((0, 0), (2, 4)), ((0, 0), (2, 4))], "overlap"),
+        ([((0, 0), (4, 2)), ((0, 2), (3, 2)), ((2, 3), (2, 1))], "overlap"),
+        ([((0, 0), (4, 5))], "isn't inside"),
+        ([], "16 of 16"),
+    ],
+)
+def test_coverage(boxes, fault):
+    found = coverage_fault((4, 4), [Box(*box) for box in boxes])
+    assert (found is None) if fault is None else (fault in found)
+
+
+def test_coverage_of_a_scalar():
+    assert coverage_fault((), [Box((), ())]) is None
+    assert "overlap" in coverage_fault((), [Box((), ()), Box((), ())])
+    assert coverage_fault((), []) is not None
+    assert coverage_fault((0, 3), []) is None
+
+
+# -- any layout to any layout -----------------------------------------------------------------------------------------
+
+
+def save_simulated(folder, full, mesh_shape, placements, extra_axis):
+    """What the ranks of a mesh write, one after another in this process; returns the store and the manifest."""
+    count = math.prod(mesh_shape)
+    grid = torch.arange(count * extra_axis).view(*mesh_shape, extra_axis)
+    accounts = []
+    store = LocalStore(str(folder))
+    for rank in range(count * extra_axis):
+        frame = Frame(grid, rank)
+        *coordinate, extra = ((grid == rank).nonzero().tolist())[0]
+        mesh = KnownMesh(lambda: None, grid[..., extra], tuple(coordinate))
+        located = []
+        for name, tensor in full.items():
+            where = placements[name]
+            splits = _splits(name, where, mesh_shape, tuple(coordinate))
+            local = by_fsdp(tensor, where, mesh_shape, coordinate)
+            places = _boxes(tuple(tensor.shape), splits, tuple(local.shape))
+            located.append(Located(name, local, Spread(tuple(tensor.shape), places, mesh, where)))
+        account = Account(rank, frame.ranks)
+        pieces = [
+            (Piece(t.name, t.local.dtype, t.spread.shape, cut.box), cut.of(t))
+            for cut in my_cuts(list(enumerate(outlined(located))), frame)
+            for t in [located[cut.number]]
+        ]
+        if pieces:
+            path = f"model/rank-{rank:05d}-{'0' * 12}.safetensors"
+            account.add("model", write_file(store, path, *arranged(pieces), {}, digests=True, durable=False))
+        accounts.append(account)
+    manifest = merge.Merged([joined(accounts)]).manifest(attempt="0" * 12, layout=None, writer="test", digests=True)
+    return store, manifest
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_layout_reads_into_any_other(tmp_path_factory, data):
+    source_mesh, target_mesh = data.draw(mesh_shapes), data.draw(mesh_shapes)
+    full, placements = {}, {}
+    for name in "abc"[: data.draw(st.integers(1, 3))]:
+        shape, _, placements[name] = data.draw(placed(mesh_shape=source_mesh))
+        dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
+        full[name] = torch.arange(1, 1 + math.prod(shape)).view(shape).to(dtype)
+    # small limits, so that small tensors take the paths of large ones
+    limits = mock.patch.multiple(files, BLOCK_BYTES=64, WRITE_STEP_BYTES=24, STAGING_BYTES=32)
+    reading = mock.patch.multiple(ranges, BATCH_BYTES=128, SPAN_BYTES=data.draw(st.sampled_from([32, 4096])))
+    grid, parts = mock.patch.object(merge, "BLOCK_BYTES", 64), mock.patch.object(sharing, "MIN_PART_BYTES", 8)
+    blocks = mock.patch.object(accounts_module, "BLOCK_BYTES", 64)
+    steps = mock.patch.object(LocalStore, "step_bytes", data.draw(st.sampled_from([24, 4096])))
+    with limits, reading, grid, blocks, parts, steps:
+        folder = tmp_path_factory.mktemp("checkpoint")
+        store, manifest = save_simulated(folder, full, source_mesh, placements, data.draw(st.integers(1, 2)))
+        saved = Checkpoint(str(folder), store, manifest, verify=True)
+        for name, tensor in full.items():
+            _, _, where = data.draw(placed(shape=tuple(tensor.shape), mesh_shape=target_mesh))
+            for coordinate in coordinates(target_mesh):
+                expected = by_fsdp(tensor, where, target_mesh, coordinate)
+                splits = _splits(name, where, target_mesh, coordinate)
+                got = torch.zeros_like(expected)
+                if data.draw(st.booleans()) and got.ndim > 1:
+                    got = torch.zeros(expected.shape[::-1], dtype=expected.dtype).permute(*range(got.ndim)[::-1])
+                reads = []
+                for place in _boxes(tuple(tensor.shape), splits, tuple(expected.shape)):
+                    view = got[tuple(slice(a, a + n) for a, n in zip(place.local_offsets, place.box.sizes))]
+                    reads.append(Read(saved[name], place.box, view))
+                read_boxes(store, manifest, reads, verify=data.draw(st.booleans()))
+                assert torch.equal(got, expected)
+
+
+# -- who holds what ---------------------------------------------------------------------------------------------------
+
+
+def test_holders_on_a_part_of_the_mesh():
+    grid = torch.arange(8).view(2, 2, 2)  # replicas × data × tensor
+    frame = Frame(grid, 5)  # at (1, 0, 1)
+    data = grid[1, :, 1]
+    assert frame.holders("t", data, (0,)) == (0, 1, 4, 5)
+    assert frame.holders("t", data, ()) == tuple(range(8))
+    assert frame.holders("t", grid[:, :, 1], (1,)) == (0, 1, 4, 5)
+    assert frame.holders("t", grid, (1, 2)) == (1, 5)
+    assert frame.holders("t", grid[:, :, 1].reshape(-1), (0,)) == (4, 5)  # a flattened mesh
+
+
+def test_a_mesh_that_does_not_fit_is_refused():
+    frame = Frame(torch.arange(4).view(2, 2), 0)
+    with pytest.raises(CheckpointError, match="aren't among those"):
+        frame.holders("t", torch.tensor([0, 5]), (0,))
+    with pytest.raises(CheckpointError, match="aren't complete axes"):
+        frame.holders("t", torch.tensor([0, 3]), (0,))
+    with pytest.raises(CheckpointError, match="this is rank 9"):
+        Frame(torch.arange(4), 9)
+
+
+def test_a_scalar_is_one_box():
+    assert local_boxes(shard((), [])) == [LocalBox(Box((), ()), ())]

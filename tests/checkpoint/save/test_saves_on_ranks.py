@@ -1,0 +1,311 @@
+"""Saves on several processes: every part is written once, and comes back on any other layout byte for byte."""
+
+import errno
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_shard import checkpoint
+from lightning_shard.checkpoint.convert import write
+from lightning_shard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StateMismatchError,
+    UnsupportedStateError,
+)
+from lightning_shard.testing import ranks, run_ranks
+
+SHAPES = {
+    "embed": (37, 8),
+    "wide": (3, 5, 7),
+    "tall": (700, 300),
+    "norm": (8,),
+    "short": (2, 4),
+    "scale": (),
+    "none": (0, 4),
+}
+DTYPES = {"norm": torch.bfloat16, "short": torch.int64}
+
+
+def full_state() -> dict[str, Tensor]:
+    """The same tensors on every rank and in every process."""
+    state = {}
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(index)) * 100
+        state[name] = values.to(DTYPES.get(name, torch.float32))
+    return state
+
+
+def distribute(full, mesh, placements):
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+
+LAYOUTS = {
+    "shard": ((4,), {"embed": [Shard(0)], "wide": [Shard(1)], "tall": [Shard(0)], "short": [Shard(0)]}),
+    "replicate": ((4,), {name: [Replicate()] for name in SHAPES}),
+    "two axes": (
+        (2, 2),
+        {
+            "embed": [Shard(0), Shard(1)],
+            "wide": [Shard(2), Shard(2)],
+            "tall": [Replicate(), Shard(1)],
+            "norm": [Shard(0), Replicate()],
+            "short": [Shard(0), Shard(0)],
+        },
+    ),
+    "one axis of two": ((2, 2), {"tall": ("a", [Shard(0)]), "embed": ("b", [Shard(0)]), "norm": ("a", [Replicate()])}),
+}
+
+
+def laid_out(layout):
+    shape, placements = LAYOUTS[layout]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+    state = full_state()
+    for name, where in placements.items():
+        if isinstance(where, tuple):
+            state[name] = distribute(state[name], mesh[where[0]], where[1])
+        else:
+            state[name] = distribute(state[name], mesh, where)
+    return state, mesh
+
+
+def assert_holds(state, expected):
+    assert set(state) == set(expected)
+    for name, tensor in state.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(whole, expected[name]), name
+
+
+@ranks(4, timeout_s=120)
+def test_every_layout_loads_on_every_other_byte_for_byte(tmp_path):
+    for source in LAYOUTS:
+        state, mesh = laid_out(source)
+        path = tmp_path / f"{source}.ckpt"
+        checkpoint.save(state, path, optimizer={"m": state["tall"]}, mesh=mesh if "axis" in source else None)
+        for target in LAYOUTS:
+            other, _ = laid_out(target)
+            for tensor in other.values():
+                tensor.zero_()
+            moment = torch.zeros_like(other["tall"])
+            assert checkpoint.load(path, other, optimizer={"m": moment}) == ([], [])
+            assert_holds({**other, "m": moment}, {**full_state(), "m": full_state()["tall"]})
+
+
+def save_layout(path, layout):
+    state, mesh = laid_out(layout)
+    checkpoint.save(state, path, mesh=mesh, layout={"name": layout}, rank_state={"seed": torch.tensor(dist.get_rank())})
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def of_four_ranks(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "a.ckpt"
+    run_ranks(save_layout, 4, path, request.param)
+    return path, request.param
+
+
+def test_a_save_of_four_ranks_reads_in_one_process(of_four_ranks):
+    path, layout = of_four_ranks
+    stored = checkpoint.read(path)
+    assert stored.manifest.layout == {"name": layout}
+    for name, expected in full_state().items():
+        assert torch.equal(stored[name].full(), expected), name
+    assert torch.equal(stored["tall"][650:, 3:20:4], full_state()["tall"][650:, 3:20:4])
+    assert [stored.rank_state(rank)["seed"].item() for rank in range(4)] == [0, 1, 2, 3]
+    state = {name: torch.zeros_like(tensor) for name, tensor in full_state().items()}
+    checkpoint.load(path, state)
+    assert_holds(state, full_state())
+
+
+def test_replicas_write_once_and_alike_much(of_four_ranks):
+    path, _ = of_four_ranks
+    files = sorted(Path(path, "model").iterdir())
+    stored = 0
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            stored += sum(opened.get_tensor(key).nbytes for key in opened.keys())  # noqa: SIM118
+    assert stored == sum(tensor.nbytes for tensor in full_state().values())
+    sizes = [file.stat().st_size for file in files]
+    assert len(sizes) == 4
+    # parts of "tall" (840 kB) are cut at rows of 1200 bytes
+    assert max(sizes) < 1.05 * min(sizes), sizes
+
+
+class Block(nn.Module):
+    """Sizes that neither 2 nor 4 divide; equal on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.up, self.down, self.norm = nn.Linear(7, 18), nn.Linear(18, 7), nn.LayerNorm(7)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+
+
+def parallel_block(shape: tuple[int, ...]) -> tuple[Block, object]:
+    """HSDP or FSDP2 over tensor parallelism, as a strategy makes it."""
+    names = ("replicas", "data", "tensor")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    block = Block()
+    parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(block, mesh=mesh[names[:-1]])
+    return block, mesh
+
+
+@ranks(4, timeout_s=120)
+def test_fsdp_over_tensor_parallel_and_hsdp_save_the_plain_model(tmp_path):
+    for shape in [(2, 2), (4, 1), (1, 4), (2, 1, 2), (2, 2, 1), (1, 2, 2)]:
+        block, mesh = parallel_block(shape)
+        path = tmp_path / f"{shape}.ckpt"
+        checkpoint.save(block.state_dict(), path, mesh=mesh)
+        stored = checkpoint.read(path)
+        for name, expected in Block().state_dict().items():
+            assert torch.equal(stored[name].full(), expected), (shape, name)
+        for tensor in (other := parallel_block(shape[::-1])[0].state_dict()).values():
+            tensor.zero_()
+        checkpoint.load(path, other)
+        for name, expected in Block().state_dict().items():
+            whole = other[name].full_tensor() if isinstance(other[name], DTensor) else other[name]
+            assert torch.equal(whole, expected), (shape, name)
+
+
+@ranks(4)
+def test_stages_save_their_own_tensors_and_load_strictly(tmp_path):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    stage, data = mesh.get_local_rank("pipeline"), mesh["data"]
+    full = torch.arange(40.0).view(10, 4) + stage
+    state = {
+        f"layer{stage}": distribute(full, data, [Shard(0)]),
+        f"bias{stage}": torch.ones(3) * stage,
+        "tied": torch.full((5,), 7.0),  # as the ends of a pipeline hold one embedding
+    }
+    path = tmp_path / "a.ckpt"
+    checkpoint.save(state, path, mesh=data)
+    stored = checkpoint.read(path)
+    assert set(stored) == {"layer0", "layer1", "bias0", "bias1", "tied"}
+    assert torch.equal(stored["layer1"].full(), torch.arange(40.0).view(10, 4) + 1)
+    assert checkpoint.verify(path).ok
+    for tensor in state.values():
+        tensor.zero_()
+    assert checkpoint.load(path, state) == ([], [])
+    assert torch.equal(state[f"layer{stage}"].full_tensor(), full)
+    assert torch.equal(state["tied"], torch.full((5,), 7.0))
+
+
+@ranks(2)
+def test_ranks_of_different_tensors_without_a_mesh_are_told_to_pass_it(tmp_path):
+    with pytest.raises(CheckpointError, match=r"pass mesh="):
+        checkpoint.save({f"only{dist.get_rank()}": torch.ones(2)}, tmp_path / "a.ckpt")
+    dist.barrier()
+    assert not (tmp_path / "a.ckpt").exists()
+
+
+@ranks(2)
+def test_an_error_on_one_rank_raises_on_all_and_keeps_the_earlier_checkpoint(tmp_path):
+    path = tmp_path / "a.ckpt"
+    checkpoint.save({"a": torch.ones(3)}, path)
+    before = sorted(str(file) for file in path.rglob("*"))
+    dist.barrier()
+    bad = {"a": torch.zeros(3)} if dist.get_rank() == 0 else {"a": "text"}
+    with pytest.raises(UnsupportedStateError, match=r"'a' is a str") as caught:
+        checkpoint.save(bad, path)
+    assert dist.get_rank() == 1 or str(caught.value).startswith("rank 1: ")
+    dist.barrier()
+    assert sorted(str(file) for file in path.rglob("*")) == before
+    assert torch.equal(checkpoint.read(path)["a"].full(), torch.ones(3))
+
+
+@ranks(2)
+def test_a_trainer_state_that_cannot_be_held_raises_on_all(tmp_path):
+    with pytest.raises(UnsupportedStateError, match=r"'callbacks\.f'.*register_codec"):
+        checkpoint.save({"a": torch.ones(3)}, tmp_path / "a.ckpt", trainer_state={"callbacks": {"f": print}})
+
+
+@ranks(2)
+def test_partial_placements_are_refused(tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    with pytest.raises(UnsupportedStateError, match=r"'a'.*summands"):
+        checkpoint.save({"a": partial}, tmp_path / "a.ckpt")
+
+
+@ranks(2)
+def test_bad_loads_raise_on_every_rank(tmp_path):
+    path = tmp_path / "a.ckpt"
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"a": distribute(torch.arange(10.0), mesh, [Shard(0)])}
+    with pytest.raises(CheckpointNotFoundError, match="Nothing is there"):
+        checkpoint.load(path, state)
+    checkpoint.save(state, path)
+    with pytest.raises(StateMismatchError, match="Missing in the checkpoint \\(1\\): b"):
+        checkpoint.load(path, {**state, "b": torch.ones(1)})
+    # one rank alone finds its file damaged
+    if dist.get_rank() == 0:
+        manifest = json.loads((path / "manifest.json").read_text())
+        file = path / manifest["files"][1]["path"]
+        file.write_bytes(file.read_bytes()[:-1] + b"\7")
+    dist.barrier()
+    with pytest.raises(CorruptCheckpointError, match="rank-00001"):
+        checkpoint.load(path, state)
+    checkpoint.load(path, state, verify=False)
+
+
+@ranks(4, timeout_s=120)
+def test_nested_states_of_dtensors_need_no_mesh(tmp_path):
+    for layout in LAYOUTS:
+        state, _ = laid_out(layout)
+        path = tmp_path / f"{layout}.ckpt"
+        nested = {"net": {"tall": state.pop("tall"), "head": {"embed": state.pop("embed")}}, "rest": state}
+        checkpoint.save(nested, path, fsync=False)
+        expected = {
+            {"tall": "net.tall", "embed": "net.head.embed"}.get(name, f"rest.{name}"): tensor
+            for name, tensor in full_state().items()
+        }
+        assert_holds({name: stored.full() for name, stored in checkpoint.read(path).items()}, expected)
+        for tensor in (nested["net"]["tall"], nested["net"]["head"]["embed"], *state.values()):
+            tensor.zero_()
+        checkpoint.load(path, nested)
+        assert_holds({"net.tall": nested["net"]["tall"]}, {"net.tall": full_state()["tall"]})
+
+
+def gather_to_a_full_disk(folder: str) -> str:
+    """Only the first rank makes room for the file, and meets the error itself; the other is told of it."""
+    checkpoint.save({"w": torch.arange(4.0)}, f"{folder}/c")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(write, "_reserve", side_effect=full), pytest.raises(CheckpointError) as caught:
+        checkpoint.gather(f"{folder}/c", f"{folder}/model.safetensors")
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_gather_that_fails_on_one_rank_fails_on_all_and_none_waits(tmp_path):
+    for message in run_ranks(gather_to_a_full_disk, 2, str(tmp_path), timeout_s=40):
+        assert "No space left on device" in message
+
+
+def saved_by_some(path: str) -> str:
+    group, state = dist.new_group([0, 2]), {"t": torch.arange(5)}
+    if dist.get_rank() == 1:
+        with pytest.raises(CheckpointError, match="Rank 1 isn't in group"):
+            checkpoint.save(state, path, group=group)
+        with pytest.raises(CheckpointError, match="Rank 1 isn't in group"):
+            checkpoint.AsyncSaver(group)
+    else:
+        with checkpoint.AsyncSaver(group) as saver:
+            saver.save(state, path)
+    dist.barrier()
+    return checkpoint.read(path).manifest.attempt
+
+
+def test_some_of_the_ranks_save_and_the_others_are_told_that_they_do_not(tmp_path: Path) -> None:
+    assert len(set(run_ranks(saved_by_some, 3, str(tmp_path / "c")))) == 1

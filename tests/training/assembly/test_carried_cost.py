@@ -1,0 +1,125 @@
+"""Blocks are those that carry the cost; a cut that leaves a stage next to nothing is warned of, with a better one."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import lightning as L
+import pytest
+from torch import Tensor, nn
+
+from lightning_shard.errors import PlacementError
+from lightning_shard.parallel.blocks import find_blocks
+from lightning_shard.pipeline.placement import Placement, place
+from lightning_shard.plugin.assembly.placing import costs_of, warn_of_idle_stages
+from tests.training.models.unets import Diffusion, OfLists, Towers
+
+
+def cut(module: L.LightningModule, stages: int = 2, **options: object) -> tuple[Placement, list[str]]:
+    """The placement that a run would have, and what it warns of."""
+    _, cost = costs_of(module, find_blocks(module, **options), runs=True)  # type: ignore[arg-type]
+    placement = place(cost, stages)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_idle_stages(module, cost, placement)
+    return placement, [str(warning.message) for warning in caught]
+
+
+def test_a_unet_is_cut_between_its_levels_and_not_along_its_embedding_of_time() -> None:
+    for module, levels in (
+        (Diffusion(), ["down1", "down2", "up1", "up2"]),
+        (Diffusion(OfLists), ["down.0", "down.1", "middle", "up.0", "up.1"]),
+    ):
+        assert find_blocks(module).names == tuple(f"unet.{level}" for level in levels)
+        placement, said = cut(module)
+        parameters = [stage.parameters for stage in placement.stages]
+        assert min(parameters) > 0.3 * sum(parameters)
+        assert not said
+
+
+def test_two_networks_that_a_step_calls_once_each_are_both_cut() -> None:
+    towers = [*(f"image.blocks.{i}" for i in range(3)), *(f"text.layers.{i}" for i in range(3))]
+    assert find_blocks(Towers()).names == tuple(towers)
+    placement, said = cut(Towers(), 4)
+    assert placement.stages[-1].names[0].startswith("text.layers")
+    assert not said
+
+
+class Twice(Towers):
+    """Looks at two views of each image: a pipeline runs a network once in a step."""
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        return super().loss(batch) + self.image(batch[0].flip(-1)).sum()
+
+
+def test_of_a_network_that_a_step_calls_twice_nothing_is_cut_with_another() -> None:
+    assert len({name.partition(".")[0] for name in find_blocks(Twice()).names}) == 1
+
+
+class Parts(nn.Module):
+    """Three modules that the code calls one after the other, or in a loop."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x)))
+
+
+class Looped(Parts):
+    def __init__(self) -> None:
+        super().__init__(32)
+        self.small = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (self.first, self.second, self.third):
+            x = part(x)
+        return x + self.small(x[..., :4]).sum()
+
+
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.large = nn.LSTM(4, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.large(self.small(x))[0]
+
+
+class Stepping(L.LightningModule):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.network(batch).sum()
+
+
+def test_modules_that_the_source_calls_once_each_are_cut_between_without_a_list() -> None:
+    assert find_blocks(Stepping(Parts())).names == ("network.first", "network.second", "network.third")
+    looped = Looped()
+    del looped.small
+    with pytest.raises(PlacementError, match=r"such as \['network.first', 'network.second', 'network.third'\] if"):
+        find_blocks(Stepping(looped))
+
+
+def test_a_useless_cut_is_said_with_the_blocks_to_paste_that_share_the_cost() -> None:
+    module = Stepping(Looped())
+    placement, [said] = cut(module)
+    assert placement.stages[0].names == ("network.small.0",)
+    assert re.search(
+        r"stage 1 \(network\.small\.1 to network\.small\.2\) has 0\.\d % of the network's cost, less than", said
+    )
+    listed = ["network.first", "network.second", "network.third"]
+    assert f"pipeline_blocks={listed} would leave no stage below 3" in said
+    assert cut(module, path=listed)[1] == []
+
+
+def test_of_a_network_that_cant_be_cut_well_its_largest_module_is_named() -> None:
+    _, [said] = cut(Stepping(Large()))
+    assert (
+        "No other cut between modules is much better; the largest is network.large: use fewer stages, or data" in said
+    )

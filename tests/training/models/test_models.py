@@ -1,0 +1,66 @@
+"""What ``docs/models.md`` says of architectures is still so: a sample here, all of them with ``-m long``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lightning_shard.testing import preload, run_ranks
+from tests.training.models import overrides, page, survey, transformers_models
+
+preload(
+    "tests.training.models.networks", "tests.training.models.transformers_models", "lightning_shard.testing.recorder"
+)
+
+RESULTS: dict[str, Any] = json.loads(survey.RESULTS.read_text())
+SAMPLE = ("diffusion transformer", "BartForConditionalGeneration")
+
+
+def test_nothing_is_wrong_or_a_raw_exception() -> None:
+    assert set(SAMPLE) <= RESULTS["rows"].keys()
+    bad = {name for name, row in RESULTS["rows"].items() if {"different", "crashed"} & {*_kinds(row).values()}}
+    assert not bad
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    assert page.page(RESULTS) == survey.PAGE.read_text(), "write it: python -m tests.training.models.survey --page"
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_is_on_two_stages_as_the_page_says(name: str) -> None:
+    row = survey.all_of_it()[name](layouts=["pp2"])
+    assert _kinds(row)["pp2"] == _kinds(RESULTS["rows"][name])["pp2"], row
+
+
+def test_blocks_that_share_keys_and_values_by_a_dict_of_their_own_train_on_data_ranks() -> None:
+    row = survey.all_of_it()["Gemma3nForCausalLM"](layouts=["dp2", "pp2 x dp2", "tp2"])
+    assert _kinds(row) == {"dp2": "alike", "pp2 x dp2": "alike", "tp2": "refused"}, row
+    assert row["layouts"]["tp2"]["error"] == "PlanError"  # its sparse layers take statistics over what the plan splits
+
+
+def test_settings_are_of_known_architectures() -> None:
+    known = {name for what in transformers_models.architectures().values() for name in what}
+    assert known >= overrides.NAMES
+
+
+@pytest.mark.parametrize("name", ["ResNetForImageClassification", "Qwen2VLForConditionalGeneration"])
+def test_an_architecture_is_built_with_settings_and_inputs_of_its_own(name: str) -> None:
+    what = transformers_models.architectures()[name]
+    [found] = run_ranks(transformers_models.find_small, 1, *what, init=False)
+    assert found.parameters < transformers_models.MOST_PARAMETERS
+    assert "pixel_values" in found.inputs
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RESULTS["rows"])
+def test_an_architecture_is_as_the_page_says(name: str) -> None:
+    row = survey.all_of_it()[name]()
+    assert _kinds(row) == _kinds(RESULTS["rows"][name]), row
+
+
+def _kinds(row: dict[str, Any]) -> dict[str, str]:
+    if "layouts" not in row:
+        return {key: "" for key in ("not built", "random") if key in row}
+    return {layout: result["result"] for layout, result in row["layouts"].items()}

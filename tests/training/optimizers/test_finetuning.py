@@ -1,0 +1,152 @@
+"""Parts of a model that don't train, on some stages nothing at all, and what is unfrozen in mid-run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import Tensor
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import run_ranks
+from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, loader, train, world
+
+
+class HeadOnly(Model):
+    """Freezes where the model is cut already, so that the first stage has nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.model.requires_grad_(False)
+        self.model.head.requires_grad_(True)
+        return torch.optim.AdamW(self.model.head.parameters(), lr=1e-2)
+
+
+def train_head(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=HeadOnly)
+
+
+def test_a_stage_with_nothing_to_train() -> None:
+    sizes = layout(pipeline=2)
+    ours, plain = combine(run_ranks(train_head, 2, sizes, elastic=True), sizes), train_head(None)
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+    assert ours.gradients.keys() == {"model.head.weight"}
+
+
+class Unfreeze(BaseFinetuning):
+    """The embeddings and blocks, which lie on both stages, at the second epoch; the last norm stays frozen."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        model: Any = pl_module.model
+        self.freeze([model.token_embedding, model.position_embedding, model.blocks, model.norm])
+
+    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: Any) -> None:
+        model: Any = pl_module.model
+        if epoch == 1:
+            self.unfreeze_and_add_param_group([model.token_embedding, model.blocks], optimizer, lr=1e-3)
+
+
+class Finetuned(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        model: Any = self.model
+        self.log("embedding has a gradient", float(model.token_embedding.weight.grad is not None))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
+
+
+class Save(L.Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def finetune(sizes: dict[str, int] | None, epochs: int, path: str, resume: bool) -> Seen:
+    settings = {"max_epochs": epochs, "val_check_interval": 1.0, "limit_train_batches": 2}
+    callbacks = [Unfreeze(), *([Save(path)] if sizes and not resume else [])]
+    resumed = path if resume else None
+    return train(
+        "gpt", sizes, module=Finetuned, trainer=settings, callbacks=callbacks, steps=-1, samples=32, resume=resumed
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [(layout(pipeline=2), layout(data=2)), pytest.param(layout(data=2), layout(pipeline=2), marks=pytest.mark.long)],
+    ids=["pp2 then dp2", "dp2 then pp2"],
+)
+def test_unfreezing_in_mid_run_and_going_on_elsewhere(
+    saved: dict[str, int], resumed: dict[str, int], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "unfrozen.ckpt")
+    first = combine(run_ranks(finetune, world(saved), saved, 2, path, False, elastic=True), saved)
+    second = combine(run_ranks(finetune, world(resumed), resumed, 3, path, True, elastic=True), resumed)
+    plain = finetune(None, 3, "", False)
+    assert first.metrics["embedding has a gradient"] == 1, "also on the stage that hasn't it"
+    assert [*first.losses, *second.losses] == pytest.approx(plain.losses, rel=5e-6)
+    assert largest_difference(second.parameters, plain.parameters) < 2e-5
+
+
+class Counts(L.LightningModule):
+    """Nothing to train: it gathers statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.seen += len(batch["x"])  # type: ignore[operator]
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def count() -> int:
+    module = Counts()
+    L.Trainer(strategy=HybridShardStrategy(), devices=1, max_epochs=1, **QUIET).fit(module, loader(16))
+    return int(module.seen)  # type: ignore[arg-type]
+
+
+def test_a_module_with_nothing_to_train_on_one_stage() -> None:
+    assert run_ranks(count, 1, elastic=True) == [96]
+
+
+class ByHand(Model):
+    """Freezes the embeddings and first blocks from the second epoch on, and none from the third, in its own hook."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def on_train_epoch_start(self) -> None:
+        model: Any = self.model
+        for part in (model.token_embedding, model.position_embedding, *model.blocks[:3]):
+            part.requires_grad_(self.current_epoch != 1)
+
+
+def freeze_by_hand(sizes: dict[str, int] | None) -> Seen:
+    settings = {"max_epochs": 3, "val_check_interval": 1.0, "limit_train_batches": 2}
+    return train("gpt", sizes, module=ByHand, trainer=settings, steps=-1, samples=32)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(layout(pipeline=2), marks=pytest.mark.long), layout(pipeline=2, data=2)],
+    ids=["pp2", "pp2 x dp2"],
+)
+def test_what_trains_may_change_where_an_epoch_begins(sizes: dict[str, int]) -> None:
+    ours, plain = combine(run_ranks(freeze_by_hand, world(sizes), sizes, elastic=True), sizes), freeze_by_hand(None)
+    assert ours.losses == pytest.approx(plain.losses, rel=5e-6)
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5

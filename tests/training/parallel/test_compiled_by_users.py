@@ -1,0 +1,166 @@
+"""Modules that a user has compiled train as on one process, and their forwards are compiled."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_shard.testing import assert_trains_alike
+
+WIDTH = 8
+INTERLEAVED = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
+RUNS: list[int] = []
+"""How many values compiled code was given, each time that it ran."""
+
+
+def counted(graph: Any, _: Any) -> Callable[..., Any]:
+    """A backend of torch.compile."""
+
+    def run(*args: Any) -> Any:
+        RUNS.append(len(args))
+        return graph.forward(*args)
+
+    return run
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+class Module(L.LightningModule):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        RUNS.clear()
+        self.net: Any = Network()
+        if what == "calls of blocks":
+            for block in self.net.blocks:
+                block.compile(backend=counted)
+        elif what == "wrapped blocks":
+            self.net.blocks = nn.ModuleList(torch.compile(each, backend=counted) for each in self.net.blocks)
+        elif what == "layers in blocks and parts":
+            for block in self.net.blocks:
+                block.linear.compile(backend=counted)
+            self.net.embed = torch.compile(self.net.embed, backend=counted)
+            self.net.head.compile(backend=counted)
+        elif what == "calls of the network":
+            self.net.compile(backend=counted)
+        elif what == "wrapped network":
+            self.net = torch.compile(self.net, backend=counted)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch), batch[:, :2])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self.net(batch), batch[:, :2]))
+
+    def on_train_end(self) -> None:
+        assert RUNS
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches() -> list[Tensor]:
+    made = torch.Generator().manual_seed(0)
+    return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "wrapped blocks",
+        "calls of the network",
+        *(pytest.param(way, marks=pytest.mark.long) for way in ("calls of blocks", "layers in blocks and parts")),
+        pytest.param("wrapped network", marks=pytest.mark.long),
+    ],
+)
+def test_forwards_are_compiled_and_hooks_are_not(what: str) -> None:
+    layouts = ["pp2", "dp2"] if what != "calls of blocks" else ["pp2", "dp2", INTERLEAVED]
+    assert_trains_alike(partial(Module, what), batches, layouts=layouts)
+
+
+def test_split_blocks_stay_compiled() -> None:
+    plan = {"net.blocks.*.linear": "colwise_gather_output"}
+    assert_trains_alike(partial(Module, "calls of the network"), batches, layouts=["tp2"], tensor_parallel_plan=plan)
+
+
+def test_recomputed_blocks_stay_compiled() -> None:
+    assert_trains_alike(
+        partial(Module, "calls of blocks"), batches, layouts=["pp2", "dp2"], activation_checkpointing=True
+    )
+
+
+@torch.compile(backend="aot_eager")
+def normed(x: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt()
+
+
+@torch.compile(backend="aot_eager")
+def mixed(x: Tensor, first: Tensor) -> Tensor:
+    return x + 0.5 * first
+
+
+@torch.compile(backend=counted)
+def squared_error(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).pow(2).mean()
+
+
+class CallsFunctions(Network):
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.skips = skips
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = normed(self.embed(x))
+        for block in self.blocks:
+            x = normed(block(x))
+            x = mixed(x, first) if self.skips else x
+        y: Tensor = self.head(x)
+        return y
+
+
+class ModuleOfFunctions(Module):
+    def __init__(self, skips: bool) -> None:
+        super().__init__("functions")
+        self.net = CallsFunctions(skips)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = squared_error(self.net(batch), batch[:, :2])
+        self.log("loss", loss)
+        return loss
+
+    def on_train_end(self) -> None:
+        is_compiled = self.global_rank == 0 and not self.net.skips  # on the last stage
+        assert RUNS or not is_compiled
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_compiled_functions_run_as_written_around_blocks_and_compiled_in_the_loss(skips: bool) -> None:
+    assert_trains_alike(partial(ModuleOfFunctions, skips), batches, INTERLEAVED if skips else "pp2")

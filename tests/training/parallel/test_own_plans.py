@@ -1,0 +1,339 @@
+"""Tensor-parallel plans that take more than linear layers: packed experts, tied weights, LoRA."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from lightning_shard.errors import PlanError
+from lightning_shard.testing import assert_trains_alike
+from tests.parity import VOCABULARY, Model, layout
+from tests.training.mixtures import NETWORKS, assert_alike
+
+
+def test_packed_experts_tied_weights_and_lora(tmp_path: Path) -> None:
+    assert_alike(layout(tensor=2), ["qwen3", "tied llama", "llama with LoRA"], tmp_path)
+
+
+def test_tied_weights_over_stages_and_tensor_ranks(tmp_path: Path) -> None:
+    over_two_batches = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    assert_alike(layout(pipeline=2, tensor=2), ["tied llama"], tmp_path, trainer=over_two_batches)
+
+
+@pytest.mark.long
+def test_packed_experts_and_shared_rotary_keys() -> None:
+    assert_alike(layout(tensor=2), ["mixtral", "deepseek"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [layout(data=2, tensor=2), layout(pipeline=2, tensor=2)], ids=["dp2×tp2", "pp2×tp2"])
+def test_packed_experts_beside_other_axes(sizes: dict[str, int], tmp_path: Path) -> None:
+    assert_alike(sizes, ["qwen3", "llama with LoRA"], tmp_path)
+
+
+class Fused(nn.Module):
+    """A block whose queries, keys and values are one layer's; it counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        self.calls += 1
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class OfFused(L.LightningModule):
+    block: type[nn.Module] = Fused
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.blocks = nn.ModuleList([self.block() for _ in range(2)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            x = block(x)
+        return (x - batch.roll(1, 1)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def batches() -> list[Tensor]:
+    return [torch.randn(8, 6, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+
+
+def test_a_plan_that_takes_one_thing_for_another_is_refused() -> None:
+    right = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
+    assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=right)
+    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
+    with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
+        assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=wrong)
+
+
+def of_five_positions() -> list[Tensor]:
+    return [batch[:, :5] for batch in batches()]
+
+
+def test_sequences_that_the_tensor_ranks_dont_divide_are_refused() -> None:
+    plan = {"blocks.0": "scatter_sequence", "blocks.*.qkv": "colwise_sequence", "blocks.*.out": "rowwise_sequence"}
+    with pytest.raises(PlanError, match=r"Sequences of 5 positions can't be split over tensor_parallel_size=2 ranks"):
+        assert_trains_alike(OfFused, of_five_positions, ["tp2"], tensor_parallel_plan=plan)
+
+
+class Hidden(OfFused):
+    """Blocks that add nothing at first, or next to nothing."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        for block in self.blocks:
+            for parameter in block.out.parameters():
+                parameter.data.mul_(scale)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)  # Adam's first steps would be of the size of rounding too
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-6])
+def test_a_plan_that_weights_hide_at_first_is_refused_too(scale: float) -> None:
+    right = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
+    make = partial(Hidden, scale)
+    assert_trains_alike(make, batches, ["tp2"] if scale else ["dp2 x tp2"], tensor_parallel_plan=right)
+    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
+    with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
+        assert_trains_alike(make, batches, ["tp2"], tensor_parallel_plan=wrong)
+
+
+class Sharpened(nn.Module):
+    """Its softmax is over the features at hand, which the plan splits; every layer by its number, or by a function."""
+
+    def __init__(self, number: int, activation: Callable[..., Tensor] = F.gelu) -> None:
+        super().__init__()
+        self.number, self.activation = number, activation
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.activation(self.up(x))
+        return x + self.down(inner.softmax(-1) if self.number % 4 == 3 else inner)
+
+
+def normalized(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+class ByNumber(OfFused):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Sharpened, range(4)))
+
+
+class ByFunction(OfFused):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([*(Sharpened(0) for _ in range(3)), Sharpened(0, normalized)])
+
+
+@pytest.mark.parametrize("kind", [ByNumber, ByFunction])
+def test_blocks_that_differ_by_a_setting_are_each_compared(kind: type[OfFused]) -> None:
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    with pytest.raises(PlanError, match=r"blocks\.3 computes something else when it is split"):
+        assert_trains_alike(kind, batches, ["tp2"], tensor_parallel_plan=plan)
+
+
+class InPlace(nn.Module):
+    """A block that changes in place what its layers return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(16, 32), nn.LeakyReLU(0.2, inplace=True), nn.Linear(32, 16)
+        self.gate = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        gate += 1
+        hidden = self.down(self.act(self.up(x)) * gate)
+        hidden += x
+        return hidden
+
+
+class OfInPlace(OfFused):
+    block = InPlace
+
+
+def test_what_split_layers_return_may_be_changed_in_place() -> None:
+    plan = {"blocks.*.up": "colwise", "blocks.*.gate": "shared_output", "blocks.*.down": "rowwise"}
+    assert_trains_alike(OfInPlace, batches, ["pp2 x tp2"], tensor_parallel_plan=plan)
+
+
+class Checkpointed(OfFused):
+    """Its step recomputes blocks itself: what a comparison saves and computes isn't taken for the block's."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            selective = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+            x = checkpoint(block, x, use_reentrant=False, context_fn=selective)
+        return (x - batch.roll(1, 1)).square().mean()
+
+
+def test_blocks_that_a_step_recomputes_are_compared_outside_of_it() -> None:
+    right = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
+    assert_trains_alike(Checkpointed, batches, ["tp2"], tensor_parallel_plan=right)
+    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
+    with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
+        assert_trains_alike(Checkpointed, batches, ["tp2"], tensor_parallel_plan=wrong)
+
+
+class FusedBySize(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).split(16, -1)
+        return x + self.out(query.sigmoid() * (key + value))
+
+
+class OfFusedBySize(OfFused):
+    block = FusedBySize
+
+
+def test_so_is_one_that_leaves_too_few_parts() -> None:
+    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
+    with pytest.raises(PlanError, match="The first step fails with tensor_parallel_plan: not enough values to unpack"):
+        assert_trains_alike(OfFusedBySize, batches, ["tp2"], tensor_parallel_plan=wrong)
+
+
+class Scaled(nn.Module):
+    """Divides by a norm of all features, of which a rank has a part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1)
+
+
+class WithHead(OfFused):
+    """A part beside the blocks, which alone is split."""
+
+    def __init__(self, between: type[nn.Module]) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(16, 32), between(), nn.Linear(32, 16))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.head(batch), batch_idx)
+
+
+@pytest.mark.long
+def test_so_is_one_that_splits_a_part_beside_the_blocks() -> None:
+    plan = {"head.0": "colwise", "head.2": "rowwise"}
+    assert_trains_alike(partial(WithHead, nn.GELU), batches, ["tp2"], tensor_parallel_plan=plan)
+    with pytest.raises(PlanError, match=r"training_step computes something else .* first in what head\.2 returns"):
+        assert_trains_alike(partial(WithHead, Scaled), batches, ["tp2"], tensor_parallel_plan=plan)
+
+
+class Halves(OfFused):
+    """Two parts beside the blocks, of which one is given what the other has split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(OrderedDict(up=nn.Linear(16, 32), act=nn.GELU()))
+        self.decoder = nn.Sequential(OrderedDict(down=nn.Linear(32, 16)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.decoder(self.encoder(batch)), batch_idx)
+
+
+@pytest.mark.long
+def test_parts_that_hand_on_split_features_train_alike() -> None:
+    plan = {"encoder.up": "colwise", "decoder.down": "rowwise"}
+    assert_trains_alike(Halves, batches, ["tp2"], tensor_parallel_plan=plan)
+
+
+class Changed(Model):
+    """A model of transformers, with a user's module in its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__("llama")
+        for layer in self.model.model.layers:
+            layer.mlp.act_fn = Scaled()
+
+
+def tokens() -> list[dict[str, Tensor]]:
+    ids = torch.randint(0, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(2))
+    return [{"x": ids, "y": ids}]
+
+
+@pytest.mark.long
+def test_a_models_own_plan_that_a_users_module_in_it_doesnt_fit_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"layers\.0 computes something else when it is split"):
+        assert_trains_alike(Changed, tokens, ["tp2"])
+
+
+class Slopes(L.LightningModule):
+    """A penalty on slopes: gradients of gradients through what a plan splits."""
+
+    def __init__(self, network: str) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.model: Any = NETWORKS[network]()
+        self.model.set_attn_implementation("eager")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.model.get_input_embeddings()(batch["x"])
+        logits = self.model(inputs_embeds=x).logits
+        each = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="none")
+        (slope,) = torch.autograd.grad(each.sum(), x, create_graph=True)
+        return each.mean() + slope.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("network", ["mixtral", "deepseek"])
+def test_gradients_of_gradients_are_those_of_one_process(network: str) -> None:
+    assert_trains_alike(partial(Slopes, network), tokens, ["tp2"])
+
+
+class HeldTwice(L.LightningModule):
+    """Its network is an attribute of its own, and of another module that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapper = nn.ModuleDict({"net": nn.Sequential(Feed(), Feed())})
+        self.net = self.wrapper["net"]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+def vectors() -> list[Tensor]:
+    return [torch.randn(8, 16, generator=torch.Generator().manual_seed(number)) for number in range(2)]
+
+
+@pytest.mark.parametrize("first", ["wrapper.net", "net"])
+def test_a_module_that_is_held_twice_is_split_by_either_name(first: str) -> None:
+    plan = {f"{first}.*.up": "colwise", f"{first}.*.down": "rowwise"}
+    assert_trains_alike(HeldTwice, vectors, ["tp2"], tensor_parallel_plan=plan)

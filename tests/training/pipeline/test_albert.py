@@ -1,0 +1,126 @@
+"""ALBERT: one layer that runs again and again, over stages as on one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from lightning_shard import checkpoint
+from lightning_shard.testing import run_ranks
+from tests.parity import Model, Seen, combine, largest_difference, layout, train, world
+from tests.training.pipeline.test_repeated_blocks import Block, Looped, Recomputing
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "embedding_size": 16,
+    "hidden_size": 32,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "attention_probs_dropout_prob": 0.0,
+}
+CLIPPED = {"gradient_clip_val": 0.3}
+"""Below the norm, so that one that counted a parameter twice would change every parameter."""
+
+
+class Albert(Model):
+    def __init__(self, dropout: float = 0.0, groups: int = 1) -> None:
+        L.LightningModule.__init__(self)
+        torch.manual_seed(1)
+        config = transformers.AlbertConfig(**SIZES, hidden_dropout_prob=dropout, num_hidden_groups=groups)
+        self.on_meta = False
+        self.model: nn.Module = transformers.AlbertForMaskedLM(config)
+
+
+def fit(sizes: dict[str, int] | None = None, **options: Any) -> Seen:
+    made = options.pop("module", Albert)
+    trainer = {**CLIPPED, **options.pop("trainer", {})}
+    return train("albert", sizes, module=made, trainer=trainer, **options)
+
+
+def saving(sizes: dict[str, int], folder: Path, resume: Path | None = None) -> Seen:
+    keep = L.pytorch.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    path = str(resume) if resume else None
+    return fit(sizes, steps=4, callbacks=[keep], trainer={"enable_checkpointing": True}, resume=path)
+
+
+class Dropping(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.3)
+
+
+class Universal(Model):
+    """One block in a loop, counted by an example."""
+
+    def __init__(self, network: type[Looped]) -> None:
+        L.LightningModule.__init__(self)
+        self.on_meta = False
+        self.model: nn.Module = network()
+        self.model.embed, self.model.block, self.model.head = nn.Embedding(64, 8), Dropping(), nn.Linear(8, 64)
+        self.example_input_array = torch.zeros(1, 6, dtype=torch.long)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+def on_two_ranks(folder: Path) -> tuple[Seen, Seen, list[Seen]]:
+    """ALBERT on two stages; from the middle of that run on without stages; a block recomputed or not."""
+    staged, whole = layout(pipeline=2), layout(data=2)
+    first = saving(staged, folder / "staged")
+    second = saving(whole, folder / "whole", folder / "staged" / "step=2.ckpt")
+    return first, second, [fit(staged, module=partial(Universal, kind), steps=1) for kind in (Looped, Recomputing)]
+
+
+def assert_alike(ours: Seen, plain: Seen) -> None:
+    assert plain.norm > CLIPPED["gradient_clip_val"]
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert ours.norm == pytest.approx(plain.norm, rel=1e-6)
+    assert largest_difference(ours.gradients, plain.gradients) < 1e-7
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
+def test_one_layer_on_two_stages_is_trained_saved_and_taken_up_as_one_parameter(tmp_path: Path) -> None:
+    plain = fit(steps=4)
+    first, second, universal = zip(*run_ranks(on_two_ranks, 2, tmp_path, elastic=True))
+    layer = "model.albert.encoder.albert_layer_groups.0.albert_layers.0.ffn.weight"
+    assert all(layer in seen.parameters for seen in first)
+    assert_alike(combine([*first], layout(pipeline=2)), plain)
+    assert combine([*second], layout(data=2)).losses == pytest.approx(plain.losses[2:], rel=2e-6)
+    stored = checkpoint.read(tmp_path / "staged" / "step=2.ckpt")
+    assert checkpoint.verify(stored.path).ok
+    assert {*stored} == Albert().state_dict().keys()
+
+    kept, recomputed = (combine([*stages], layout(pipeline=2)) for stages in zip(*universal))
+    assert kept.losses == recomputed.losses
+    assert largest_difference(kept.gradients, recomputed.gradients) == 0.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("groups", [1, 2])
+def test_albert_on_four_ranks(tmp_path: Path, groups: int) -> None:
+    plain = fit(steps=4, module=partial(Albert, groups=groups))
+    for sizes in (layout(pipeline=4), layout(pipeline=2, data=2)):
+        seen = run_ranks(fit, 4, sizes, steps=4, module=partial(Albert, groups=groups), elastic=True)
+        assert_alike(combine(seen, sizes), plain)
+
+
+SPLIT = {
+    **{f"attention.{name}": "colwise" for name in ("query", "key", "value")},
+    "attention.dense": "rowwise",
+    "ffn": "colwise",
+    "ffn_output": "rowwise",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [layout(tensor=2), layout(pipeline=2, tensor=2)], ids=["tp2", "pp2×tp2"])
+def test_one_layer_on_two_stages_may_be_split_by_tensor_ranks(sizes: dict[str, int]) -> None:
+    seen = run_ranks(fit, world(sizes), sizes, steps=4, tensor_parallel_plan=SPLIT, elastic=True)
+    assert_alike(combine(seen, sizes), fit(steps=4))

@@ -1,0 +1,329 @@
+"""Evaluation steps that call the network several times, on stages: what one process computes, or a refusal by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import StepError
+from tests.training.pipelines import Root, evaluated_on_stages
+
+WORDS, WIDTH = 24, 8
+
+
+class Cache:
+    """What blocks keep between calls, as transformers' caches do."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = [Kept() for _ in range(layers)]
+
+    def length(self) -> int:
+        return self.layers[0].states.size(1) if self.layers[0].states is not None else 0
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.states: Tensor | None = None
+
+
+class LazyCache(Cache):
+    """Makes its layers when they are used."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def length(self) -> int:
+        return super().length() if self.layers else 0
+
+
+class Block(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        seen = x
+        if cache is not None:
+            while len(cache.layers) <= self.index:
+                cache.layers.append(Kept())
+            kept = cache.layers[self.index]
+            seen = kept.states = x if kept.states is None else torch.cat([kept.states, x], 1)
+        means = seen.cumsum(1) / torch.arange(1, seen.size(1) + 1)[:, None]
+        return x + self.inner(means[:, -x.size(1) :]).tanh()
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    cache: Cache | None
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(Block(i) for i in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor, cache: Cache | None = None, keeps: bool = False) -> Output:
+        if keeps and cache is None:
+            cache = Cache(4)
+        start = cache.length() if cache is not None else 0
+        hidden = self.embed(x) + self.places(torch.arange(start, start + x.size(1)))
+        for block in self.blocks:
+            hidden = block(hidden, cache)
+        return Output(self.head(hidden), cache)
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, WORDS, (size, 3), generator=generator) for size in (4, 4, 2)]
+
+
+def next_of(output: Output) -> Tensor:
+    return output.logits[:, -1:].argmax(-1)
+
+
+def greedy(root: Any, tokens: Tensor) -> Tensor:
+    for _ in range(3):
+        tokens = torch.cat([tokens, next_of(root.net(tokens))], 1)
+    return tokens
+
+
+def through_the_root(root: Any, tokens: Tensor) -> Tensor:
+    for _ in range(3):
+        tokens = torch.cat([tokens, next_of(root(tokens))], 1)
+    return tokens
+
+
+def until_a_word(root: Any, tokens: Tensor) -> Tensor:
+    """How many calls there are depends on what the network returns."""
+    for _ in range(6):
+        word = next_of(root.net(tokens))
+        tokens = torch.cat([tokens, word], 1)
+        if word[0] % 2 == 0:
+            break
+    return tokens
+
+
+def with_cache(root: Any, tokens: Tensor) -> Tensor:
+    cache, new = Cache(4), tokens
+    for _ in range(3):
+        new = next_of(root.net(new, cache))
+        tokens = torch.cat([tokens, new], 1)
+    return tokens
+
+
+def with_its_own_cache(root: Any, tokens: Tensor) -> Tensor:
+    output = root.net(tokens, keeps=True)
+    for _ in range(3):
+        new = next_of(output)
+        tokens = torch.cat([tokens, new], 1)
+        output = root.net(new, output.cache)
+    return tokens
+
+
+def averaged(root: Any, tokens: Tensor) -> Tensor:
+    """Two views of a batch, as in test-time augmentation."""
+    return (root.net(tokens).logits + root.net(tokens.flip(1)).logits.flip(1)) / 2
+
+
+def sometimes(root: Any, tokens: Tensor) -> Tensor:
+    """Some batches need a single call."""
+    return greedy(root, tokens) if len(tokens) < 4 else root.net(tokens).logits
+
+
+STEPS = [greedy, through_the_root, until_a_word, with_cache, with_its_own_cache, averaged, sometimes]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule"), [(2, "1F1B"), (4, "1F1B"), (2, "Interleaved1F1B"), (2, "ZBVZeroBubble")]
+)
+@pytest.mark.parametrize("step", STEPS)
+def test_several_calls_compute_what_one_process_does(
+    step: Callable[[Any, Tensor], Tensor], ranks: int, schedule: str
+) -> None:
+    with torch.no_grad():
+        expected = [step(Root(Net()).eval(), batch) for batch in batches()]
+    torch.testing.assert_close(evaluated_on_stages(Net, step, batches(), ranks, schedule=schedule), expected)
+
+
+class Skips(Net):
+    """The states of the first part cross to the last stage, which runs its part once more for them."""
+
+    def forward(self, x: Tensor, cache: Cache | None = None, keeps: bool = False) -> Output:
+        start = cache.length() if cache is not None else 0
+        hidden = first = self.embed(x) + self.places(torch.arange(start, start + x.size(1)))
+        for block in self.blocks:
+            hidden = block(hidden, cache)
+        return Output(self.head(hidden + first), cache)
+
+
+def test_a_call_that_runs_once_more_leaves_its_cache_once() -> None:
+    with torch.no_grad():
+        expected = [with_cache(Root(Skips()).eval(), batch) for batch in batches()]
+    torch.testing.assert_close(evaluated_on_stages(Skips, with_cache, batches(), 3), expected)
+
+
+LONGEST = 40
+"""Of a cache that is written in place: too large for each stage of a rank to have a copy."""
+
+
+class Slots(Cache):
+    """Written in place, as transformers' static cache is."""
+
+    def __init__(self, layers: int, size: int) -> None:
+        self.layers: list[Any] = [Written(size) for _ in range(layers)]
+
+    def length(self) -> int:
+        return int(self.layers[0].length)
+
+
+class Written:
+    def __init__(self, size: int) -> None:
+        self.states, self.length = torch.zeros(size, LONGEST, WIDTH), torch.tensor(0)
+        self.latest = torch.zeros(size, WIDTH)
+
+
+class Writes(Block):
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        kept = cache.layers[self.index]
+        kept.states[:, kept.length : kept.length + x.size(1)] = x
+        kept.length.add_(x.size(1))
+        kept.latest.mul_(0.5).add_(x[:, -1])
+        return super().forward(x) + kept.states[:, : kept.length].mean(1)[:, None] + kept.latest[:, None]
+
+
+class NetThatWrites(Net):
+    """Its code around the blocks counts, and reads what the first block has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Writes(i) for i in range(4))
+        self.calls, self.asked = 0, 0
+
+    def forward(self, x: Tensor, cache: Cache | None = None, keeps: bool = False) -> Output:
+        self.calls += 1
+        output = super().forward(x, cache)
+        return Output(output.logits * self.calls + self.asked, cache)
+
+
+def with_slots(root: Any, tokens: Tensor) -> Tensor:
+    cache, new = Slots(4, len(tokens)), tokens
+    for _ in range(3):
+        root.net.asked += 1
+        new = next_of(root.net(new, cache))
+        tokens = torch.cat([tokens, new], 1)
+    return torch.cat([tokens, torch.full_like(tokens, root.net.calls)], 1)
+
+
+class Scales(NetThatWrites):
+    """Leaves a tensor in the cache before its blocks."""
+
+    def forward(self, x: Tensor, cache: Any = None, keeps: bool = False) -> Output:
+        cache.scale = self.embed(x).mean() + getattr(cache, "scale", 0)
+        return super().forward(x, cache)
+
+
+class Keeps(NetThatWrites):
+    """Keeps the cache itself."""
+
+    def forward(self, x: Tensor, cache: Any = None, keeps: bool = False) -> Output:
+        if cache is None:
+            self.cache = cache = Slots(4, len(x))
+        return super().forward(x, cache)
+
+
+def through_what_it_keeps(root: Any, tokens: Tensor) -> Tensor:
+    new = next_of(root.net(tokens))
+    for _ in range(3):
+        new = next_of(root.net(new, root.net.cache))
+        tokens = torch.cat([tokens, new], 1)
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("make", "step"), [(NetThatWrites, with_slots), (Scales, with_slots), (Keeps, through_what_it_keeps)]
+)
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_caches_that_are_written_in_place_and_state_of_the_network(
+    make: Callable[[], nn.Module], step: Callable[[Any, Tensor], Tensor], schedule: str
+) -> None:
+    plain = Root(make()).eval()
+    with torch.no_grad():
+        expected = [step(plain, batch) for batch in batches()]
+    torch.testing.assert_close(evaluated_on_stages(make, step, batches(), 2, schedule=schedule), expected)
+
+
+class HeadBeside(nn.Module):
+    """What returns states; the step has them go through a part that the last stage holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Net()
+        self.words = nn.Linear(WORDS, WORDS)
+
+
+def beside(root: Any, tokens: Tensor) -> Tensor:
+    for _ in range(2):
+        tokens = torch.cat([tokens, root.net.words(root.net.body(tokens).logits)[:, -1:].argmax(-1)], 1)
+    return tokens
+
+
+def with_lazy_cache(root: Any, tokens: Tensor) -> Tensor:
+    cache = LazyCache()
+    tokens = next_of(root.net(tokens, cache))
+    return next_of(root.net(tokens, cache))
+
+
+def later_than_the_first(root: Any, tokens: Tensor) -> Tensor:
+    """Which batch it is decides."""
+    root.batches = getattr(root, "batches", 0) + 1
+    return greedy(root, tokens) if root.batches == 2 else root.net(tokens).logits
+
+
+def stages_part(root: Any, tokens: Tensor) -> Tensor:
+    """What differs between processes decides."""
+    holds_the_head = isinstance(root.net.head.weight, nn.Parameter)
+    for _ in range(2 if holds_the_head else 3):
+        tokens = torch.cat([tokens, next_of(root.net(tokens))], 1)
+    return tokens
+
+
+def values_part(root: Any, tokens: Tensor) -> Tensor:
+    """Each process draws its own."""
+    greedy(root, tokens)
+    generator = torch.Generator().manual_seed(id(root))
+    return root.net(torch.randint(WORDS, (2, 4), generator=generator)).logits
+
+
+def part_by_part(root: Any, tokens: Tensor) -> Tensor:
+    greedy(root, tokens)
+    return root.net.blocks[0](root.net.embed(tokens))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize(
+    ("make", "step", "says"),
+    [
+        (HeadBeside, beside, r"words\.weight.* have forward compute it"),
+        (Net, with_lazy_cache, r"Blocks of several pipeline stages set entry [01] of a list.*use_cache=False"),
+        (Net, later_than_the_first, r"called once in the first batch.*batch_idx == 0"),
+        (Net, stages_part, r"went different ways.*rank 0 calls .*rank 1 returns"),
+        (Net, values_part, "went different ways"),
+        (Net, part_by_part, r"blocks\.0 was called by a step that calls the network several times, and not by"),
+    ],
+)
+def test_what_cant_go_call_by_call_is_refused(
+    make: Callable[[], nn.Module], step: Any, says: str, schedule: str
+) -> None:
+    with pytest.raises(StepError, match=f"(?s){says}"):
+        evaluated_on_stages(make, step, batches(), 2, schedule=schedule)

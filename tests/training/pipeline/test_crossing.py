@@ -1,0 +1,1756 @@
+"""Networks as people write them, on several stages: what crosses the cuts is found, and all is as in one process."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_shard.errors import StepError
+from tests.training.pipelines import Root, assert_alike, evaluated_on_stages, on_stages
+
+WIDTH, WORDS = 8, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        hidden = self.norm(x)
+        if condition is not None:
+            hidden = hidden * (1 + condition)
+        return x + self.down(F.gelu(self.up(hidden)))
+
+
+class Net(nn.Module):
+    """A plain one; the others differ by what they do around the blocks, or in them."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Conditioned(Net):
+    """On a timestep, as diffusion models are, through a part with layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(1, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = self.time(x[:, :1, None].float() / WORDS)
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.head(self.norm(hidden))
+
+
+class Masked(Net):
+    """A mask computed from a parameter: integers and bools are known to be unknown as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        mask = (hidden.argmax(-1, keepdim=True) > WIDTH // 2).float()
+        for block in self.blocks:
+            hidden = block(hidden, condition=mask)
+        return self.head(self.norm(hidden))
+
+
+class Given(nn.Module):
+    """A block that calls a module that it is given, as x-transformers' attention does with a position bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, positions: nn.Module) -> Tensor:
+        return x + self.up(x) * positions(torch.arange(x.shape[1]))
+
+
+class PartInBlocks(Net):
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.positions = nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(Given() for _ in range(4))
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x) + self.positions(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            if self.recomputes:
+                hidden = checkpoint(block, hidden, self.positions, use_reentrant=False)
+            else:
+                hidden = block(hidden, self.positions)
+        return self.head(self.norm(hidden))
+
+
+class PartInBlocksRecomputed(PartInBlocks):
+    def __init__(self) -> None:
+        super().__init__(recomputes=True)
+
+
+class Down(nn.Module):
+    """Returns its result, and all results of its layers, as diffusers' parts of a U-Net do: one is there twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        first = self.layers(x)
+        second = self.layers(first)
+        return second, (first, second)
+
+
+class ReturnsTwice(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = Down()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        hidden, others = self.down(hidden)
+        for block, other in zip(self.blocks, (*others, *others)):
+            hidden = block(hidden) + other
+        return self.head(self.norm(hidden))
+
+
+class Residual(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden + first))
+
+
+class InPairs(Net):
+    """Attention and feedforward in lists that are never called, added up around them: stages may cut within a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def pair() -> nn.ModuleList:
+            attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+            return nn.ModuleList([attention, nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())])
+
+        self.blocks = nn.ModuleList(pair() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for attention, feedforward in self.blocks:
+            hidden = attention(hidden, hidden, hidden, need_weights=False)[0] + hidden
+            hidden = feedforward(hidden) + hidden
+        return self.head(self.norm(hidden))
+
+
+class UNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, skips = self.embed(x), []
+        for block in self.blocks[:2]:
+            hidden = block(hidden)
+            skips.append(hidden)
+        for block in self.blocks[2:]:
+            hidden = block(hidden + skips.pop())
+        return self.head(self.norm(hidden))
+
+
+class Collecting(Net):
+    """The mean of all layers' states."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [self.embed(x)]
+        for block in self.blocks:
+            states.append(block(states[-1]))
+        return self.head(self.norm(torch.stack(states).mean(0)))
+
+
+class InPlace(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(6, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        hidden += self.position
+        condition = torch.zeros_like(hidden)
+        condition[:, 0] = hidden[:, 1]
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+            hidden *= 0.9
+        return self.head(self.norm(hidden))
+
+
+class Between(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for i, block in enumerate(self.blocks):
+            hidden = self.norms[i](block(hidden))
+        return self.head(self.norm(hidden))
+
+
+class InTurn(Net):
+    """Two lists that one loop runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block, other in zip(self.blocks, self.others):
+            hidden = hidden + other(block(hidden))
+        return self.head(self.norm(hidden))
+
+
+class OnBothSides(Net):
+    """A parameter and a layer used before the blocks and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.embed(x) * self.scale)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden * self.scale))
+
+
+class NestedCalls(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.encode(self.embed(x))))
+
+    def encode(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+class LooksIntoBlocks(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            hidden = block(hidden) * (1 + 1 / block.up.out_features)
+        return self.head(self.norm(hidden))
+
+
+class Decides(Net):
+    """Asks for an unknown value as a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        if hidden.square().mean() > 0:
+            hidden = -hidden
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class OwnFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class WithAnOwnFunction(Conditioned):
+    def forward(self, x: Tensor) -> Tensor:
+        condition = OwnFunction.apply(self.time(x[:, :1, None].float() / WORDS))
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, condition * self.time[0].bias)
+        return self.head(self.norm(hidden))
+
+
+class CapturedFunction(Conditioned):
+    def forward(self, x: Tensor) -> Tensor:
+        condition = own_function(self.time(x[:, :1, None].float() / WORDS))
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.head(self.norm(hidden))
+
+
+class ByFunction(Net):
+    """A function inside of which tensors lose their class gives what all blocks take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        condition = self.condition(self.time(hidden))
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.head(self.norm(hidden))
+
+    def condition(self, time: Tensor) -> Tensor:
+        return doubled(time)
+
+
+@torch.jit.script
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@torch.jit.script
+def chosen(x: Tensor) -> Tensor:
+    return x.argmax(-1)
+
+
+class Scripted(ByFunction):
+    pass
+
+
+class ScriptedInteger(ByFunction):
+    def condition(self, time: Tensor) -> Tensor:
+        return F.one_hot(chosen(time), WIDTH).float()
+
+
+class VmappedInteger(ByFunction):
+    def condition(self, time: Tensor) -> Tensor:
+        return F.one_hot(torch.vmap(lambda each: each.argmax(-1))(time), WIDTH).float()
+
+
+class VmappedClosure(ByFunction):
+    """What isn't known is not among the arguments."""
+
+    def condition(self, time: Tensor) -> Tensor:
+        nearest = torch.vmap(lambda each: (each @ self.time.weight).argmax(-1))
+        return F.one_hot(nearest(torch.ones_like(time)), WIDTH).float()
+
+
+class VmappedInside(ByFunction):
+    """One transform in another, both of all that the network knows."""
+
+    def condition(self, time: Tensor) -> Tensor:
+        return torch.vmap(torch.vmap(lambda each: each * each.argmax(-1)))(time)
+
+
+class Functionalized(ByFunction):
+    """Isn't told of."""
+
+    def condition(self, time: Tensor) -> Tensor:
+        return torch.func.functionalize(lambda each: each * 2)(time)
+
+
+class Recurrent(nn.Module):
+    """Layers of which each begins with the last one's states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, states = self.embed(x), None
+        for layer in self.layers:
+            hidden, states = layer(hidden, states)
+        assert states is not None
+        return self.head(hidden + states[0].mean())
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.encoder = nn.TransformerEncoder(layer, 4, norm=nn.LayerNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(x)))
+
+
+class EncoderAndDecoder(nn.Module):
+    """Of different classes, one after the other, the decoder with the encoder's states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = nn.Embedding(WORDS, WIDTH)
+        self.target = nn.Embedding(WORDS, WIDTH)
+        self.both = nn.Transformer(WIDTH, 2, 2, 2, WIDTH, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.both(self.source(x), self.target(x)))
+
+
+class Residuals(nn.Module):
+    """One block of a ResNet with GroupNorm."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(before, after, 3, 1 if before == after else 2, 1)
+        self.norm = nn.GroupNorm(2, after)
+        self.second = nn.Conv2d(after, after, 3, 1, 1)
+        self.shortcut = nn.Identity() if before == after else nn.Conv2d(before, after, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.second(F.relu(self.norm(self.first(x)))) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """Its stages are lists of blocks, one after the other, of changing shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, 1, 1)
+        self.layer1 = nn.Sequential(Residuals(4, 4), Residuals(4, 4))
+        self.layer2 = nn.Sequential(Residuals(4, 8), Residuals(8, 8))
+        self.head = nn.Linear(8, 6 * WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        picture = F.pad(x.float() / WORDS, (0, 10)).reshape(len(x), 1, 4, 4)
+        features = self.layer2(self.layer1(F.relu(self.stem(picture))))
+        return self.head(features.mean((2, 3))).reshape(len(x), 6, WORDS)
+
+
+class Inherits(Net):
+    """A part is registered after the blocks and called before the inherited forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepare = nn.Embedding(WORDS, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x + self.prepare(x).argmax(-1)) % WORDS) + self.prepare(x)
+
+
+class BetweenAll(Net):
+    """One part runs between all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden) * self.gate(hidden).sigmoid()
+        return self.head(self.norm(hidden))
+
+
+class BetweenAllWithLayers(BetweenAll):
+    """One of several layers, which a stage that doesn't hold it would skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+class Attributes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, 12), nn.Linear(12, 12)
+        self.third, self.fourth = nn.Linear(12, 12), nn.Linear(12, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.second(F.relu(self.first(self.embed(x)))))
+        return self.fourth(F.relu(self.third(hidden)))
+
+
+class MasksBetween(Net):
+    """As XLM: norms in a list of their own, and a mask in place, so that what a stage receives overwrites unknowns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, mask = self.embed(x), (x > 1).float()[..., None]
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            hidden = norm(hidden + block(hidden))
+            hidden *= mask
+        return self.head(self.norm(hidden))
+
+
+def sequential() -> nn.Module:
+    """Unlike children, some without parameters, one that works in place, one nested."""
+    return nn.Sequential(
+        nn.Embedding(WORDS, WIDTH),
+        nn.Dropout(0.0),
+        nn.Sequential(nn.Linear(WIDTH, 12), nn.ReLU(inplace=True), nn.Linear(12, WIDTH)),
+        nn.Tanh(),
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, WORDS),
+    )
+
+
+def like_a_vgg() -> nn.Module:
+    """The first part of the second stage works in place."""
+    layers = [nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU(True), nn.Linear(WIDTH, WIDTH)]
+    return nn.Sequential(*layers, nn.ReLU(True), nn.Linear(WIDTH, WORDS))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    kind.__name__: kind
+    for kind in (
+        *(Net, Conditioned, Masked, Residual, UNet, Collecting, InPlace, Between, InTurn, OnBothSides, NestedCalls),
+        *(LooksIntoBlocks, Decides, WithAnOwnFunction, Recurrent, Encoder, EncoderAndDecoder, ResNet),
+        *(
+            ReturnsTwice,
+            Inherits,
+            BetweenAll,
+            BetweenAllWithLayers,
+            InPairs,
+            MasksBetween,
+            PartInBlocks,
+            PartInBlocksRecomputed,
+        ),
+        *(Scripted, ScriptedInteger, VmappedInteger, VmappedClosure, VmappedInside),
+    )
+} | {"sequential": sequential, "like a VGG": like_a_vgg}
+
+
+def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        torch.manual_seed(1)
+        return make()
+
+    return made
+
+
+def batches(parts: int = 4) -> Sequence[Tensor]:
+    return torch.randint(0, WORDS, (parts, 2, 6), generator=torch.Generator().manual_seed(2)).unbind()
+
+
+def loss(root: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(root.net(x).flatten(0, 1), (x * 5 + 3).flatten() % WORDS)
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_network_on_stages_is_the_network_alone(network: str, stages: int) -> None:
+    assert_alike(seeded(NETWORKS[network]), loss, batches(), stages)
+
+
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_network_is_evaluated_on_stages_as_alone(network: str, stages: int) -> None:
+    alone = Root(seeded(NETWORKS[network])()).eval()
+    with torch.no_grad():
+        expected = [loss(alone, x) for x in batches()]
+    torch.testing.assert_close(evaluated_on_stages(seeded(NETWORKS[network]), loss, batches(), stages), expected)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class InPagesOfTheirOwn(nn.Module):
+    """Its values are so large that each lies in pages of its own, which the next value gets once they are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Scale() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x).repeat_interleave(100_000, 1)
+        for block in self.blocks:
+            hidden = hidden * 1
+            hidden *= 2
+            changed = block(hidden)
+            hidden = hidden + changed
+        return self.head(hidden[:, ::100_000])
+
+
+def test_what_is_written_in_place_and_fetched_leaves_its_memory_to_others() -> None:
+    alone = Root(seeded(InPagesOfTheirOwn)()).eval()
+    with torch.no_grad():
+        expected = [loss(alone, x) for x in batches(1)]
+    torch.testing.assert_close(evaluated_on_stages(seeded(InPagesOfTheirOwn), loss, batches(1), 2), expected)
+
+
+class Leaving(Net):
+    """Calls some of its blocks, always the same."""
+
+    def __init__(self, *called: int) -> None:
+        super().__init__()
+        self.called = called
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for i in self.called:
+            hidden = self.blocks[i](hidden)
+        return self.head(self.norm(hidden))
+
+
+class LeavingWithMore(Leaving):
+    """With residuals around the blocks, and values of all of them after the last one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.embed(x)
+        states = []
+        for i in self.called:
+            hidden = hidden + self.blocks[i](hidden * 2) / 2
+            states.append(hidden)
+        if hidden.mean() > 1e6:  # a stage without the last block can't know this
+            raise AssertionError
+        return self.head(self.norm(torch.stack([first, *states]).sum(0) + self.embed.weight[0]))
+
+
+class LeavingRecomputed(Leaving):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for i in self.called:
+            hidden = checkpoint(self.blocks[i], hidden, use_reentrant=False)
+        return self.head(self.norm(hidden))
+
+
+class LeavingWithHooks(Leaving):
+    """Gradients' hooks act once, before the blocks and after them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        hidden.register_hook(lambda gradient: gradient * 2)
+        for i in self.called:
+            hidden = self.blocks[i](hidden)
+        hidden = hidden * 3
+        hidden.register_hook(lambda gradient: gradient * 5)
+        return self.head(self.norm(hidden))
+
+
+LEAVING = [(0, 1, 2), (0,), (0, 1), (1,), (3,), (0, 3), (1, 2), (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("network", "called", "stages"),
+    [
+        *((Leaving, called, stages) for called in LEAVING for stages in (2, 4)),
+        *((LeavingWithMore, called, stages) for called in LEAVING[1:] for stages in (3,)),
+        *((LeavingRecomputed, called, 3) for called in LEAVING[1:4]),
+        *((LeavingWithHooks, called, 4) for called in LEAVING[1:4]),
+    ],
+)
+def test_a_step_may_leave_blocks_out(network: Callable[..., Net], called: Sequence[int], stages: int) -> None:
+    seen = assert_alike(seeded(partial(network, *called)), loss, batches(), stages)
+    others = [i for i in range(4) if i not in called]
+    assert not any(name.startswith(f"net.blocks.{i}.") for name in seen.gradients for i in others)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_every_schedule_goes_on_where_stages_have_nothing_to_do(schedule: str) -> None:
+    for called in [(0,), (2,), (1, 3)]:
+        assert_alike(seeded(partial(LeavingWithMore, *called)), loss, batches(), 2, schedule=schedule)
+
+
+class NeedsByShape(UNet):
+    """What crosses, and which blocks run, depends on the length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] == 4:
+            return super().forward(x)
+        first = hidden = self.embed(x)
+        for block in self.blocks[: None if x.shape[1] < 7 else 1]:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden * 2 if x.shape[1] == 5 else hidden + first))
+
+
+@pytest.mark.parametrize("lengths", [(4, 5, 6, 7, 8), (8, 7, 4, 4), (5, 4, 5, 8, 6), (6, 3, 6, 3)])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_another_shape_begins_with_what_the_last_one_needed(lengths: Sequence[int], stages: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    parts = [torch.randint(0, WORDS, (2, length), generator=generator) for length in lengths]
+    assert_alike(seeded(NeedsByShape), loss, parts, stages)
+
+
+class LeavingByParity(Net):
+    """Another number of blocks for each value."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks[: self.numbers[int(x.sum()) % 2]]:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+@pytest.mark.parametrize("numbers", [(1, 2), (2, 1), (4, 3), (3, 4), (2, 4), (4, 2)])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_blocks_that_depend_on_values_are_refused_or_right(numbers: tuple[int, int], stages: int) -> None:
+    parts = [torch.tensor([[value, 2, 4], [6, 8, 2]]) for value in (2, 4, 3, 2)]  # the third is odd
+    make = seeded(partial(LeavingByParity, *numbers))
+    is_right = (stages, numbers) in [(2, (4, 3)), (2, (3, 4)), (2, (2, 4)), (4, (3, 4))]
+    with nullcontext() if is_right else pytest.raises(StepError, match=r"net\.blocks\..*microbatch of the same shapes"):
+        assert_alike(make, loss, parts, stages)
+
+
+class Backwards(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks[::-1]:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Zigzag(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for i in (0, 2, 1):
+            hidden = self.blocks[i](hidden)
+        return self.head(self.norm(hidden))
+
+
+class OtherMethods(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks[::-1]:
+            hidden = block.down(block.up(hidden))
+        return self.head(self.norm(hidden))
+
+
+def test_blocks_out_of_order_are_refused_by_name() -> None:
+    with pytest.raises(
+        StepError, match=r"came to net\.blocks\.3, net\.blocks\.2 before net\.blocks\.1, which an earlier"
+    ):
+        on_stages(seeded(Backwards), loss, batches(), 2)
+    with pytest.raises(StepError, match=r"came to net\.blocks\.2 before net\.blocks\.1, which an earlier"):
+        on_stages(seeded(Zigzag), loss, batches(), 4)
+    with pytest.raises(StepError, match=r"none of net\.blocks\.0, .* \(a block's methods other than __call__"):
+        on_stages(seeded(OtherMethods), loss, batches(), 2)
+    names = [f"net.blocks.{i}" for i in (3, 2, 1, 0)]
+    assert_alike(seeded(Backwards), loss, batches(), 2, blocks=names)
+
+
+def test_layers_by_name() -> None:
+    blocks = ["first", "second", "third", "fourth"]
+    assert_alike(seeded(Attributes), loss, batches(), 3, blocks=blocks)
+
+
+def test_only_the_hidden_state_crosses_where_nothing_else_is_needed() -> None:
+    assert assert_alike(seeded(Net), loss, batches(), 4).crossed == [1, 1, 1]
+    assert assert_alike(seeded(Residual), loss, batches(), 4).crossed == [2, 2, 2]
+    assert assert_alike(seeded(UNet), loss, batches(), 4).crossed == [1, 2, 2]
+    assert assert_alike(seeded(Collecting), loss, batches(), 4).crossed == [2, 3, 4]
+
+
+def test_every_schedule_sends_the_gradients_of_what_crossed() -> None:
+    assert_alike(seeded(UNet), loss, batches(), 2, schedule="GPipe")
+
+
+# -- steps
+
+
+def penalized(root: nn.Module, x: Tensor) -> Tensor:
+    """With something of the first stage in the loss."""
+    return loss(root, x) + root.net.embed.weight.square().mean()
+
+
+def test_a_loss_with_another_stages_parameter() -> None:
+    assert_alike(seeded(Net), penalized, batches(), 3)
+
+
+class WithFeatures(Net):
+    """Hooks inside of blocks collect features, and an attribute of the network counts calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: list[Tensor] = []
+        self.calls = 0
+        seen: list[Tensor] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda module, args, output: self.features.append(output))
+            block.down.register_forward_hook(
+                lambda module, args, kwargs, output: seen.append(args[0]), with_kwargs=True
+            )
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def with_features(root: nn.Module, x: Tensor) -> Tensor:
+    net: Any = root.net
+    value = loss(root, x) + sum(feature.square().mean() for feature in (*net.features, *net.seen))
+    assert len(net.features) == len(net.seen) == len(net.blocks)
+    net.features.clear()
+    net.seen.clear()
+    return value
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_hooks_inside_of_blocks_see_what_they_would_in_one_process(stages: int) -> None:
+    made: list[WithFeatures] = []
+
+    def make() -> nn.Module:
+        made.append(WithFeatures())
+        return made[-1]
+
+    assert_alike(seeded(make), with_features, batches(), stages)
+    assert [net.calls for net in made] == [4] * (stages + 1)  # also where a stage ran its part again
+
+
+class ByHand(Net):
+    """The first block's weights are used beside the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.blocks[0].norm.weight.sum()
+
+
+def test_a_blocks_parameter_used_beside_it() -> None:
+    assert_alike(seeded(ByHand), loss, batches(), 3)
+
+
+# -- what blocks do beside what they return
+
+
+class Keeping(Block):
+    """Keeps a loss, as mixtures of experts do, and adds to a tensor that it is given."""
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        result = super().forward(x)
+        self.aux = result.square().mean()
+        if condition is not None:
+            condition.add_(result.detach())
+        return result
+
+
+class Keeps(Net):
+    block = Keeping
+
+
+def with_losses_of_blocks(root: nn.Module, x: Tensor) -> Tensor:
+    return loss(root, x) + sum(block.aux for block in root.net.blocks)
+
+
+class Hiding(Block):
+    """Keeps it under a private name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._aux: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self._aux = result.square().mean()
+        return result
+
+
+class Hides(Net):
+    block = Hiding
+
+
+def with_hidden_losses(root: nn.Module, x: Tensor) -> Tensor:
+    return loss(root, x) + sum(block._aux for block in root.net.blocks)
+
+
+class Sums(Keeps):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        total = torch.zeros_like(hidden).detach()
+        for block in self.blocks:
+            hidden = block(hidden, total)
+        return self.head(self.norm(hidden + total))
+
+
+class WorksInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.scale)
+
+
+@dataclass
+class State:
+    """What blocks are given, and change."""
+
+    hidden: Any
+
+
+class Plain:
+    """The same, of no kind that is looked into."""
+
+    def __init__(self, hidden: Any) -> None:
+        self.hidden = hidden
+
+
+def put(hidden: Any, held: Any) -> None:
+    if isinstance(held, (dict, list)):
+        held["hidden" if isinstance(held, dict) else 0] = hidden
+    else:
+        held.hidden = hidden
+
+
+def held_by(held: Any) -> Any:
+    return held["hidden"] if isinstance(held, dict) else held[0] if isinstance(held, list) else held.hidden
+
+
+class Passes(Block):
+    """Changes what it is given."""
+
+    returns = True
+
+    def forward(self, held: Any, condition: Tensor | None = None) -> Any:  # type: ignore[override]
+        put(super().forward(held_by(held)), held)
+        return held if self.returns else None
+
+
+class PassesState(Net):
+    """Through blocks whose output it doesn't look at: they change what they are given."""
+
+    kind: Callable[[Any], Any] = State
+    returns = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Passes() for _ in range(4))
+        for block in self.blocks:
+            block.returns = self.returns  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = type(self).kind(self.embed(x))
+        for block in self.blocks:
+            block(held)
+        return self.head(self.norm(held_by(held)))
+
+
+class PassesDict(PassesState):
+    kind = staticmethod(lambda hidden: {"hidden": hidden, "steps": 3})
+
+
+class PassesList(PassesState):
+    kind = staticmethod(lambda hidden: [hidden])
+
+
+class ChangesDict(PassesDict):
+    returns = False
+
+
+class ChangesState(PassesState):
+    returns = False
+
+
+class ChangesObject(PassesState):
+    """From the batch alone, so that nothing that a later stage sees is unknown."""
+
+    kind = Plain
+    returns = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = Plain(F.one_hot(x % WIDTH, WIDTH).float())
+        for block in self.blocks:
+            block(held)
+        return self.head(self.norm(held.hidden))
+
+
+class Appending(Block):
+    def forward(self, x: Tensor, condition: Any = None) -> Tensor:
+        condition.append(x.mean())
+        return super().forward(x)
+
+
+class Appends(Net):
+    block = Appending
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, means = self.embed(x), []
+        for block in self.blocks:
+            hidden = block(hidden, means)
+        return self.head(self.norm(hidden)) * sum(means)
+
+
+class Collector:
+    """An object that is passed through blocks, in which they leave what code behind them takes."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+        self.by_name: dict[str, Any] = {}
+        self.calls = 0
+
+
+class Collected(Block):
+    def forward(self, x: Tensor, held: Any = None) -> Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        self.leave(x, held)
+        return x
+
+    def leave(self, x: Tensor, held: Any) -> None:
+        held.calls += 1
+        held.states.append(x.tanh())
+        held.by_name[f"mean {held.calls}"] = (Plain(x.mean(0)), held.calls)
+
+
+class Collects(Net):
+    """Losses and features in an object, of lists and dicts, that no block returns."""
+
+    kind = Collected
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(type(self).kind() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, hidden = Collector(), self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, held)
+        means = sum(mean.hidden * number for mean, number in held.by_name.values())
+        return self.head(self.norm(hidden + sum(held.states))) + held.calls * means.mean()
+
+
+class DenselyCollected(Collected):
+    """Computes with what earlier blocks have left."""
+
+    def leave(self, x: Tensor, held: Any) -> None:
+        super().leave(x + sum(held.states), held)
+
+
+class CollectsDensely(Collects):
+    kind = DenselyCollected
+
+
+class WritesInto(Collected):
+    def leave(self, x: Tensor, held: Any) -> None:
+        if not held.states:
+            held.states.append(torch.zeros(()))
+            held.total = held.states[0]
+        held.total += x.sum()
+
+
+class WritesIntoObject(Collects):
+    kind = WritesInto
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, hidden = Collector(), self.embed(x)
+        held.total = torch.zeros(())  # type: ignore[attr-defined]
+        held.states.append(held.total)  # type: ignore[attr-defined]
+        for block in self.blocks:
+            hidden = block(hidden, held)
+        return self.head(self.norm(hidden)) + held.total  # type: ignore[attr-defined]
+
+
+class Takes(Collected):
+    def leave(self, x: Tensor, held: Any) -> None:
+        if held.states:
+            held.states.pop()
+        else:
+            held.states.append(x)
+
+
+class TakesFromObject(Collects):
+    kind = Takes
+
+
+class Named(NamedTuple):
+    state: Tensor
+    mean: Tensor
+
+
+class LeavesContainers(Collected):
+    """Containers of other classes, which are copied as what they are."""
+
+    def leave(self, x: Tensor, held: Any) -> None:
+        held.by_name.setdefault("all", OrderedDict())[len(held.states)] = defaultdict(list, own=[x.tanh()])
+        held.states.append(Named(x.tanh(), x.mean()))
+
+
+class CollectsContainers(Collects):
+    kind = LeavesContainers
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, hidden = Collector(), self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, held)
+        own = sum(each["own"][0] for each in held.by_name["all"].values())
+        return self.head(self.norm(hidden + own)) + sum(each.mean for each in held.states)  # type: ignore[attr-defined]
+
+
+class LeavesTwice(Collected):
+    def leave(self, x: Tensor, held: Any) -> None:
+        held.first = held.second = [x]
+
+
+class LeavesOneTwice(Collects):
+    kind = LeavesTwice
+
+
+class Called(Collected):
+    def leave(self, x: Tensor, held: Any) -> None:
+        held(x) if callable(held) else held.append(x)
+
+
+class Calls:
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+    def __call__(self, x: Tensor) -> None:
+        self.states.append(x)
+
+
+class Slotted:
+    __slots__ = ("states",)
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+    def append(self, x: Tensor) -> None:
+        self.states.append(x)
+
+
+class GivesWhatIsntFollowed(Net):
+    make: Callable[[], Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Called() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, hidden = type(self).make(), self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, held)
+        return self.head(self.norm(hidden))
+
+
+class GivesADeque(GivesWhatIsntFollowed):
+    make = deque
+
+
+class CollectsInACallable(Collects):
+    kind = Called
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, hidden = Calls(), self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, held)
+        return self.head(self.norm(hidden + sum(held.states)))
+
+
+class Store(UserDict[str, Any]):
+    """As graphs of torch_geometric have it."""
+
+
+class Graph:
+    """Its values are in a mapping of its own, it can be called, and attributes are entries."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__["store"] = Store(values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.__dict__.get("store", {}):
+            raise AttributeError(name)
+        return self.__dict__["store"][name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__["store"][name] = value
+
+    def __call__(self) -> Any:
+        return iter(self.store.items())
+
+
+class OfGraph(Block):
+    def forward(self, graph: Any, condition: Any = None) -> Any:
+        graph.x = super().forward(graph.x) * graph.scale
+        return graph
+
+
+class PassesAGraph(Net):
+    block = OfGraph
+
+    def forward(self, x: Tensor) -> Tensor:
+        graph = Graph(x=self.embed(x), scale=x.float().mean())
+        for block in self.blocks:
+            graph = block(graph)
+        return self.head(self.norm(graph.x))
+
+
+class GivesSlots(GivesWhatIsntFollowed):
+    make = Slotted
+
+
+class GivesAMethod(GivesWhatIsntFollowed):
+    make = staticmethod(lambda: [].append)
+
+
+class Holding(Block):
+    def forward(self, x: Tensor, condition: Any = None) -> Tensor:
+        self.held.states.append(x.mean())
+        return super().forward(x)
+
+
+class HoldsACollector(Net):
+    """One object, that all blocks hold."""
+
+    block = Holding
+
+    def __init__(self) -> None:
+        super().__init__()
+        held = Collector()
+        for block in self.blocks:
+            block.held = held  # type: ignore[assignment]
+
+
+class CountsValues(Collected):
+    def leave(self, x: Tensor, held: Any) -> None:
+        held.calls += int(x.detach().sum() * 1e6)
+
+
+class CountsByValue(Collects):
+    kind = CountsValues
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, hidden = Collector(), self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, held)
+        return self.head(self.norm(hidden)) + held.calls
+
+
+class ReturnsObjects(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda _, args: (getattr(args[0], "hidden", args[0]),))
+            block.register_forward_hook(lambda _, args, output: Plain(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Any = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden.hidden))
+
+
+class HooksGradients(Net):
+    """On what a block returned, and on a skip that crosses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.embed(x)
+        hidden.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        for block in self.blocks:
+            hidden = block(hidden)
+            hidden.register_hook(lambda gradient: gradient * 0.5)
+        return self.head(self.norm(hidden + first))
+
+
+class HooksGradientsLate(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        first.register_hook(lambda gradient: gradient * 0.5)
+        return self.head(self.norm(hidden + first))
+
+
+class ReturnsNested(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.nested.as_nested_tensor(list(self.embed(x)), layout=torch.jagged)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden.to_padded_tensor(0.0)))
+
+
+class HooksBackward(Net):
+    """A block's own backward hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_full_backward_hook(lambda module, inputs, outputs: tuple(g * 0.5 for g in inputs))
+
+
+def halve(module: nn.Module, gradients: Any, *_: Any) -> Any:
+    return tuple(gradient * 0.5 for gradient in gradients)
+
+
+def cut_off(module: nn.Module, gradients: Any) -> Any:
+    return tuple(gradient.clamp(-1e-3, 1e-3) for gradient in gradients)
+
+
+class Layers(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class AroundBlocks(Net):
+    """What is around all blocks is given something with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Layers(*self.blocks)
+        del self.blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.encoder(self.embed(x))))
+
+
+class HooksAround(AroundBlocks):
+    """Was never called where the first blocks are, and was given None on the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.register_full_backward_hook(halve)
+
+
+class PreHooks(Net):
+    """On what is used on one stage, whichever that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.embed, *self.blocks, self.head):
+            module.register_full_backward_pre_hook(cut_off)
+
+
+class PreHooksAround(AroundBlocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.register_full_backward_pre_hook(cut_off)
+        self.register_full_backward_hook(lambda module, inputs, outputs: None)
+        self.register_full_backward_pre_hook(cut_off)
+
+
+class PreHooksOfSkips(UNet):
+    """The first block's is sent, and used where it was computed too: each stage would cut off its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_full_backward_pre_hook(cut_off)
+
+
+class PreHooksOfParts(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.register_full_backward_pre_hook(cut_off)
+
+
+class PreHooksOfGroups(Net):
+    """What is around some blocks, all of one stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList(Layers(block) for block in self.blocks)
+        del self.blocks
+        for group in self.groups:
+            group.register_full_backward_pre_hook(cut_off)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [self.embed(x)]
+        for group in self.groups:
+            states.append(group(states[-1]))
+        return self.head(self.norm(states[1] + states[-1]))
+
+
+class Freezes(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = self.embed(x)
+            for block in self.blocks:
+                hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Aliases(Net):
+    """An older name of what blocks change in place."""
+
+    block = WorksInPlace
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.embed(x) * 1
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden + first))
+
+
+class Hooked(Net):
+    """A hook on each block gives another output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+class Counts(Net):
+    """The number of elements depends on what this stage doesn't know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        many = hidden[hidden > 0].numel()
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden)) * (1 + many / 100)
+
+
+class Clamps(Net):
+    """Changes a tensor that has gradients, without any."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.embed(x) * 2
+        with torch.no_grad():
+            first.clamp_(-1, 1)
+        hidden = first
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden + first))
+
+
+@pytest.mark.parametrize(
+    ("network", "step"),
+    [
+        (Keeps, with_losses_of_blocks),
+        (Hides, with_hidden_losses),
+        *((network, loss) for network in (Sums, Aliases, Hooked, Clamps, Counts, HooksGradients)),
+        *((network, loss) for network in (PreHooks, PreHooksAround)),
+        *((network, loss) for network in (PassesState, PassesDict, PassesList)),
+        *(
+            (network, loss)
+            for network in (
+                Appends,
+                ChangesDict,
+                ChangesState,
+                ChangesObject,
+                Collects,
+                CollectsDensely,
+                WritesIntoObject,
+                CollectsContainers,
+                CollectsInACallable,
+                PassesAGraph,
+            )
+        ),
+    ],
+)
+def test_what_blocks_change_beside_their_output_is_as_in_one_process(network: type[Net], step: Any) -> None:
+    assert_alike(seeded(network), step, batches(), 3)
+
+
+own_function = OwnFunction.apply
+
+
+class Quantized(nn.Linear):
+    """A part that keeps a loss of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.loss = (result - x).square().mean()
+        return result
+
+
+class Commits(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantize = Quantized(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.quantize(self.embed(x))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden)) * (1 + self.quantize.loss)
+
+
+class Measured(Block):
+    """Keeps in a buffer, and in a tensor that is none, what the network looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("usage", torch.zeros(()))
+        self.calls = torch.zeros(())
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        result = super().forward(x)
+        self.usage.copy_(result.detach().square().mean())
+        self.calls.fill_(2)
+        return result
+
+
+class LooksAtBuffers(Net):
+    block = Measured
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * sum(block.usage / block.calls for block in self.blocks)
+
+
+class Replacing(Net):
+    """A hook inside of a block gives another output than the one that the hook before has collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda module, args, output: self.seen.append(output))
+            block.up.register_forward_hook(lambda module, args, output: output * 2)
+            block.up.register_forward_hook(lambda module, args, output: self.seen.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.clear()
+        result = super().forward(x)
+        return result + sum(each.square().mean() * i for i, each in enumerate(self.seen))
+
+
+class Views(Net):
+    """Written to as a whole and through a view, after other views were made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.zeros(*x.shape, WIDTH)
+        first, last = whole[:, :3], whole[:, 3:]
+        whole[:, 0] = self.embed(x[:, 0])
+        whole[:, 3:] = self.embed(x[:, 3:])
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, whole)
+        return self.head(self.norm(hidden)) * (1 + first.sum() + last.mean())
+
+
+class ViewHandedOn(Net):
+    """A view made before, given to blocks as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.zeros(2, *x.shape, WIDTH)
+        condition = whole[0]
+        whole[:] = self.embed(x)
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.head(self.norm(hidden))
+
+
+class Caches(Net):
+    """Computes a table on its first call."""
+
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(6.0).cos().sin()[:, None]
+        first = hidden = self.embed(x) + self.table
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden) + first)
+
+
+class CheckpointsHead(Net):
+    """With the embedding's weights, by a lambda."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        hidden = self.norm(hidden)
+        return checkpoint(lambda hidden: (hidden @ self.embed.weight.T).tanh() ** 2, hidden, use_reentrant=False)
+
+
+class CheckpointsPart(Conditioned):
+    def forward(self, x: Tensor) -> Tensor:
+        times = x[:, :1, None].float() / WORDS
+        hidden = self.embed(x) * self.time(times)
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden = checkpoint(lambda hidden: hidden * self.time(times), hidden, use_reentrant=False)
+        return self.head(self.norm(hidden))
+
+
+class CheckpointedTogether(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.blocks[0](self.embed(x))
+        hidden = checkpoint(lambda hidden: self.blocks[2](self.blocks[1](hidden)), hidden, use_reentrant=False)
+        return self.head(self.norm(self.blocks[3](hidden)))
+
+
+@pytest.mark.parametrize(
+    "network", [LooksAtBuffers, Replacing, Views, ViewHandedOn, Caches, CheckpointsHead, CheckpointsPart, Commits]
+)
+def test_what_else_networks_do_is_as_in_one_process(network: type[Net]) -> None:
+    assert_alike(seeded(network), loss, batches(), 3)
+
+
+class Differentiates(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.embed(x)
+        (slope,) = torch.autograd.grad(first.square().sum(), first, create_graph=True)
+        hidden = first + slope
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+# -- what can't be right is refused
+
+
+class HeadFirst(Net):
+    """Registered and named last, used first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        prepare = "late"
+        hidden = getattr(self, prepare)(self.embed(x))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Random(Net):
+    """Stages draw other numbers: between blocks their code differs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = first = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+            if torch.rand(()) > 0.5:
+                hidden = hidden + 0
+        return self.head(self.norm(hidden + first * 2))
+
+
+class Twice(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(x)
+
+
+class ValuesDecide(Conditioned):
+    """What crosses depends on a batch's values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] > WORDS // 2:
+            return super().forward(x)
+        return Net.forward(self, x)
+
+
+class DropsAtFirst(Net):
+    """Leaves its first block out, depending on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks[0 if x[0, 0] > WORDS // 2 else 1 :]:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class NotesRuns(Collecting):
+    """Each stage misses several values, in its middle."""
+
+    runs: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs.append(0)
+        return super().forward(x)
+
+
+def test_a_step_runs_once_for_each_microbatch_on_each_stage() -> None:
+    NotesRuns.runs.clear()
+    on_stages(seeded(NotesRuns), loss, batches(), 3, microbatches=1)
+    assert len(NotesRuns.runs) == 3 * len(batches())
+
+
+@pytest.mark.parametrize(
+    ("network", "says"),
+    [
+        (HeadFirst, r"takes what is computed from net\.late\.(weight|bias).*register parts in __init__"),
+        (TakesFromObject, r"net\.blocks\.1 takes entries out of a list that it is given"),
+        (LeavesOneTwice, r"net\.blocks\.0 puts one list into two places of what it is given"),
+        (GivesADeque, r"net\.blocks\.0 changes a deque that it is given"),
+        (GivesSlots, r"net\.blocks\.0 changes a Slotted that it is given"),
+        (GivesAMethod, r"net\.blocks\.0 changes a list that it is given"),
+        (HoldsACollector, r"net\.blocks\.0 changes its Collector held"),
+        (CountsByValue, r"net\.blocks\.\d changes an object that it is given otherwise than for an earlier microbatch"),
+        (ReturnsObjects, "net.blocks.0 returns a Plain, which can't be sent"),
+        (HooksGradientsLate, "registers a hook on a tensor that an earlier pipeline stage computed"),
+        (ReturnsNested, "net.blocks.0 returns a nested tensor, which can't be sent"),
+        (HooksBackward, r"net\.blocks\.0 has a backward hook \(register_full_backward_hook\)"),
+        (HooksAround, r"net\.encoder has a backward hook"),
+        (PreHooksOfSkips, r"net\.blocks\.0 has a backward pre-hook.*a part of the gradient on each"),
+        (PreHooksOfParts, r"net\.embed has a backward pre-hook"),
+        (Freezes, r"gradients switched off.*requires_grad_\(False\)"),
+        (Differentiates, r"takes gradients itself \(grad\)"),
+        (CapturedFunction, r"net\.blocks\.\d.*Its value isn't known there"),
+        (Functionalized, r"net\.blocks\.\d.*Its value isn't known there"),
+        (CheckpointedTogether, "recomputes net.blocks.[12] together with blocks or other code"),
+        (Twice, r"net\.blocks\.0 ran 2 times within one step, and a pipeline expects it 1×"),
+        (ValuesDecide, "may depend on a batch's shapes, not on its values"),
+        (DropsAtFirst, r"net\.blocks\.0 runs, and didn't for an earlier microbatch of the same shapes"),
+    ],
+)
+def test_what_cant_be_right_is_refused(network: type[Net], says: str) -> None:
+    parts = torch.stack([torch.zeros(2, 6).long(), torch.full((2, 6), WORDS - 1)])
+    with pytest.raises(StepError, match=says):
+        on_stages(seeded(network), loss, parts.unbind(), 2)
+
+
+def test_a_backward_hook_of_a_module_around_blocks_of_one_stage_is_refused_too() -> None:
+    blocks = [f"net.groups.{i}.layers.0" for i in range(4)]
+    with pytest.raises(StepError, match=r"net\.groups\.0 has a backward pre-hook"):
+        on_stages(seeded(PreHooksOfGroups), loss, batches(), 2, blocks=blocks)
+
+
+@pytest.mark.parametrize(("kind", "network"), [("hook", Net), ("pre_hook", UNet)])
+def test_a_backward_hook_of_all_modules_is_refused(kind: str, network: type[Net]) -> None:
+    register = getattr(nn.modules.module, f"register_module_full_backward_{kind}")
+    hook = register(lambda module, gradients, *_: cut_off(module, gradients) if isinstance(module, Block) else None)
+    try:
+        with pytest.raises(StepError, match=rf"net\.blocks\.0 has a backward .*register_module_full_backward_{kind}"):
+            on_stages(seeded(network), loss, batches(), 2)
+    finally:
+        hook.remove()
+
+
+class Dtypes(Net):
+    """Asks parts and blocks for their dtype by a parameter, as transformers' models do, wherever they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden.to(next(block.parameters()).dtype))
+        return self.head(self.norm(hidden).to(next(self.head.parameters()).dtype))
+
+
+def test_a_dtype_is_had_of_what_another_stage_holds() -> None:
+    assert_alike(seeded(Dtypes), loss, batches(), 2)
+
+
+def test_all_parameters_of_what_isnt_whole_here() -> None:
+    def step(root: nn.Module, x: Tensor) -> Tensor:
+        return loss(root, x) + sum(p.square().sum() for p in root.net.parameters())
+
+    with pytest.raises(StepError, match="goes over all parameters of net"):
+        on_stages(seeded(Net), step, batches(), 2)

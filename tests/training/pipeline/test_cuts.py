@@ -1,0 +1,75 @@
+"""A U-Net and a pair of towers train on stages without a word of the user's; rank 0 prints what is where, once."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import assert_trains_alike, run_ranks
+from tests.parity import QUIET
+from tests.training.models.unets import Batch, Diffusion, Towers, noisy_images, pairs
+
+
+def test_a_unet_trains_alike_between_its_levels() -> None:
+    assert_trains_alike(Diffusion, noisy_images, "pp2", tolerance=1e-3)
+
+
+def test_two_towers_on_the_module_train_alike_over_four_stages() -> None:
+    assert_trains_alike(Towers, pairs, "pp4", microbatches=1)
+
+
+class Evaluated(Diffusion):
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines += record.getMessage().splitlines()
+
+
+def printed() -> list[list[str]]:
+    """The lines of placements, of: a fit and a validation; a lone validation; a fit without a summary."""
+    logger, found = logging.getLogger("lightning.pytorch.utilities.rank_zero"), []
+
+    def trainer(**options: Any) -> L.Trainer:
+        settings: dict[str, Any] = {**QUIET, "enable_model_summary": True, "devices": 2, "max_steps": 1, **options}
+        return L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), **settings)
+
+    def lines(*runs: tuple[Any, ...], module: L.LightningModule) -> list[str]:
+        handler = Kept()
+        logger.addHandler(handler)
+        for run in runs:
+            run(module, DataLoader(noisy_images(), batch_size=None))  # type: ignore[arg-type]
+        logger.removeHandler(handler)
+        begin = [place for place, line in enumerate(handler.lines) if line.startswith("stage  blocks")]
+        return [line for place in begin for line in handler.lines[place - 1 : place + 4]]
+
+    warnings.simplefilter("ignore")
+    both, alone, silent = trainer(), trainer(), trainer(enable_model_summary=False)
+    found.append(lines(both.fit, both.validate, module=Evaluated()))  # type: ignore[arg-type]
+    found.append(lines(alone.validate, module=Evaluated()))  # type: ignore[arg-type]
+    found.append(lines(silent.fit, module=Evaluated()))  # type: ignore[arg-type]
+    return found
+
+
+def test_rank_0_prints_which_stage_has_what_once_a_run_in_80_columns_unless_summaries_are_off() -> None:
+    (fit, validation, silent), *others = run_ranks(printed, 2, elastic=True)
+    assert fit == validation
+    assert len(fit) == 5
+    assert fit[0] == "2 pipeline × 1 data × 1 tensor"
+    assert [line.split()[0] for line in fit[1:]] == ["stage", "0", "1", "all"]
+    assert "time, into" in fit[2]
+    assert max(map(len, fit)) <= 80
+    assert silent == []
+    assert others == [[[], [], []]]

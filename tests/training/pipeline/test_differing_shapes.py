@@ -1,0 +1,155 @@
+"""Batches of other lengths on other data ranks: pipelines that search for what crosses at different times."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import RanksFailed, run_ranks
+from tests.parity import QUIET
+
+WIDTH = 16
+
+
+class Texts(Dataset[Tensor]):
+    """Of 3 to 7 tokens."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((3 + index * 7 % 5,), index)
+
+
+def padded(texts: list[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(texts, batch_first=True)
+
+
+class Model(L.LightningModule):
+    """The mean over the embedded text crosses to all stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(len(Texts()), WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, len(Texts()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.embed(batch)
+        text = hidden.mean(1, keepdim=True)
+        for block in self.blocks:
+            hidden = hidden + block(hidden) + text
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), batch.flatten())
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)
+
+
+class WithBatchNorm(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Normalized() for _ in range(4))
+
+
+class WithExperts(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 8}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+        self.model = hf.MixtralForCausalLM(hf.MixtralConfig(vocab_size=len(Texts()), **sizes, **heads))
+        del self.embed, self.blocks, self.head
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+
+class Generates(WithExperts):
+    """Longer texts on one data rank than on the other."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        for _ in range(2 + self.trainer.strategy.layout.data_rank):  # type: ignore[attr-defined]
+            following = self.model(input_ids=batch).logits[:, -1].argmax(-1)
+            batch = torch.cat([batch, following[:, None]], 1)
+        self.log("val_loss", (batch % 2).float().mean(), sync_dist=True)
+
+
+def fit(
+    kind: type[Model], settings: dict[str, Any], **trained: Any
+) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    L.seed_everything(1)
+    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=2, **settings)
+    trainer = L.Trainer(strategy=strategy, devices=4, max_epochs=2, **trained, **QUIET)
+    module = kind()
+    loader = DataLoader(Texts(), batch_size=4, collate_fn=padded)
+    trainer.fit(module, loader, loader)
+    parameters = trainer.strategy.gather_full_parameters()  # type: ignore[attr-defined]
+    own = {name: buffer for name, buffer in module.named_buffers() if type(buffer) is Tensor}
+    return float(trainer.callback_metrics["val_loss"]), parameters, own
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+FREED = {"reshard_after_forward": True}
+
+
+@cache
+def without_settings(kind: type[Model]) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    return run_ranks(fit, 4, kind, {}, elastic=True)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (Model, FREED),
+        pytest.param(Model, {**FREED, "reduce_each_microbatch": True}, marks=pytest.mark.long),
+        pytest.param(Model, {**FREED, "schedule": "Interleaved1F1B"}, marks=pytest.mark.long),
+        pytest.param(WithExperts, {"expert_parallel_size": 2}, marks=pytest.mark.long),
+        (WithExperts, {"expert_parallel_size": 2, "schedule": "Interleaved1F1B", **FREED}),
+    ],
+)
+def test_forwards_that_are_collective_over_data_ranks_are_made_alike(
+    kind: type[Model], settings: dict[str, Any]
+) -> None:
+    loss, plain, _ = without_settings(kind)
+    other, parameters, _ = run_ranks(fit, 4, kind, settings, elastic=True)[0]
+    assert other == pytest.approx(loss, rel=1e-5)
+    assert_equal(plain, parameters)
+
+
+def test_synchronized_statistics_are_those_of_both_data_ranks() -> None:
+    ranks = run_ranks(partial(fit, sync_batchnorm=True), 4, WithBatchNorm, {}, elastic=True)
+    (_, _, first), (_, _, second), *_ = ranks
+    assert float(first["blocks.3.norm.num_batches_tracked"]) == 2 * 2 * 4
+    assert_equal(first, second)
+
+
+def test_data_ranks_may_call_the_network_more_often_than_others_unless_experts_are_dealt() -> None:
+    run_ranks(fit, 4, Generates, FREED, elastic=True)
+    with pytest.raises(RanksFailed, match="Data ranks call the network a different number of times within one step"):
+        run_ranks(fit, 4, Generates, {"expert_parallel_size": 2}, elastic=True)

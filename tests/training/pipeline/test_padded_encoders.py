@@ -1,0 +1,95 @@
+"""``nn.TransformerEncoder`` with torch's defaults evaluates padded sequences on stages as it does alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.stages.padded_encoders import use_dense_tensors
+from tests.training.pipelines import Root, evaluated_on_stages
+
+
+class Padded(nn.Module):
+    """Uses what the encoder returns at padded positions too."""
+
+    kind: type[nn.TransformerEncoder] = nn.TransformerEncoder
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.embed, self.norm = nn.Embedding(10, 8), nn.LayerNorm(8)
+        nn.init.normal_(self.norm.bias)
+        self.encoder = self.kind(layer, 4, norm=self.norm, **options)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.encoder(self.embed(tokens), src_key_padding_mask=tokens == 0)
+
+
+class OwnForward(nn.TransformerEncoder):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs)
+
+
+class OfOwnClass(Padded):
+    kind = OwnForward
+
+
+def step(root: nn.Module, tokens: Tensor) -> Tensor:
+    return root(tokens)
+
+
+def tokens(*lengths: int) -> Tensor:
+    torch.manual_seed(1)
+    drawn = torch.randint(1, 10, (len(lengths), 6))
+    return drawn * (torch.arange(6) < torch.tensor(lengths)[:, None])
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("options", [{}, {"mask_check": False}, {"enable_nested_tensor": False}])
+def test_evaluates_as_one_process_also_at_padded_positions(stages: int, options: dict[str, Any]) -> None:
+    batches = [tokens(6, 3), tokens(6, 6), tokens(2, 4), tokens(3, 6).flip(1)]  # the last one isn't aligned
+    if "mask_check" in options:
+        del batches[-1]
+
+    def make() -> nn.Module:
+        return Padded(**options)
+
+    plain = Root(make()).eval()
+    with torch.no_grad():
+        expected = [plain(batch) for batch in batches]
+    torch.testing.assert_close(evaluated_on_stages(make, step, batches, stages), expected)
+
+
+def test_a_frozen_encoder_gives_zeros_in_training_steps_too() -> None:
+    network = Padded().eval().requires_grad_(False)
+    expected = network(tokens(6, 3))
+    use_dense_tensors(network)
+    torch.testing.assert_close(network(tokens(6, 3)), expected)
+    network.requires_grad_(True)
+    assert not torch.allclose(network(tokens(6, 3)), expected)  # nor does torch use nested tensors then
+
+
+def test_layers_called_by_the_user_keep_padded_positions() -> None:
+    network = Padded().eval()
+
+    def by_layers() -> Tensor:
+        hidden = network.embed(tokens(6, 3))
+        for layer in network.encoder.layers:
+            hidden = layer(hidden, src_key_padding_mask=tokens(6, 3) == 0)
+        return hidden
+
+    with torch.no_grad():
+        expected = by_layers()
+        use_dense_tensors(network)
+        network(tokens(6, 3))
+        torch.testing.assert_close(by_layers(), expected)
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_refused_by_name() -> None:
+    with pytest.raises(StepError, match=r"layers\.1 returns a nested tensor.*enable_nested_tensor=False"):
+        evaluated_on_stages(OfOwnClass, step, [tokens(6, 3)] * 2, 2)  # traced, the first has none

@@ -1,0 +1,63 @@
+"""Microbatches with and without padding run the same operations on stages, whose values are named by these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.pipeline.dataflow.transformers_masks import masks_made_as_given
+from tests.training.pipelines import assert_alike
+
+transformers: Any = pytest.importorskip("transformers")
+_SIZES: dict[str, Any] = {"vocab_size": 20, "num_labels": 2, "pad_token_id": 0}
+
+
+def mpnet() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 8}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.MPNetForSequenceClassification(transformers.MPNetConfig(**_SIZES, **sizes, **off))
+
+
+def t5() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
+    of_t5 = {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**_SIZES, **sizes, **of_t5))
+
+
+def classified(root: nn.Module, tokens: Tensor) -> Tensor:
+    logits = root.net(input_ids=tokens, attention_mask=(tokens > 0).long()).logits
+    return nn.functional.cross_entropy(logits, tokens[:, 0] % 2)
+
+
+def generated(root: nn.Module, tokens: Tensor) -> Tensor:
+    return root.net(input_ids=tokens, attention_mask=(tokens > 0).long(), labels=tokens[:, :3].contiguous()).loss
+
+
+@pytest.mark.parametrize(("make", "step", "stages"), [(mpnet, classified, 2), (t5, generated, 2), (t5, generated, 4)])
+@pytest.mark.parametrize("padded", [(True, False, False, True), (False, False, True, True)])
+def test_padding_in_some_microbatches_is_as_in_one_process(
+    make: Callable[[], nn.Module], step: Callable[..., Tensor], stages: int, padded: tuple[bool, ...]
+) -> None:
+    torch.manual_seed(1)
+    parts = [torch.randint(3, 20, (2, 6)) for _ in padded]
+    for part, is_padded in zip(parts, padded):
+        part[0, 4:] *= not is_padded
+    assert_alike(make, step, parts, stages)
+
+
+def test_outside_of_steps_on_stages_masks_are_skipped_as_usual() -> None:
+    masks = transformers.masking_utils
+    whole = torch.ones(1, 4, dtype=torch.bool)
+    for name, sizes in {"_ignore_bidirectional_mask_sdpa": (4,), "_ignore_causal_mask_sdpa": (4, 4, 0, 0)}.items():
+        with masks_made_as_given(causal_too=True):
+            assert not getattr(masks, name)(whole, *sizes)
+            assert getattr(masks, name)(None, *sizes)
+        assert getattr(masks, name)(whole, *sizes)
+    with masks_made_as_given(causal_too=False):
+        assert masks._ignore_causal_mask_sdpa(whole, 4, 4, 0, 0)

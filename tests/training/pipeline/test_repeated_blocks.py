@@ -1,0 +1,181 @@
+"""Blocks that run at several places, on several stages: all is as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_shard.errors import StepError
+from lightning_shard.pipeline.stages.tied import Tie
+from lightning_shard.plugin.assembly.assemble import _apart
+from tests.training.pipelines import assert_alike, on_stages
+
+WIDTH, WORDS = 8, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Looped(nn.Module):
+    """One block that is called in a loop, as ALBERT's layer and a Universal Transformer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.block = Block()
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def call(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        return block(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for _ in range(4):
+            hidden = self.call(self.block, hidden)
+        return self.head(hidden)
+
+
+class Recomputing(Looped):
+    def call(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        return checkpoint(block, hidden, use_reentrant=False)
+
+
+class RecomputingItself(Looped):
+    """As transformers' layers do."""
+
+    def call(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        return checkpoint(partial(block.__call__), hidden, use_reentrant=False)
+
+
+class Collecting(Looped):
+    """What the block gave at each place is used after all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [self.embed(x)]
+        for place in range(4):
+            states.append(self.block(states[-1]) * (place + 1))
+        return self.head(torch.stack(states).tanh().mean(0))
+
+
+class Listed(Looped):
+    """A list that holds blocks several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.listed())
+        del self.block
+
+    def listed(self) -> list[nn.Module]:
+        return [self.block] * 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = self.call(block, hidden)
+        return self.head(hidden)
+
+
+class InPairs(Listed):
+    def listed(self) -> list[nn.Module]:
+        other = Block()
+        return [self.block, self.block, other, other]
+
+
+class InTurn(Listed):
+    def listed(self) -> list[nn.Module]:
+        other = Block()
+        return [self.block, other, self.block, other]
+
+
+class TiedBlocks(Listed):
+    """Blocks of their own that share some weights."""
+
+    def listed(self) -> list[nn.Module]:
+        blocks = [Block() for _ in range(4)]
+        for block in blocks[1:]:
+            block.up.weight = blocks[0].up.weight
+        blocks[3].norm = blocks[1].norm
+        return [*blocks]
+
+
+class Named(Listed):
+    """Under a name of its own, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.blocks[0]
+
+
+AT_FOUR_PLACES = ["net.block"] * 4
+
+
+def loss(root: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(root(x).flatten(0, 1), x.flatten())
+
+
+def batches() -> Sequence[Tensor]:
+    return torch.randint(WORDS, (4, 2, 6), generator=torch.Generator().manual_seed(0)).unbind()
+
+
+@pytest.mark.parametrize(
+    ("network", "stages", "blocks"),
+    [
+        (Looped, 2, AT_FOUR_PLACES),
+        (Looped, 4, AT_FOUR_PLACES),
+        (Looped, 2, [*AT_FOUR_PLACES, "net.block", "net.block"]),  # a place that isn't come to
+        (Recomputing, 3, AT_FOUR_PLACES),
+        (RecomputingItself, 2, AT_FOUR_PLACES),
+        (Collecting, 3, AT_FOUR_PLACES),
+        (Listed, 3, None),
+        (Named, 2, None),
+        (InPairs, 4, None),
+        (InTurn, 2, None),
+        (TiedBlocks, 3, None),
+    ],
+)
+def test_each_use_of_a_block_is_a_place(
+    network: Callable[[], nn.Module], stages: int, blocks: list[str] | None
+) -> None:
+    assert_alike(network, loss, batches(), stages, blocks=blocks)
+
+
+class RecomputingMore(Looped):
+    """A checkpoint around more than the block: what it would recompute here was computed elsewhere."""
+
+    def call(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        return checkpoint(lambda x: block(x).tanh() * x, hidden, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("network", "stages", "blocks", "says"),
+    [
+        (RecomputingMore, 2, AT_FOUR_PLACES, r"net\.block runs on several .* within a torch.utils.checkpoint of more"),
+        (Looped, 2, AT_FOUR_PLACES[:3], "net.block ran 4 times within one step, and a pipeline expects it 3×"),
+    ],
+)
+def test_what_a_pipeline_cant_tell_apart_is_refused(
+    network: Callable[[], nn.Module], stages: int, blocks: list[str], says: str
+) -> None:
+    with pytest.raises(StepError, match=says):
+        on_stages(network, loss, batches(), stages, blocks=blocks)
+
+
+def test_units_hold_no_parameter_that_others_use() -> None:
+    parameters = [("a.up", "b.up"), ("a.down",), ("c.up", "c.again"), ("d.up",)]
+    assert _apart("abcd", parameters, ()) == ["c", "d"]
+    assert _apart("abcd", parameters, [Tie(("d.up",), (0, 1))]) == ["c"]

@@ -1,0 +1,135 @@
+"""Modules made by torch.jit.script or trace train as on one process, unless that would cut them."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import ConfigurationError, PlacementError
+from lightning_shard.testing import assert_trains_alike
+
+WIDTH = 8
+INTERLEAVED = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class WithScripted(nn.Module):
+    """A block or part with another module scripted."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.inner = scripted(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.inner(x)
+
+
+class Sums(nn.Module):
+    """Adds up the samples that it has seen, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.total += x.detach().sum(0)
+        return x
+
+
+def scripted(module: nn.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        return torch.jit.script(module)
+
+
+def traced(module: nn.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.trace(module, torch.zeros(1, WIDTH))
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.eval().requires_grad_(False)
+
+
+class Module(L.LightningModule):
+    """The network is the module itself."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        made: dict[str, nn.Module] = {"loss": nn.MSELoss(), "augment": nn.Identity(), "teacher": nn.Identity()}
+        made["embed"] = nn.Linear(WIDTH, WIDTH)
+        blocks: list[nn.Module] = [Residual() for _ in range(4)]
+        if what == "around":
+            made |= {"loss": scripted(nn.MSELoss()), "augment": scripted(nn.Sequential(Sums(), nn.Hardtanh(-3.0, 3.0)))}
+            made["teacher"] = scripted(frozen(Residual()))
+        elif what == "traced":
+            made |= {"augment": traced(nn.Tanh()), "teacher": traced(frozen(Residual()))}
+        elif what == "in blocks":
+            blocks = [WithScripted(Sums()) for _ in range(4)]
+        elif what == "trained":
+            blocks = [scripted(block) for block in blocks]
+        elif what == "in a part":
+            made["embed"] = WithScripted(frozen(Residual()))
+        elif what == "layers":
+            blocks = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), scripted(nn.Tanh()))]
+        for name, each in made.items():
+            self.add_module(name, each)
+        self.blocks = nn.Sequential(*blocks)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        result = self.blocks(self.embed(self.augment(batch)))
+        loss: Tensor = self.loss(result, self.teacher(2 * batch))
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.1)
+
+
+def batches() -> list[Tensor]:
+    made = torch.Generator().manual_seed(0)
+    return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
+
+
+def test_around_the_blocks_they_are_whole_on_every_stage() -> None:
+    assert_trains_alike(partial(Module, "around"), batches, layouts=[INTERLEAVED])
+
+
+def test_in_blocks_they_belong_to_the_stages_of_these() -> None:
+    assert_trains_alike(partial(Module, "in blocks"), batches, layouts=["pp2", INTERLEAVED])
+
+
+@pytest.mark.parametrize("what", ["traced", "layers"])
+def test_without_trained_parameters_they_need_not_be_sharded(what: str) -> None:
+    assert_trains_alike(partial(Module, what), batches, layouts=["pp2", "dp2"])
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dp2"])
+def test_ones_that_train_are_refused(layout: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"blocks\.0 was made by torch\.jit, and blocks\.0\.linear\.weight is trained"
+    ):
+        assert_trains_alike(partial(Module, "trained"), batches, layouts=[layout], allow_random=True)
+
+
+def test_weights_of_a_scripted_module_in_a_part_that_one_stage_holds_are_refused() -> None:
+    assert_trains_alike(partial(Module, "in a part"), batches, layouts=["dp2"])
+    with pytest.raises(
+        PlacementError, match=r"embed\.inner was made by torch\.jit and has parameters, but embed is held"
+    ):
+        assert_trains_alike(partial(Module, "in a part"), batches, layouts=["pp2"])

@@ -1,0 +1,238 @@
+"""Several stages on each rank: training, evaluation, logs and checkpoints are those of one plain process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.pipeline.runtime import step
+from lightning_shard.pipeline.runtime.split_backward import Product
+from lightning_shard.testing import run_ranks
+from tests.parity import GLOBAL_BATCH, QUIET, Model, Seen, combine, largest_difference, layout, loader, train
+from tests.paths import SCHEDULE_IN_A_V
+
+PIPELINE, BOTH = layout(pipeline=2), layout(pipeline=2, data=2)
+CLIPPED = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "val_check_interval": 1}
+SAVED, TRAINED = 2, 4
+
+
+class Counting(Model):
+    """Counts before the network and after it, keeps a mean, logs, and has its head's weight in its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt2")
+        self.model.lm_head.weight = self.model.transformer.wte.weight
+        self.before = self.after = 0
+        self.hidden: list[Tensor] = []
+        self.mean = MeanMetric()
+        for block in self.model.transformer.h:
+            block.register_forward_hook(lambda module, args, output: self.hidden.append(output))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.before += 1
+        loss = self.loss(batch) + 0.01 * sum(_states(each).square().mean() for each in self.hidden)
+        assert len(self.hidden) == len(self.model.transformer.h)
+        self.hidden.clear()
+        self.after += 1
+        self.mean.update(loss.detach())
+        self.log("train_loss", loss)
+        self.log("samples", len(batch["x"]), reduce_fx="sum")
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.hidden.clear()
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits: Tensor = self.model(batch["x"]).logits
+        self.hidden.clear()
+        return logits
+
+
+def _states(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def fit(sizes: dict[str, int] | None = None, **options: Any) -> tuple[Seen, tuple[int, int], float]:
+    made: list[Counting] = []
+
+    def module() -> L.LightningModule:
+        made.append(Counting())
+        return made[-1]
+
+    seen = train("gpt2", sizes, module=module, trainer=CLIPPED, **options)
+    return seen, (made[0].before, made[0].after), float(made[0].mean.compute())
+
+
+def predict(sizes: dict[str, int] | None = None, **options: Any) -> list[Tensor]:
+    L.seed_everything(3)
+    strategy: Any = "auto" if sizes is None else HybridShardStrategy(**sizes, **options)
+    trainer = L.Trainer(strategy=strategy, devices=1 if sizes is None else 2, **QUIET)
+    return trainer.predict(Counting(), loader(GLOBAL_BATCH, samples=32))  # type: ignore[return-value]
+
+
+@contextmanager
+def counting_second_parts() -> Iterator[Counter[str]]:
+    """How many weights' gradients came later than the rest of their backward."""
+    counted: Counter[str] = Counter()
+    real = step.backward_of_products
+
+    def count(products: Iterable[Product]) -> None:
+        products = [*products]
+        counted["products"] += len(products)
+        real(products)
+
+    step.backward_of_products = count  # type: ignore[attr-defined]
+    try:
+        yield counted
+    finally:
+        step.backward_of_products = real  # type: ignore[attr-defined]
+
+
+def in_two_parts(**options: Any) -> tuple[Seen, tuple[int, int], float]:
+    with counting_second_parts() as counted:
+        seen = fit(PIPELINE, **options)
+    assert counted["products"] > 0, "all of a backward was in its first part"
+    return seen
+
+
+def every_way() -> dict[str, Any]:
+    return {
+        "interleaved": fit(PIPELINE, schedule="Interleaved1F1B", placement=[1, 1, 1, 1]),
+        "v": fit(PIPELINE, schedule=str(SCHEDULE_IN_A_V)),
+        "in two parts": in_two_parts(schedule="InterleavedZeroBubble", placement=[2, 2]),
+        "zero bubbles": in_two_parts(schedule="ZBVZeroBubble"),
+        "dual": in_two_parts(schedule="DualPipeV"),
+        "predicted": predict(PIPELINE, schedule="Interleaved1F1B"),
+    }
+
+
+def check(ours: Seen, plain: Seen) -> None:
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert ours.metrics == pytest.approx(plain.metrics, rel=2e-6)
+    assert ours.norm == pytest.approx(plain.norm, rel=1e-6)
+    assert largest_difference(ours.gradients, plain.gradients) < 1e-7
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
+@pytest.mark.long
+def test_training_and_predictions_are_those_of_one_process() -> None:
+    """With accumulation, validation within it, clipping, a tied embedding, hooks, counters, a metric and logs."""
+    plain, counted, mean = fit()
+    per_rank = run_ranks(every_way, 2, elastic=True)
+    for way in ("interleaved", "v", "in two parts", "zero bubbles", "dual"):
+        check(combine([ran[way][0] for ran in per_rank], PIPELINE), plain)
+        for ran in per_rank:
+            microbatches = ran[way][1][0] // counted[0]
+            assert ran[way][1] == (microbatches * counted[0], microbatches * counted[1])
+            assert ran[way][2] == pytest.approx(mean, rel=1e-6)
+    for ran in per_rank:
+        torch.testing.assert_close(ran["predicted"], predict(), rtol=1e-5, atol=1e-6)
+
+
+def saved(schedule: str, folder: str, resume: str | None = None) -> Seen:
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    options: dict[str, Any] = {"callbacks": [keep], "trainer": {"enable_checkpointing": True}, "shuffle": True}
+    return train("gpt", PIPELINE, steps=TRAINED, schedule=schedule, resume=resume, **options)
+
+
+def saved_and_resumed(folder: str) -> dict[str, Seen]:
+    one, several = f"{folder}/one", f"{folder}/several"
+    first = saved("Interleaved1F1B", several)
+    saved("1F1B", one)
+    name = f"step={SAVED}.ckpt"
+    return {
+        "trained": first,
+        "one of several": saved("1F1B", f"{folder}/3", f"{several}/{name}"),
+        "several of one": saved("Interleaved1F1B", f"{folder}/4", f"{one}/{name}"),
+        "in two parts of one": saved("ZBVZeroBubble", f"{folder}/5", f"{one}/{name}"),
+    }
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_stages(tmp_path: Path) -> None:
+    per_rank = run_ranks(saved_and_resumed, 2, str(tmp_path), elastic=True)
+    seen = {name: combine([ran[name] for ran in per_rank], PIPELINE) for name in per_rank[0]}
+    trained = seen.pop("trained")
+    for ours in seen.values():
+        assert ours.losses == pytest.approx(trained.losses[SAVED:], rel=2e-6)
+        assert largest_difference(ours.parameters, trained.parameters) < 2e-5
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "every second recomputed": {"activation_checkpointing": 2},
+    "selective": {"activation_checkpointing": "selective"},
+    "reduced each": {"reduce_each_microbatch": True},
+    "resharded": {"reshard_after_forward": True},
+}
+
+
+def in_64_bits(sizes: dict[str, int] | None = None, **options: Any) -> Seen:
+    return train("gpt", sizes, trainer={"precision": "64-true"}, **options)
+
+
+def every_setting(schedule: str) -> dict[str, Seen]:
+    return {name: in_64_bits(PIPELINE, schedule=schedule, **options) for name, options in SETTINGS.items()}
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", pytest.param("DualPipeV", marks=pytest.mark.long)])
+def test_settings_of_memory_differ_from_one_process_by_rounding_only(schedule: str) -> None:
+    """In 32 bits AdamW's parameters differ by up to 5e-5: where a gradient is about its eps, rounding is its step."""
+    plain = in_64_bits()
+    per_rank = run_ranks(every_setting, 2, schedule, elastic=True)
+    for name in SETTINGS:
+        ours = combine([ran[name] for ran in per_rank], PIPELINE)
+        assert largest_difference(ours.gradients, plain.gradients) < 1e-14, name
+        assert largest_difference(ours.parameters, plain.parameters) < 1e-12, name
+
+
+def sharded(schedule: str) -> Seen:
+    return train("gpt", BOTH, schedule=schedule, trainer=CLIPPED)
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", pytest.param("Interleaved1F1B", marks=pytest.mark.long)])
+def test_on_data_ranks_too(schedule: str) -> None:
+    check(combine(run_ranks(sharded, 4, schedule, elastic=True), BOTH), train("gpt", trainer=CLIPPED))
+
+
+RAN: list[str] = []
+
+
+def note(name: str, *_: Any) -> None:
+    RAN.append(name)
+
+
+class Notes(L.Callback):
+    """A hook inside of each block notes it in a global that no step uses."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for name, part in module.named_modules():
+            if name.endswith("mlp"):
+                part.register_forward_pre_hook(partial(note, name))
+
+
+def noted(options: dict[str, Any]) -> list[str]:
+    RAN.clear()
+    strategy = HybridShardStrategy(**PIPELINE, **options)
+    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=3, callbacks=[Notes()], **QUIET)
+    trainer.fit(Model("gpt"), loader(GLOBAL_BATCH))
+    return sorted({*RAN})
+
+
+def test_what_hooks_collect_in_globals_is_of_all_stages_of_a_rank() -> None:
+    """Only what the last of them had seen was left."""
+    ranks = run_ranks(noted, 2, {"schedule": "Interleaved1F1B"}, elastic=True)
+    names = [f"model.blocks.{i}.mlp" for i in range(4)]
+    assert [*map(len, ranks)] == [2, 2]
+    assert sorted(ranks[0] + ranks[1]) == names

@@ -1,0 +1,216 @@
+"""Several stages on each rank of a pipeline: what crosses, what steps change, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_shard.errors import ConfigurationError, PlacementError, StepError
+from lightning_shard.plugin.steps.schedule_choice import candidates, fitting_schedules
+from lightning_shard.plugin.steps.state import per_stage
+from tests.paths import SCHEDULE_IN_A_V
+from tests.training.pipeline.test_crossing import (
+    NETWORKS,
+    WIDTH,
+    Net,
+    WithFeatures,
+    batches,
+    loss,
+    seeded,
+    with_features,
+)
+from tests.training.pipelines import Root, assert_alike, evaluated_on_stages, on_stages
+from tests.training.state.test_state_of_steps import Counter, Nested
+
+INTERLEAVED, V = "Interleaved1F1B", str(SCHEDULE_IN_A_V)
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class Stem(Net):
+    """Statistics before the blocks, and around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.BatchNorm1d(WIDTH)
+        self.around = nn.BatchNorm1d(WIDTH, affine=False)
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        hidden = self.stem(self.embed(x).transpose(1, 2)).transpose(1, 2)
+        self.around(x[:, :1, None].float().expand(-1, WIDTH, 2))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+ALL = {**NETWORKS, "Tied": Tied, "Stem": Stem}
+FEW = ("UNet", "Collecting", "Conditioned", "EncoderAndDecoder", "Tied", "Stem")
+IN_TWO_PARTS = {"InterleavedZeroBubble": ("UNet", "Stem"), "ZBVZeroBubble": ("Tied",), "DualPipeV": ("UNet",)}
+
+
+@pytest.mark.parametrize("schedule", [INTERLEAVED, V], ids=["interleaved", "V"])
+@pytest.mark.parametrize("network", [n if n in FEW else pytest.param(n, marks=pytest.mark.long) for n in ALL])
+def test_a_network_on_four_stages_of_two_ranks_is_the_network_alone(network: str, schedule: str) -> None:
+    assert_alike(seeded(ALL[network]), loss, batches(), 2, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("network", "schedule"),
+    [
+        pytest.param(network, schedule, marks=() if network in few else pytest.mark.long)
+        for schedule, few in IN_TWO_PARTS.items()
+        for network in ALL
+    ],
+)
+def test_with_backwards_in_two_parts_too(network: str, schedule: str) -> None:
+    assert_alike(seeded(ALL[network]), loss, batches(), 2, schedule=schedule)
+
+
+def made_by(make: Callable[[], nn.Module]) -> tuple[list[Any], Callable[[], nn.Module]]:
+    made: list[Any] = []
+
+    def make_one() -> nn.Module:
+        made.append(make())
+        return made[-1]
+
+    return made, make_one
+
+
+@pytest.mark.parametrize("schedule", [INTERLEAVED, V], ids=["interleaved", "V"])
+def test_hooks_and_counters_see_each_microbatch_once(schedule: str) -> None:
+    made, make = made_by(WithFeatures)
+    assert_alike(seeded(make), with_features, batches(), 2, schedule=schedule)
+    assert [net.calls for net in made] == [4] * 3
+
+
+@pytest.mark.parametrize("schedule", [INTERLEAVED, V], ids=["interleaved", "V"])
+def test_statistics_around_the_blocks_are_of_each_microbatch_once(schedule: str) -> None:
+    plain = seeded(Stem)()
+    for x in batches():
+        plain(x)
+    roots: list[Root] = []
+    on_stages(seeded(Stem), loss, batches(), 2, schedule=schedule, roots=roots)
+    first: Any = roots[0 if schedule == INTERLEAVED else 1].net
+    assert first.stem.num_batches_tracked == 4
+    torch.testing.assert_close(first.stem.running_mean, plain.stem.running_mean)
+    for root in roots:
+        net: Any = root.net
+        torch.testing.assert_close(dict(net.around.named_buffers()), dict(plain.around.named_buffers()))
+        assert net.seen == 4
+
+
+class NestedWithoutIterators(Nested):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = {"all": Ones(), "same": Ones()}
+
+
+class Ones:
+    def __next__(self) -> int:
+        return 1
+
+
+def test_whatever_a_step_counts_in_is_counted_once() -> None:
+    made, make = made_by(NestedWithoutIterators)
+    assert_alike(seeded(make), loss, batches(), 2, schedule=INTERLEAVED)
+    for net in made:
+        assert net.alias is net.stats["seen"]["all"]
+        counts = (net.alias[0], net.stats["array"][0], net.stats["sum"], len(net.by_kind["call"]), net.meter.total)
+        assert [*map(float, counts), len(net.kept.seen), net.called] == [4] * 7
+
+
+def test_modules_that_no_run_changes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanged, put_back = [], per_stage._Attributes.put_back
+
+    def noted(attributes: per_stage._Attributes) -> None:
+        exchanged.append(attributes.module)
+        put_back(attributes)
+
+    monkeypatch.setattr(per_stage._Attributes, "put_back", noted)
+    on_stages(seeded(Net), loss, batches(), 2, schedule=INTERLEAVED, microbatches=2)
+    assert not exchanged
+    on_stages(seeded(Stem), loss, batches(), 2, schedule=INTERLEAVED, microbatches=2)
+    assert {type(module) for module in exchanged} == {Stem, nn.BatchNorm1d}
+
+
+def test_what_the_last_stage_leaves_is_read_in_the_next_batch_and_refused_within_one() -> None:
+    assert_alike(seeded(Counter), loss, batches(), 2, schedule=INTERLEAVED, microbatches=1)
+    with pytest.raises(StepError, match=r"has left \(net changes\).*a batch has 2,"):
+        on_stages(seeded(Counter), loss, batches(), 2, schedule=INTERLEAVED, microbatches=2)
+
+
+def test_evaluation() -> None:
+    def step(root: nn.Module, x: Tensor) -> Any:
+        return {"logits": root.net(x)}
+
+    with torch.no_grad():
+        expected = [step(Root(seeded(Net)()).eval(), x) for x in batches()]
+    torch.testing.assert_close(evaluated_on_stages(seeded(Net), step, batches(), 2, schedule=INTERLEAVED), expected)
+
+
+# -- refused
+
+
+def test_an_iterator_that_stages_would_draw_from_in_turn_is_refused() -> None:
+    with pytest.raises(StepError, match=r"draws from an iterator that the module keeps, and 2 stages.*1F1B"):
+        on_stages(seeded(Nested), loss, batches(), 2, schedule=INTERLEAVED)
+
+
+class Remembers(Net):
+    """Adds to a large tensor in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory.add_(1)
+        return super().forward(x)
+
+
+def test_a_large_tensor_that_a_step_changes_in_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(per_stage, "LARGEST_COPY_BYTES", 100)
+    with pytest.raises(StepError, match=r"changes net\.memory in place.*2 stages on this rank"):
+        on_stages(seeded(Remembers), loss, batches(), 2, schedule=INTERLEAVED)
+
+
+class Late(Net):
+    """Begins to collect when it's told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.collects:
+            self.inputs.append(x)
+        self.collects = True
+        return super().forward(x)
+
+    collects = False
+
+
+def test_a_list_that_the_first_microbatch_left_alone_is_refused_later() -> None:
+    with pytest.raises(StepError, match=r"changes net\.inputs in place"):
+        on_stages(seeded(Late), loss, batches(), 2, schedule=INTERLEAVED)
+
+
+def test_how_many_stages_a_rank_has() -> None:
+    assert candidates(INTERLEAVED, 2, None)[0].stages == 4
+    assert candidates(INTERLEAVED, 2, None, [1] * 6)[0].stages == 6
+    with pytest.raises(PlacementError, match="has 4 stages on 2 ranks, and the network has 3 blocks"):
+        fitting_schedules(candidates(INTERLEAVED, 2, None), 3, "auto")
+    with pytest.raises(
+        ConfigurationError, match=r"\[2, 2\]\) has 2 numbers, and schedule='Interl.*has 4 stages or more"
+    ):
+        candidates(INTERLEAVED, 2, None, [2, 2])

@@ -1,0 +1,329 @@
+"""An embedding that is also the head's weight, on two stages: one parameter, as on one process."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard.errors import ShardError
+from lightning_shard.sharding import full_tensor
+from lightning_shard.testing import RanksFailed, run_ranks
+from tests.parity import (
+    GLOBAL_BATCH,
+    QUIET,
+    Model,
+    Seen,
+    combine,
+    largest_difference,
+    layout,
+    like_llama,
+    loader,
+    train,
+    world,
+)
+
+TIED = {
+    "gpt2": ("model.transformer.wte.weight", "model.lm_head.weight"),
+    "llama": ("model.model.embed_tokens.weight", "model.lm_head.weight"),
+}
+CLIPPED = {"gradient_clip_val": 0.3}
+"""Below the norm, so that one that counted the parameter twice would change every parameter."""
+
+
+class Tied(Model):
+    def __init__(self, network: str) -> None:
+        super().__init__(network)
+        embedding, head = TIED[network]
+        self.get_submodule(head.rpartition(".")[0]).weight = self.get_parameter(embedding)
+
+
+class OnMeta(L.LightningModule):
+    """Tied by the network itself."""
+
+    training_step, loss, configure_optimizers = Model.training_step, Model.loss, Model.configure_optimizers
+    validation_step = Model.validation_step
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            import transformers
+
+            with torch.device("meta"):
+                settings = {**like_llama(), "tie_word_embeddings": True}
+                self.model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+                self.kind = "llama"
+
+
+def fit(network: str, sizes: dict[str, int] | None = None, **options: Any) -> Seen:
+    trainer = {**CLIPPED, **options.pop("trainer", {})}
+    return train(network, sizes, module=lambda: Tied(network), trainer=trainer, **options)
+
+
+class TakingNorms(Tied):
+    """Takes norms of what it makes of gradients, and of a weight with no gradient beside it."""
+
+    def on_before_optimizer_step(self, _: Any) -> None:
+        gradients = [p.grad for _, p in self.model.named_parameters() if p.grad is not None]
+        made = {
+            "copies": [gradient.float().clone() for gradient in gradients],
+            "scaled": [gradient / 8 for gradient in gradients],
+            "clamped": [gradient.clamp(-1e-3, 1e-3) for gradient in gradients],
+            "weights": [p.detach() for _, p in self.model.named_parameters()],
+        }
+        for name, tensors in made.items():
+            self.log(name, get_total_norm(tensors))
+
+
+class NotTellable(Tied):
+    def on_before_optimizer_step(self, _: Any) -> None:
+        training = [p for _, p in self.model.named_parameters() if p.grad is not None]
+        get_total_norm([p.grad * 1.0 for p in training if p.ndim == 2])
+
+
+def take_norms(kind: Any, sizes: dict[str, int] | None) -> Seen:
+    return train("llama", sizes, module=lambda: kind("llama"), steps=2)
+
+
+@pytest.mark.parametrize(
+    "sizes", [layout(pipeline=2), pytest.param(layout(pipeline=2, data=2), marks=pytest.mark.long)], ids=str
+)
+def test_norms_of_copies_count_a_tied_weight_once(sizes: dict[str, int]) -> None:
+    ours = combine(run_ranks(take_norms, world(sizes), TakingNorms, sizes, elastic=True), sizes)
+    assert ours.metrics == pytest.approx(take_norms(TakingNorms, None).metrics, rel=1e-4)
+
+
+def test_a_norm_of_which_it_isnt_known_what_is_tied_is_refused_on_all_stages() -> None:
+    said = r"StepError: A total norm .*embed_tokens\.weight, which another stage holds too"
+    with pytest.raises(RanksFailed, match=said) as failed:
+        run_ranks(take_norms, 2, NotTellable, layout(pipeline=2), elastic=True)
+    assert len(re.findall(f"\n.*{said}", str(failed.value))) == 2, failed.value
+
+
+@pytest.mark.parametrize(
+    ("network", "sizes", "options"),
+    [
+        pytest.param("gpt2", layout(pipeline=2), {}, marks=pytest.mark.long),
+        ("llama", layout(pipeline=2, data=2), {"schedule": "GPipe"}),
+        ("gpt2", layout(pipeline=3), {"placement": [1, 2, 1], "microbatches": 4}),
+        ("llama", layout(pipeline=2), {"trainer": {"accumulate_grad_batches": 2}}),
+    ],
+    ids=["pp2", "pp2×dp2", "pp3", "accumulation"],
+)
+def test_a_tied_embedding_over_stages_is_that_of_one_process(
+    network: str, sizes: dict[str, int], options: dict[str, Any]
+) -> None:
+    plain = fit(network, trainer=options.get("trainer", {}))
+    per_rank = run_ranks(fit, world(sizes), network, sizes, elastic=True, **options)
+    embedding, head = TIED[network]
+    first, last = per_rank[0], per_rank[-1]
+    assert embedding in first.parameters
+    assert torch.equal(first.parameters[embedding], last.parameters[embedding])
+    ours = combine(per_rank, sizes)
+    assert head not in ours.parameters  # one parameter, by its first name
+    assert plain.norm > CLIPPED["gradient_clip_val"]
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert ours.norm == pytest.approx(plain.norm, rel=1e-6)
+    assert largest_difference(ours.gradients, plain.gradients) < 1e-7
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
+def saving(sizes: dict[str, int], folder: str, resume: str | None) -> Seen:
+    keep = L.pytorch.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    settings = {"enable_checkpointing": True}
+    return fit("llama", sizes, steps=4, shuffle=True, callbacks=[keep], trainer=settings, resume=resume)
+
+
+def test_it_is_saved_once_and_goes_on_on_any_layout(tmp_path: Path) -> None:
+    staged, whole = layout(pipeline=2), layout(data=2)
+    curves = {}
+    for name, sizes in {"staged": staged, "whole": whole}.items():
+        curves[name] = combine(run_ranks(saving, 2, sizes, str(tmp_path / name), None, elastic=True), sizes).losses
+    assert curves["staged"] == pytest.approx(curves["whole"], rel=2e-6)
+    embedding, head = TIED["llama"]
+    found = {name: checkpoint.read(tmp_path / name / "step=2.ckpt") for name in curves}
+    for stored in found.values():
+        assert checkpoint.verify(stored.path).ok
+        assert stored.alias_of(head) == embedding
+    assert found["staged"].optimizer.keys() == found["whole"].optimizer.keys()
+    assert sum(f.bytes - f.header_bytes for f in found["staged"].manifest.files if f.path.startswith("model/")) == sum(
+        stored.nbytes for name, stored in found["staged"].items() if name != head
+    )
+    for name, other in (("staged", whole), ("whole", staged)):
+        path = str(tmp_path / name / "step=2.ckpt")
+        losses = combine(run_ranks(saving, 2, other, str(tmp_path / f"after-{name}"), path, elastic=True), other).losses
+        assert losses == pytest.approx(curves["whole"][2:], rel=2e-6), name
+
+
+class KeepsGradients(Tied):
+    """Sums gradients over all steps: ``zero_grad`` does nothing."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.named_parameters(), lr=0.1)
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        pass
+
+
+class Scaled(Tied):
+    """A scalar, too, is used on both stages. It isn't sharded, so each batch's gradients are added to its own."""
+
+    def __init__(self, network: str) -> None:
+        super().__init__(network)
+        scale = nn.Parameter(torch.tensor(1.0))
+        for part in (self.model.get_input_embeddings(), self.model.lm_head):
+            part.scale = scale
+            part.register_forward_hook(lambda part, _, out: out * part.scale)
+
+
+def accumulate(sizes: dict[str, int] | None = None, **options: Any) -> Seen:
+    trainer = {**CLIPPED, "accumulate_grad_batches": 3}  # a validation every two batches, so in mid-accumulation too
+    return train("llama", sizes, module=lambda: Scaled("llama"), trainer=trainer, steps=2, **options)
+
+
+def accumulate_in_several_ways(sizes: dict[str, int]) -> list[Seen]:
+    """Gradients are reduced at the last batch, or at each of them: where nothing is sharded, or by FSDP2's units."""
+    each = {"reduce_each_microbatch": True}
+    split = {**each, "schedule": "ZBVZeroBubble"}
+    return [accumulate(sizes, **options) for options in ({}, {**each, "cpu_offload": True}, each, split)]
+
+
+def test_accumulated_gradients_are_added_once_however_often_they_are_reduced() -> None:
+    sizes = layout(pipeline=2)
+    plain = accumulate()
+    for seen in zip(*run_ranks(accumulate_in_several_ways, 2, sizes, elastic=True), strict=True):
+        ours = combine(list(seen), sizes)
+        assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+        assert largest_difference(ours.gradients, plain.gradients) < 1e-7
+        assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
+def keep_gradients(sizes: dict[str, int] | None = None) -> Seen:
+    return train("llama", sizes, module=lambda: KeepsGradients("llama"))
+
+
+def test_gradients_that_are_kept_over_steps_are_added_once() -> None:
+    sizes = layout(pipeline=2)
+    plain, ours = keep_gradients(), combine(run_ranks(keep_gradients, 2, sizes, elastic=True), sizes)
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-6
+
+
+class Grouped(Tied):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        rank = self.trainer.strategy.layout.pipeline_rank
+        return torch.optim.AdamW([{"params": list(self.parameters()), "lr": 1e-3 if rank else 1e-4}])
+
+
+class Normalized(torch.optim.SGD):
+    """Takes steps of one length, of all parameters together: not those of a stage."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure else None
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([full_tensor(gradient).norm() for gradient in gradients]).norm()
+        torch._foreach_div_(gradients, norm)
+        super().step()
+        return loss
+
+
+class TakesNorm(Tied):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Normalized(self.parameters(), lr=0.1)
+
+
+class Untried(Normalized):
+    """Can't be made by its settings, nor copied, which would show that it takes a norm."""
+
+    def __init__(self, parameters: Any, lr: float, norm: str) -> None:
+        super().__init__(parameters, lr=lr)
+        self.norms = torch.zeros(3)
+
+
+class Drifts(Tied):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Untried(self.parameters(), 0.1, norm="of all")
+
+
+class FreezesByPlace(Tied):
+    def on_train_start(self) -> None:
+        first = self.trainer.strategy.layout.pipeline_rank == 0
+        self.get_parameter(TIED["llama"][0]).requires_grad_(not first)
+
+
+class AlsoOutside(Tied):
+    def __init__(self, network: str) -> None:
+        super().__init__(network)
+        self.condition = nn.Embedding(64, 32)
+        self.condition.weight = self.get_parameter(TIED[network][0])
+
+
+class Shared(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return super().forward(x)
+
+
+class BuffersOnBothSides(L.LightningModule):
+    def __init__(self, _: str) -> None:
+        super().__init__()
+        shared = Shared()
+        self.model = nn.Sequential(
+            OrderedDict(
+                before=nn.Sequential(nn.Embedding(64, 32), shared),
+                layers=nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))),
+                after=nn.Sequential(shared, nn.Linear(32, 64)),
+            )
+        )
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+REFUSED = {
+    Grouped: r"embed_tokens\.weight is on two .*stages.*'lr': 0\.0001.*'lr': 0\.001",
+    TakesNorm: r"Normalized updates each parameter depending on others",
+    Drifts: r"embed_tokens\.weight is tied over two pipeline stages, and their copies have parted",
+    FreezesByPlace: r"embed_tokens\.weight is on pipeline ranks .* only some of them train it: freeze",
+    BuffersOnBothSides: r"training_step changes model\.before\.1\.seen, and several pipeline stages hold",
+}
+
+
+def fit_refused() -> None:
+    for kind, says in REFUSED.items():
+        strategy = HybridShardStrategy(pipeline_parallel_size=2, pipeline_blocks="layers")
+        trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+        with pytest.raises(ShardError, match=says):
+            trainer.fit(kind("llama"), loader(GLOBAL_BATCH))
+
+
+def test_copies_that_would_part_are_refused_on_every_rank() -> None:
+    run_ranks(fit_refused, 2, elastic=True)
+
+
+def initial(sizes: dict[str, int]) -> Seen:
+    return train("llama", sizes, steps=1, module=OnMeta)
+
+
+def test_a_network_that_was_tied_on_meta_stays_so_and_begins_alike_on_every_layout() -> None:
+    embedding, head = TIED["llama"]
+    seen = {}
+    for name, sizes in {"dp2": layout(data=2), "pp2": layout(pipeline=2)}.items():
+        seen[name] = combine(run_ranks(initial, 2, sizes, elastic=True), sizes).initial
+        assert embedding in seen[name]
+        assert head not in seen[name]
+    assert seen["dp2"].keys() == seen["pp2"].keys()
+    assert all(torch.equal(seen["dp2"][name], seen["pp2"][name]) for name in seen["dp2"])

@@ -1,0 +1,59 @@
+"""Copies of metrics, as torchmetrics makes them to track one over epochs, are reduced as the metrics themselves are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanSquaredError, MetricCollection, MetricTracker
+from torchmetrics.regression import MeanAbsoluteError
+
+from lightning_shard.testing import assert_trains_alike
+
+WIDTH = 8
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        self.tracker = MetricTracker(
+            MetricCollection([MeanSquaredError(), MeanAbsoluteError()]), maximize=[False, True]
+        )
+        self.metric = MeanSquaredError()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.blocks(batch) - 2 * batch).square().mean()
+
+    def on_validation_epoch_start(self) -> None:
+        self.tracker.increment()
+        self.cloned = self.metric.clone()
+        self.also = copy.deepcopy(self.metric)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        result = self.blocks(batch)
+        self.tracker.update(result, batch)
+        self.cloned.update(result, batch)
+        self.also(result, 2 * batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.tracker.compute())
+        self.log("cloned", self.cloned.compute())
+        self.log("also", self.also.compute())
+        best: Any = self.tracker.best_metric()
+        self.log("best", best["MeanSquaredError"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches() -> list[Tensor]:
+    made = torch.Generator().manual_seed(0)
+    return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
+
+
+def test_they_are_computed_over_all_ranks_and_on_all_stages() -> None:
+    assert_trains_alike(Module, batches, layouts=["dp2", "pp2 x dp2"])

@@ -1,0 +1,293 @@
+"""What a step leaves on the last stage, and parameters without a gradient, in a fit on two stages."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.errors import StepError
+from lightning_shard.sharding import full_tensor
+from lightning_shard.testing import run_ranks
+from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, loader, whole
+
+WIDTH = 8
+
+
+class Counts(L.LightningModule):
+    """Scales its input by what its last step has left, and trains its head only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.scale = self.last = 1
+        self.shadows = {"of the head": [nn.Parameter(torch.ones(()), requires_grad=False)]}
+        self.noise = torch.Generator().manual_seed(1)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.scale = self.last
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        hidden = self.embed(batch["x"]) * self.scale
+        hidden = hidden + torch.rand(WIDTH, generator=self.noise).to(hidden.device) * 0
+        for block in self.blocks:
+            hidden = block(hidden)
+        self.last = batch_idx + 2
+        self.shadows["of the head"][0].fill_(self.last)
+        return F.cross_entropy(self.head(hidden.detach()).flatten(0, 1), batch["y"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
+
+
+def fit(sizes: dict[str, int] | None) -> tuple[tuple[int, float], dict[str, Tensor]]:
+    L.seed_everything(3)
+    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
+    trainer = L.Trainer(strategy=strategy, devices=2 if sizes else 1, max_steps=3, **QUIET)
+    module = Counts()
+    trainer.fit(module, loader(GLOBAL_BATCH))
+    return (module.last, float(module.shadows["of the head"][0])), whole(module)
+
+
+class InPlace(Counts):
+    """A codebook, or a momentum encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.codes.mean()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.codes.data.mul_(0.5)
+        return self(super().training_step(batch, batch_idx))
+
+
+class Normed(nn.Linear):
+    """Keeps its weight's norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.div_(2 * self.weight.norm())
+        return super().forward(x)
+
+
+class InPlaceInABlock(Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed(WIDTH, WIDTH) for _ in range(2))
+
+
+def fit_in_place() -> list[str]:
+    said = []
+    for kind in (InPlace, InPlaceInABlock):
+        trainer = L.Trainer(strategy=HybridShardStrategy(), devices=2, max_steps=1, **QUIET)
+        try:
+            trainer.fit(kind(), loader(GLOBAL_BATCH // 2))
+        except StepError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_change_of_a_gathered_parameter_is_refused() -> None:
+    for said in run_ranks(fit_in_place, 2, elastic=True):
+        for name, error in zip(("codes", "blocks.0.weight"), said, strict=True):
+            assert f"The parameter {name} " in error
+            assert "changed in place" in error
+            assert "Sentence 8" in error
+
+
+def test_late_state_and_untrained_parameters_are_as_in_one_process() -> None:
+    last, expected = fit(None)
+    ranks = run_ranks(fit, 2, {"pipeline_parallel_size": 2, "microbatches": 2}, elastic=True)
+    assert [own for own, _ in ranks] == [last, last]
+    for name, value in {**ranks[0][1], **ranks[1][1]}.items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+class KeepsLoss(Counts):
+    """In a tensor that is first made in a step."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.loss = loss.detach()
+        return loss
+
+
+def warned(kind: type[Counts]) -> list[str]:
+    trainer = L.Trainer(strategy=HybridShardStrategy(2), devices=2, max_steps=3, **QUIET)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(kind(), loader(GLOBAL_BATCH))
+    return [
+        str(each.message)
+        for each in caught
+        if re.search(r"^- loss: .*counts once per microbatch", str(each.message), re.M)
+    ]
+
+
+def test_a_loss_that_each_microbatch_keeps_is_reported_once() -> None:
+    assert [len(each) for each in run_ranks(warned, 2, KeepsLoss, elastic=True)] == [1, 0]
+
+
+class Evaluator:
+    def __init__(self) -> None:
+        self.matrix = np.zeros((VOCABULARY, VOCABULARY), dtype=np.int64)
+
+    def add(self, expected: Any, found: Any) -> None:
+        np.add.at(self.matrix, (expected, found), 1)
+
+
+class Confuses(Counts):
+    """Its confusion matrices were zero where the last stage isn't: early stopping ended training too soon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = np.zeros((VOCABULARY, VOCABULARY), dtype=np.int64)
+        self.evaluator = Evaluator()
+        self.listed = [torch.zeros(VOCABULARY), torch.zeros(VOCABULARY)]
+        self.seen: list[float] = []
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        hidden = self.embed(batch["x"])
+        for block in self.blocks:
+            hidden = block(hidden)
+        found, expected = self.head(hidden).argmax(-1).flatten(), batch["y"].flatten()
+        np.add.at(self.matrix, (expected.numpy(), found.numpy()), 1)
+        self.evaluator.add(expected.numpy(), found.numpy())
+        self.listed[1] += torch.bincount(found, minlength=VOCABULARY)
+
+    def on_validation_epoch_end(self) -> None:
+        for each in (self.matrix, self.evaluator.matrix):
+            self.seen.append(float(np.trace(each) / each.sum()) + each.argmax())
+            each[:] = 0
+        self.seen += [*self.listed[1].tolist()]
+
+
+def confuse(sizes: dict[str, int] | None) -> list[float]:
+    L.seed_everything(3)
+    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
+    module = Confuses()
+    settings = {"max_steps": 4, "val_check_interval": 2, "devices": 2 if sizes else 1}
+    L.Trainer(strategy=strategy, **settings, **QUIET).fit(module, loader(GLOBAL_BATCH), loader(GLOBAL_BATCH))
+    return module.seen
+
+
+def test_arrays_that_steps_count_in_are_on_all_stages_as_in_one_process() -> None:
+    expected = confuse(None)
+    assert run_ranks(confuse, 2, {"pipeline_parallel_size": 2}, elastic=True) == [expected, expected]
+
+
+class Changes(Counts):
+    """In ways that other stages were blind to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"scale": 1.0})
+        self.first = True
+        self.turns = {"a": 1.0, "b": 2.0, "c": 3.0}
+        self.ring = [0.0] * 200
+        self.register_buffer("mean", torch.zeros(()))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.hparams.scale = 1.0 + batch_idx
+        if hasattr(self, "first"):
+            del self.first
+        name = next(iter(self.turns))
+        self.turns[name] = self.turns.pop(name)
+        self.ring[150 + batch_idx] = float(loss)
+        self.mean.data.add_(loss.detach())
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        held = (self.hparams.scale, hasattr(self, "first"), [*self.turns].index("a"), sum(self.ring), self.mean)
+        self.seen += map(float, held)
+
+
+def change(sizes: dict[str, int] | None) -> list[float]:
+    L.seed_everything(3)
+    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
+    module = Changes()
+    L.Trainer(strategy=strategy, devices=2 if sizes else 1, max_steps=3, **QUIET).fit(module, loader(GLOBAL_BATCH))
+    return module.seen
+
+
+def test_every_kind_of_change_after_the_network_is_on_all_stages() -> None:
+    expected = change(None)
+    for own in run_ranks(change, 2, {"pipeline_parallel_size": 2, "microbatches": 1}, elastic=True):
+        assert own == pytest.approx(expected, rel=1e-5)
+
+
+class Averages(Counts):
+    """Of each weight by its name, kept by hand: on ranks these are sharded tensors, which steps' snapshots meet."""
+
+    def on_fit_start(self) -> None:
+        self.average = {name: p.detach().clone() for name, p in self.named_parameters()}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                self.average[name].mul_(0.9).add_(parameter, alpha=0.1)
+
+
+def averages(sizes: dict[str, int] | None) -> dict[str, Tensor]:
+    L.seed_everything(3)
+    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
+    trainer = L.Trainer(strategy=strategy, devices=2 if sizes else 1, max_steps=3, **QUIET)
+    module = Averages()
+    trainer.fit(module, loader(GLOBAL_BATCH))
+    return {name: full_tensor(value) for name, value in module.average.items()}
+
+
+def test_averages_kept_by_name_are_each_stages_own() -> None:
+    expected = averages(None)
+    first, second = run_ranks(averages, 2, {"pipeline_parallel_size": 2, "microbatches": 2}, elastic=True)
+    assert {**first, **second}.keys() == expected.keys()
+    for name, value in {**first, **second}.items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+class BeginsLater(L.LightningModule):
+    """Scales what it validates by what an earlier batch has left, from the fourth batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.scale = 1.0
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0] * self.scale
+        for block in self.blocks:
+            x = block(x)
+        if batch_idx >= 3:
+            self.scale = 2.0 + batch_idx
+        return x
+
+
+def validated() -> list[str]:
+    trainer = L.Trainer(devices=2, strategy=HybridShardStrategy(pipeline_parallel_size=2, microbatches=1), **QUIET)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.validate(BeginsLater(), DataLoader(TensorDataset(torch.ones(12, 4)), batch_size=2), verbose=False)
+    return [text for each in said if "didn't in its first batch" in (text := str(each.message))]
+
+
+def test_an_evaluation_that_begins_to_leave_state_after_others_have_begun_is_warned_of() -> None:
+    last, first = run_ranks(validated, 2, elastic=True, timeout_s=50)
+    assert last == []
+    assert len(first) == 1
+    assert "changes self.scale after" in first[0]

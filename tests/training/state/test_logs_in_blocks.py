@@ -1,0 +1,95 @@
+"""What blocks log themselves: the last stage's is told, an earlier one's was lost silently, and is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_shard.errors import StepError
+from lightning_shard.testing import assert_trains_alike
+from tests.testing.test_trains_alike import Block, Module, batches
+
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 2}
+SEVERAL: dict[str, Any] = {**STAGES, "schedule": "Interleaved1F1B"}
+
+
+class Logs(Block):
+    """Logs how large its output is, by whatever it was given to log by, and keeps it."""
+
+    log: Callable[[float], None] | None = None
+    size: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.size = x.detach().square().mean()
+        if self.log is not None:
+            self.log(float(self.size))
+        return x
+
+
+class LogsInBlocks(Module):
+    def __init__(self, places: tuple[int, ...], one_name: bool = False) -> None:
+        super().__init__(block=Logs)
+        for place in places:
+            block = self.network.blocks[place]
+            object.__setattr__(block, "log", partial(self._log_of_block, "size" if one_name else f"size of {place}"))
+
+    def _log_of_block(self, name: str, size: float) -> None:
+        if not self.trainer.predicting:
+            self.log(name, size, sync_dist=True)
+
+
+class LogsInHooks(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for place, block in enumerate(self.network.blocks):
+            block.get_submodule("down").register_forward_hook(partial(self._hook, place))
+
+    def _hook(self, place: int, _module: Any, _args: Any, output: Tensor) -> None:
+        if not self.trainer.predicting:
+            self.log(f"size of {place}", output.detach().square().mean(), sync_dist=True)
+
+
+class LogsByAnotherName(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.say = self.log
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        loss = super().loss(tokens)
+        self.say("own", loss.detach(), sync_dist=True)
+        return loss
+
+
+class LogsAfterwards(Module):
+    def __init__(self) -> None:
+        super().__init__(block=Logs)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        loss = super().loss(tokens)
+        sizes = [block.size for block in self.network.blocks]
+        self.log("sizes", torch.stack(sizes).mean(), sync_dist=True)  # type: ignore[arg-type]
+        return loss
+
+
+@pytest.mark.parametrize("layout", [STAGES, SEVERAL], ids=["one stage each", "two stages each"])
+@pytest.mark.parametrize("one_name", [False, True], ids=["names of their own", "one name"])
+def test_what_earlier_stages_blocks_log_is_refused_by_the_blocks_name(layout: dict[str, Any], one_name: bool) -> None:
+    with pytest.raises(StepError, match=r"self\.log\('size.*called by network\.blocks\.[012], on an earlier pipeline"):
+        assert_trains_alike(partial(LogsInBlocks, (0, 2, 3), one_name), batches, layout, steps=1)
+
+
+def test_what_the_last_stages_blocks_log_is_told_and_what_blocks_keep_and_hooks_compute_can_be() -> None:
+    assert_trains_alike(partial(LogsInBlocks, (3,)), batches, SEVERAL, steps=1)
+    assert_trains_alike(LogsAfterwards, batches, SEVERAL, steps=1)
+    assert_trains_alike(LogsInHooks, batches, STAGES, steps=1)
+
+
+def test_a_log_that_was_taken_from_the_module_before_is_refused_on_stages() -> None:
+    with pytest.raises(StepError, match=r"'own' is logged through a stored reference to self.log"):
+        assert_trains_alike(LogsByAnotherName, batches, STAGES, steps=1)

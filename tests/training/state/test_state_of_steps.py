@@ -1,0 +1,424 @@
+"""What a step changes beside gradients, on several stages: as in one process, or refused."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_shard.errors import StepError
+from tests.training.pipeline.test_crossing import WIDTH, WORDS, Net, batches, loss, seeded
+from tests.training.pipelines import alone, assert_alike, on_stages
+
+# -- changed after the network, read before it
+
+
+class Late(Net):
+    """Scales what goes into the blocks by what earlier steps have left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x) * (1 + self.before())
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden))
+        self.after(logits.detach())
+        return logits
+
+    def before(self) -> Any:
+        raise NotImplementedError
+
+    def after(self, logits: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Counter(Late):
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def before(self) -> Any:
+        return self.steps / 10
+
+    def after(self, logits: Tensor) -> None:
+        self.steps += 1
+
+
+class RunningMean(Late):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def before(self) -> Any:
+        return self.mean
+
+    def after(self, logits: Tensor) -> None:
+        self.mean.mul_(0.9).add_(logits.square().mean())
+
+
+class Memory(Late):
+    """What it begins with is the last step's state, as in recurrent networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Any = None
+
+    def before(self) -> Any:
+        return 0 if self.state is None else self.state[0]
+
+    def after(self, logits: Tensor) -> None:
+        self.state = (logits.mean(-1, keepdim=True), len(logits))
+
+
+class Recent(Late):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = deque([0.0], maxlen=2)
+
+    def before(self) -> Any:
+        return sum(self.recent)
+
+    def after(self, logits: Tensor) -> None:
+        self.recent.append(logits.mean().item())
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.values: dict[str, list[float]] = defaultdict(list)
+        self.total = 0.0
+
+    def update(self, value: float) -> None:
+        self.values["all"].append(value)
+        self.total += value
+
+
+class Metered(Late):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def before(self) -> Any:
+        return self.meter.total
+
+    def after(self, logits: Tensor) -> None:
+        self.meter.update(logits.mean().item())
+
+
+@pytest.mark.parametrize(("network", "stages"), [(Counter, 2), (RunningMean, 2), (Memory, 3)])
+def test_the_next_batch_begins_with_what_the_last_stage_has_left(network: Callable[[], nn.Module], stages: int) -> None:
+    assert_alike(seeded(network), loss, batches(), stages, microbatches=1)
+
+
+@pytest.mark.parametrize("network", [Counter, RunningMean, Memory])
+def test_microbatches_that_would_begin_with_an_old_value_are_refused(network: Callable[[], nn.Module]) -> None:
+    with pytest.raises(StepError, match=r"has left \(net.* changes\).*a batch has 2,.*Sentence 6 "):
+        on_stages(seeded(network), loss, batches(), 2, microbatches=2)
+
+
+class Machine:
+    """What has no attributes can't be sent."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.total = partial(sum, values)
+
+
+class Machines(Late):
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = Machine([0.0])
+
+    def before(self) -> Any:
+        return self.machine.total()
+
+    def after(self, logits: Tensor) -> None:
+        self.machine.total = partial(sum, [logits.mean().item()])
+
+
+@pytest.mark.parametrize("network", [Recent, Metered])
+def test_containers_go_on_from_the_last_stages(network: type[Net]) -> None:
+    assert_alike(seeded(network), loss, batches(3), 2, microbatches=1)
+
+
+@pytest.mark.parametrize(("network", "name"), [(Recent, "recent"), (Metered, "meter")])
+def test_containers_that_are_read_too_early_are_refused(network: type[Net], name: str) -> None:
+    with pytest.raises(StepError, match=rf"has left \(net\.{name}.* changes\).*a batch has 2,.*Sentence 6 "):
+        on_stages(seeded(network), loss, batches(2), 2, microbatches=2)
+
+
+def test_what_cant_be_sent_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"changes self\.net\.machine after calling the network.*can't be sent.*steps"):
+        on_stages(seeded(Machines), loss, batches(2), 2, microbatches=1)
+
+
+class SetsBlocks(Net):
+    """Changes blocks when they have run; the first of them is another stage's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        for block in self.blocks:
+            block.norm.eps *= 1.5
+        return result
+
+
+def test_a_number_set_on_another_stages_block_is_refused() -> None:
+    with pytest.raises(StepError, match=r"changes eps of net\.blocks\.0\.norm after calling the network"):
+        on_stages(seeded(SetsBlocks), loss, batches(2), 2)
+
+
+class OnlyAfter(Counter):
+    """What is read after the network only may be anything, as hand-kept outputs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[str, list[Any]] = {"inputs": [], "losses": []}
+        self.meter = Meter()
+
+    def before(self) -> Any:
+        self.outputs["inputs"].append(self.training)
+        return 0
+
+    def after(self, logits: Tensor) -> None:
+        self.steps += 1
+        self.meter.update(logits.mean().item())
+        self.outputs["losses"].append(self.meter.total * self.steps)
+
+
+def test_state_of_the_end_of_a_step_is_the_last_stages() -> None:
+    made: list[OnlyAfter] = []
+
+    def make() -> nn.Module:
+        made.append(OnlyAfter())
+        return made[-1]
+
+    assert_alike(seeded(make), loss, batches(), 2, microbatches=2)
+    plain, first, last = made
+    assert len(plain.outputs["losses"]) == len(plain.outputs["inputs"]) == 4
+    for stage in (first, last):
+        torch.testing.assert_close(stage.outputs, plain.outputs)
+        torch.testing.assert_close(vars(stage.meter), vars(plain.meter))
+        assert stage.steps == 4
+    assert type(first) is OnlyAfter or type(first).__name__ == "OnlyAfter"
+
+
+# -- a stage that runs its part again
+
+
+class Kept:
+    __slots__ = ("seen",)
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+
+class Nested(Net):
+    """Counts its calls in whatever people count in; what it adds at the end needs the first stage again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats: dict[str, Any] = {"seen": {"all": [0]}, "array": np.zeros(1), "sum": torch.zeros(())}
+        self.by_kind: dict[str, list[int]] = defaultdict(list)
+        self.queue: deque[int] = deque(maxlen=3)
+        self.meter = Meter()
+        self.kept = Kept()
+        self.numbers = {"all": iter(range(100))}
+        self.numbers["same"] = self.numbers["all"]
+        self.alias = self.stats["seen"]["all"]
+        calls = 0
+
+        def count() -> int:
+            nonlocal calls
+            calls += 1
+            return calls
+
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stats["seen"]["all"][0] += 1
+        self.stats["array"] += 1
+        self.stats["sum"].data.add_(1)
+        self.by_kind["call"].append(1)
+        self.queue.append(len(self.queue))
+        self.meter.update(1.0)
+        self.kept.seen.append(1)
+        self.called = self.count()
+        self.number = next(self.numbers["all"]) + next(self.numbers["same"])
+        first = hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden + first))
+
+
+def test_whatever_a_step_counts_in_is_put_back_before_a_stage_runs_again() -> None:
+    made: list[Nested] = []
+
+    def make() -> nn.Module:
+        made.append(Nested())
+        return made[-1]
+
+    assert_alike(seeded(make), loss, batches(), 3)
+    for net in made:
+        assert net.alias is net.stats["seen"]["all"]
+        counts = (net.alias[0], net.stats["array"][0], net.stats["sum"], len(net.by_kind["call"]), net.meter.total)
+        assert [*map(float, counts), len(net.kept.seen), net.called] == [4] * 7
+        assert [*net.queue] == [*made[0].queue]
+        assert (net.number, next(net.numbers["all"])) == (6 + 7, 8)
+        assert next(net.numbers["same"]) == 9
+        assert len(net.meter.values["all"]) == 4
+
+
+class FrozenInPlace(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.data.mul_(0.5)
+        first = hidden = self.embed(x) * self.scale
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden + first))
+
+
+def test_a_parameter_changed_in_place_is_refused_where_a_stage_runs_again() -> None:
+    with pytest.raises(StepError, match=r"changes the parameter net\.scale in place"):
+        on_stages(seeded(FrozenInPlace), loss, batches(), 2)
+
+
+# -- generators of its own
+
+
+class Draws(Net):
+    """Before the network and after it, where only the last stage draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch = torch.Generator().manual_seed(5)
+        self.others = {"numpy": np.random.default_rng(5), "python": [random.Random(5)]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = first = self.embed(x) + torch.rand(WIDTH, generator=self.torch)
+        hidden = hidden * self.others["numpy"].random() + self.others["python"][0].random()
+        for block in self.blocks:
+            hidden = block(hidden)
+        drawn = torch.rand(WIDTH, generator=self.torch) * self.others["numpy"].random()
+        return self.head(self.norm(hidden + first + drawn)) * self.others["python"][0].random()
+
+
+def test_own_generators_draw_the_same_on_every_stage() -> None:
+    assert_alike(seeded(Draws), loss, batches(), 2)
+
+
+class OfTheSystem(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random.SystemRandom()
+
+
+def test_a_generator_that_cant_be_seeded_is_refused() -> None:
+    with pytest.raises(StepError, match=r"net\.rng is a random\.SystemRandom"):
+        on_stages(seeded(OfTheSystem), loss, batches(), 2)
+
+
+# -- gradients that there aren't
+
+
+class Detaches(Net):
+    """Trains what comes after the blocks only; where the inputs say so, all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden if x[0, 0] < 0 else hidden.detach()))
+
+
+class DetachesFirst(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden if x[0, 0] > WORDS // 2 else hidden.detach()))
+
+
+class PartlyDetached(Net):
+    """A second table that only an undifferentiated value comes from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = self.other(x)
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden + other.detach()))
+
+
+@pytest.mark.parametrize("network", [Detaches, PartlyDetached])
+def test_a_parameter_without_a_gradient_has_none(network: type[Net]) -> None:
+    expected = alone(seeded(network), loss, batches())
+    assert any(
+        "embed" in name or "other" in name
+        for name in set(dict(network().named_parameters())) - {name.removeprefix("net.") for name in expected.gradients}
+    )
+    assert_alike(seeded(network), loss, batches(), 3)
+
+
+def test_a_gradient_that_only_later_microbatches_have() -> None:
+    parts = torch.stack([torch.zeros(2, 6).long(), torch.full((2, 6), WORDS - 1)]).unbind()
+    assert_alike(seeded(DetachesFirst), loss, parts, 2)
+
+
+# -- NaN
+
+
+def without_targets(root: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(root.net(x).flatten(0, 1), torch.full((x.numel(),), -100))
+
+
+def test_nan_that_one_process_has_too() -> None:
+    seen = on_stages(seeded(Net), without_targets, batches(2), 2)
+    assert torch.stack(seen.losses).isnan().all()
+
+
+# -- an object that the first microbatch completes, as transformers' models do with their config
+
+
+class Completes(Late):
+    """Reads its config before the network, and notes in it after the network what kind of problem it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(scale=0.5, kind=None)
+
+    def before(self) -> Any:
+        return self.config.scale if self.config.kind is None else 2 * self.config.scale
+
+    def after(self, logits: Tensor) -> None:
+        if self.config.kind is None:
+            self.config.kind = "tokens"
+
+
+class CountsInConfig(Completes):
+    def after(self, logits: Tensor) -> None:
+        self.config.kind = f"{self.config.kind}+"
+
+
+def test_the_next_batch_finds_what_the_first_microbatch_has_completed() -> None:
+    assert_alike(seeded(Completes), loss, batches()[:2], 2, microbatches=1)
+
+
+def test_an_object_that_every_microbatch_changes_is_refused_where_it_is_read_too_early() -> None:
+    with pytest.raises(StepError, match=r"has left \(net\.config changes\)"):
+        on_stages(seeded(CountsInConfig), loss, batches(), 2)

@@ -1,0 +1,877 @@
+"""What splitting a batch into microbatches changes is reported by name, once; what it doesn't change isn't."""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+import re
+import time
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MaxMetric, MeanSquaredError, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import RanksFailed, assert_trains_alike, run_ranks
+from tests.parity import QUIET
+
+WIDTH = 8
+TOLD = "Losses and logs are means over samples"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.linear(x).tanh())
+
+
+class OverSamples(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - x.mean(0)
+
+
+class Module(L.LightningModule):
+    """A mean over samples, with masks and a scale that all samples share; it collects what it sees."""
+
+    first: type[Block] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.first(), Block(), Block(), Block()])
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        scale = 1 + self.head.weight.mean()
+        for block in self.blocks:
+            x = block(x) * scale
+        self.seen.append(x.detach())
+        return self.loss(self.head(x), y)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x, y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Contrastive(Module):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x @ x.T, torch.arange(len(x)))
+
+
+class RootMeanSquare(Module):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x, y, reduction="none").square().mean().sqrt()
+
+
+class Undropped(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout.p = 0.0
+
+
+class Dice(Module):
+    """Of the batch: its smoothing makes it no mean, though no sample is compared with another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Undropped() for _ in range(4))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        given, wanted = x.softmax(-1), F.one_hot(y, WIDTH)
+        return 1 - (2 * (given * wanted).sum() + 1) / (given.sum() + wanted.sum() + 1)
+
+
+class UndroppedMean(Dice):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x, y)
+
+
+class Logs(UndroppedMean):
+    """What is and what isn't a mean over samples, computed in ways that can't be read off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = Codes()
+        self.calls = 0
+        self.metrics = nn.ModuleDict(
+            {
+                "metric accuracy": MulticlassAccuracy(WIDTH, average="micro"),
+                "!metric RMSE": MeanSquaredError(squared=False),
+                "metric count": SumMetric(),
+                "!metric sum": SumMetric(),
+                "metric most": MaxMetric(),
+                "RMSE of the epoch": MeanSquaredError(squared=False),
+            }
+        )
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss, guess = F.cross_entropy(x, y), x.argmax(-1)
+        self.calls += 1
+        right = float(((guess < 4) & (y < 4)).sum())
+        self.log_dict(
+            {"accuracy": (guess == y).float().mean(), "square": float((x**2).mean()), "zero": x.mean() * 1e-9}
+        )
+        if self.trainer.training:  # in evaluations what differs from run to run is taken for drawn
+            self.log_dict({"calls": float(self.calls), "time": time.perf_counter()})
+        self.log("count", (guess == y).sum(), reduce_fx="sum")
+        given = {"metric accuracy": (x, y), "metric count": ((guess == y).sum(),), "!metric sum": (loss,)}
+        given["metric most"] = (x.max(),)
+        for name, metric in self.metrics.items():
+            metric(*given.get(name, (x[:, 0], y.float())))
+            self.log(name, metric, on_step=name != "RMSE of the epoch", on_epoch=True)
+        self.log("of three", (guess == y).float().mean(), batch_size=3 * len(x))
+        self.log_dict({"!F1": 2 * right / float((guess < 4).sum() + (y < 4).sum() + 1), "!size": float(len(x))})
+        self.log_dict({"!perplexity": math.exp(loss.item()), "!codes": self.codes(x), "!root": (x**2).mean().sqrt()})
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    test_step = validation_step
+
+
+class Dropping(UndroppedMean):
+    """Whether two runs have equal accuracies is chance."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        x = F.dropout(x, 0.3)
+        self.log("accuracy", (x.argmax(-1) == y).float().mean())
+        return F.cross_entropy(x, y)
+
+
+class Penalized(Dropping):
+    """By functions of parameters, while nothing can be measured."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        gates, weight = self.blocks[0].linear.bias, self.head.weight
+        loss = super().loss(x, y) + (1e-3 * weight.abs()).sum() + gates.sigmoid().sum()
+        self.log_dict({"gates": gates.sigmoid().sum(), "loss": loss * (-self.head.bias[0]).exp()})
+        return loss
+
+
+class Kendall(UndroppedMean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.variances = nn.Parameter(torch.zeros(2))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        losses = torch.stack([F.cross_entropy(x, y), x.square().mean()])
+        loss = losses[0] * torch.exp(-self.variances[0]) + losses[1] * torch.exp(-self.variances[1])
+        self.log("loss", loss + self.variances.sum())
+        return loss + self.variances.sum()
+
+
+class Recurrent(UndroppedMean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), Last(WIDTH, WIDTH, batch_first=True))  # type: ignore[assignment]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(self.head(x[:, None]), batch[1])
+
+
+class BothWays(UndroppedMean):
+    """Its blocks return states too, as many for each sample as a microbatch has samples: these are in dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.GRU(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True) for _ in range(4)
+        )
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0][:, None]
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.loss(self.head(x[:, 0]), batch[1])
+
+
+class Last(nn.GRU):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[0][:, -1]
+
+
+class WithNumber(Undropped):
+    """Adds to what it returns a mean over samples, or what isn't one."""
+
+    def __init__(self, *, is_mean: bool) -> None:
+        super().__init__()
+        self.is_mean = is_mean
+
+    def forward(self, x: Tensor) -> Any:
+        share = x.softmax(-1).mean(0)
+        return super().forward(x), share[0] if self.is_mean else (share * share.log()).sum().exp()
+
+
+class CodesInBlock(UndroppedMean):
+    is_mean = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = WithNumber(is_mean=self.is_mean)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, number = self.blocks[0](batch[0])
+        for block in self.blocks[1:]:
+            x = block(x)
+        self.log("number", number)
+        return self.loss(self.head(x), batch[1])
+
+
+class MeanInBlock(CodesInBlock):
+    is_mean = True
+
+
+class Codes(nn.Module):
+    """Returns the perplexity of a codebook's use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = (x @ self.book.T).softmax(-1).mean(0)
+        return (-(share * share.log()).sum()).exp().detach()
+
+
+class Together(Module):
+    first = OverSamples
+
+
+class InOrder(Module):
+    """Needs samples in order, as packed sequences are by their lengths."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if not bool((batch[0][:, 0].diff() >= 0).all()):
+            raise ValueError("not in order")
+        return super().training_step(batch, batch_idx)
+
+
+class Normalized(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))  # type: ignore[assignment]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), y)
+
+
+def fit(kind: type[Module], settings: dict[str, Any], batch_size: int = 16, ranks: int = 2) -> tuple[list[str], int]:
+    L.seed_everything(1, verbose=False)
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(32, WIDTH, generator=generator)
+    inputs = inputs[inputs[:, 0].argsort()]
+    data = TensorDataset(inputs, torch.randint(0, WIDTH, (32,), generator=generator))
+    strategy = HybridShardStrategy(microbatches=4, **settings)
+    trainer = L.Trainer(max_epochs=1, devices=ranks, strategy=strategy, **QUIET)
+    module = kind()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(data, batch_size=batch_size))
+    return [text for each in said if TOLD in (text := str(each.message))], len(module.seen)
+
+
+STAGES = {"pipeline_parallel_size": 2}
+ZBV = {**STAGES, "schedule": "ZBVZeroBubble"}
+INTERLEAVED = {**STAGES, "schedule": "Interleaved1F1B"}
+SCHEDULES = [
+    pytest.param(STAGES, id="1F1B"),
+    pytest.param(ZBV, id="ZBV"),
+    pytest.param(INTERLEAVED, id="Interleaved1F1B", marks=pytest.mark.long),
+]
+
+
+Case = tuple[type[Module], int]
+"""A module and its batch size, of 4 microbatches."""
+
+
+def fit_each(cases: list[Case], settings: dict[str, Any], ranks: int = 2) -> list[tuple[list[str], int]]:
+    return [fit(kind, settings, batch_size, ranks) for kind, batch_size in cases]
+
+
+def reports(cases: list[Case], settings: dict[str, Any], ranks: int = 2) -> dict[Case, list[str]]:
+    """What all ranks report of each."""
+    found = run_ranks(fit_each, ranks, cases, settings, ranks, elastic=True, timeout_s=200)
+    return {case: [text for rank in found for text in rank[place][0]] for place, case in enumerate(cases)}
+
+
+def assert_reported_once(cases: list[Case], settings: dict[str, Any], ranks: int = 2) -> None:
+    for case, texts in reports(cases, settings, ranks).items():
+        assert [NO_MEAN in text for text in texts] == [True], case
+
+
+NO_MEAN = "The training loss is no mean"
+
+
+@pytest.mark.parametrize("settings", SCHEDULES)
+def test_what_compares_samples_is_reported_once(settings: dict[str, Any]) -> None:
+    comparing: list[Case] = [(kind, 16) for kind in (Contrastive, Dice, RootMeanSquare, Together)]
+    comparing += [(UndroppedContrastive, 4), (Dice, 4)]
+    *losses, logs = reports([*comparing, (CodesInBlock, 16)], settings).values()
+    assert [[NO_MEAN in text for text in texts] for texts in losses] == [[True]] * len(comparing)
+    assert ["self.log('number', …) is no mean" in text for text in logs] == [True]
+
+
+@pytest.mark.parametrize("settings", SCHEDULES)
+def test_means_over_samples_are_not(settings: dict[str, Any]) -> None:
+    kinds = [Module, InOrder, Normalized, UndroppedMean, MeanInBlock]
+    ranks = run_ranks(fit_each, 2, [(kind, 16) for kind in kinds], settings, elastic=True, timeout_s=200)
+    assert [texts for rank in ranks for texts, _ in rank] == [[]] * 10
+    assert 2 * 4 in [rank[0][1] for rank in ranks]  # runs of the check leave nothing
+
+
+class Counted(Contrastive):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with open(os.environ["COUNTED"], "a") as file:
+            file.write("*")
+        return super().loss(x, y)
+
+
+def test_without_rehearsals_a_step_runs_once_for_each_microbatch_and_nothing_is_reported(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COUNTED", str(tmp_path / "runs"))
+    for rehearse, says, runs in ((True, 1, 8 + 4), (False, 0, 8)):
+        found = run_ranks(fit, 2, Counted, {**STAGES, "rehearse": rehearse}, elastic=True, timeout_s=60)
+        assert sum(len(texts) for texts, _ in found) == says
+        assert len((tmp_path / "runs").read_text()) == runs
+        (tmp_path / "runs").unlink()
+
+
+def test_samples_are_compared_wherever_they_lie_in_what_blocks_get() -> None:
+    comparing: list[Case] = [
+        *((kind, 16) for kind in (ContrastiveTimeFirst, ContrastiveFrames, ContrastiveViews, VarianceOfViews)),
+        *((kind, 16) for kind in (CentredFrames, CentredTimeFirst)),
+        (ContrastiveViews, 4),  # of one sample for each microbatch, and two rows
+    ]
+    assert_reported_once(comparing, STAGES)
+    on_two = {**STAGES, "data_parallel_size": 2}  # which agree on each run
+    assert_reported_once([(ContrastiveViews, 16)], on_two, 4)
+
+
+class UndroppedContrastive(UndroppedMean):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x @ x.T, torch.arange(len(x)))
+
+
+class TimeFirst(UndroppedMean):
+    """Its blocks get and give samples in dim 1, and a mask that all share."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0].unflatten(1, (4, 2)).repeat(1, 1, 4).transpose(0, 1)
+        mask = x.new_ones(1, 1, WIDTH) / 2
+        for block in self.blocks:
+            x = block(x) * mask
+        return self.loss(self.head(x.mean(0)), batch[1])
+
+
+class ContrastiveTimeFirst(TimeFirst, UndroppedContrastive):
+    pass
+
+
+class Frames(UndroppedMean):
+    """Its blocks get three rows for each sample, one after the other."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0].unsqueeze(1) * torch.arange(1, 4).view(3, 1)
+        rows = x.flatten(0, 1)
+        for block in self.blocks:
+            rows = block(rows)
+        return self.loss(self.head(rows).unflatten(0, (-1, 3)).mean(1), batch[1])
+
+
+class ContrastiveFrames(Frames, UndroppedContrastive):
+    pass
+
+
+class Views(UndroppedMean):
+    """Its blocks get all samples, and then another view of all of them."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = torch.cat([batch[0], batch[0].flip(1)])
+        for block in self.blocks:
+            x = block(x)
+        one, other = self.head(x).chunk(2)
+        return self.of_views(one, other, batch[1])
+
+    def of_views(self, one: Tensor, other: Tensor, y: Tensor) -> Tensor:
+        return self.loss(one * other, y)
+
+
+class ContrastiveViews(Views, UndroppedContrastive):
+    pass
+
+
+class VarianceOfViews(Views):
+    """Compares the samples of each view by itself."""
+
+    def of_views(self, one: Tensor, other: Tensor, y: Tensor) -> Tensor:
+        return -(one.var(0).mean() + other.var(0).mean())
+
+
+class CentredRows(Undropped):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - x.mean((0, 1) if x.ndim == 3 else 0)
+
+
+class CentredFrames(Frames):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = CentredRows()
+
+
+class CentredTimeFirst(TimeFirst):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = CentredRows()
+
+
+class Path(Undropped):
+    """Drops a sample's whole path, so seldom that two runs are mostly equal."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh() * torch.empty(len(x), 1).bernoulli_(0.9) / 0.9
+
+
+class StochasticDepth(UndroppedMean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Path() for _ in range(4))
+
+
+class WithShared(Undropped):
+    """Hands on a table that all samples share, and the mean of what blocks have added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, WIDTH))
+
+    def forward(self, x: Tensor, table: Tensor | None, total: Tensor) -> Any:
+        table = self.table if table is None else table
+        return super().forward(x) + table.repeat(len(x), 1), table, total + x.square().mean()
+
+
+class Shared(UndroppedMean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WithShared() for _ in range(4))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, table, total = batch[0], None, torch.zeros(1)
+        for block in self.blocks:
+            x, table, total = block(x, table, total)
+        if self.trainer.strategy.layout.data_parallel_size > 1:  # type: ignore[attr-defined]
+            self.all_gather(x.detach())
+        return self.loss(self.head(x), batch[1]) + 0.1 * total[0]
+
+
+ORDINARY = [Module, InOrder, UndroppedMean, MeanInBlock, Recurrent, BothWays, TimeFirst, Kendall, Shared]
+
+
+def test_means_over_microbatches_of_one_sample_are_not_reported() -> None:
+    assert not any(reports([(kind, 4) for kind in ORDINARY], STAGES).values())
+
+
+class ReturnsMeans(UndroppedMean):
+    """Of each class, of as many as a microbatch has samples; and in prediction, which logs nothing."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "means": batch[0].mean(0)}
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        return {"rows": batch[0], "means": batch[0].mean(0)}
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        assert outputs["means"].shape == (WIDTH,)
+
+
+def predict(kind: type[Module]) -> None:
+    strategy = HybridShardStrategy(2, microbatches=4)
+    trainer = L.Trainer(devices=2, strategy=strategy, **QUIET)
+    trainer.predict(kind(), DataLoader(TensorDataset(torch.randn(32, WIDTH), torch.zeros(32).long()), 4 * WIDTH))
+
+
+def test_means_of_as_many_classes_as_samples_are_refused() -> None:
+    with pytest.raises(RanksFailed, match=rf"\['means'\].* it has {WIDTH} entries for each, as many as samples"):
+        run_ranks(fit, 2, ReturnsMeans, STAGES, 4 * WIDTH, elastic=True)
+    with pytest.raises(RanksFailed, match=rf"\['means'\].* it has {WIDTH} entries for each, as many as samples"):
+        run_ranks(predict, 2, ReturnsMeans, elastic=True)
+
+
+def test_steps_that_call_data_ranks_are_not_joined() -> None:
+    settings = {**STAGES, "data_parallel_size": 2}
+    assert [texts for texts, _ in run_ranks(fit, 4, Shared, settings, 4, 4, elastic=True)] == [[]] * 4
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = self.router(x).argmax(-1)
+        rows = x.new_zeros(x.shape)
+        for index, expert in enumerate(self.experts):
+            of_this = torch.where(best == index)[0]
+            rows = rows.index_add(0, of_this, expert(x[of_this]))
+        return x + rows + self.router(x).mean(-1, keepdim=True)
+
+
+class OfExperts(Module):
+    first = Mixture  # type: ignore[assignment]
+
+
+class ContrastiveExperts(OfExperts):
+    loss = Contrastive.loss
+
+
+@pytest.mark.parametrize(
+    ("settings", "right", "kinds"),
+    [
+        ({"reshard_after_forward": True}, Module, [Contrastive, Together]),
+        (
+            {"expert_parallel_size": 2, "expert_parallel_plan": {"blocks.0.experts": "experts"}},
+            OfExperts,
+            [ContrastiveExperts],
+        ),
+    ],
+    ids=["resharding", "experts"],
+)
+def test_samples_are_compared_where_forwards_call_data_ranks(
+    settings: dict[str, Any], right: type[Module], kinds: list[type[Module]]
+) -> None:
+    on_two = {**STAGES, "data_parallel_size": 2, **settings}
+    assert not any(reports([(right, 16)], on_two, 4).values())
+    assert_reported_once([(kind, 16) for kind in kinds], on_two, 4)
+
+
+class Scaled(UndroppedMean):
+    """A sum, in a way that its graph doesn't show."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return 0.5 * F.cross_entropy(x, y, reduction="none").sum()
+
+
+class Divided(UndroppedMean):
+    """A mean, in a way that its graph doesn't show."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (torch.einsum("nd,nd->d", x, x) / len(x)).sum()
+
+
+class Correlated(UndroppedMean):
+    """Barlow Twins'."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x.T @ x / len(x) - torch.eye(WIDTH)).square().sum()
+
+
+def said(kind: type[Module], batch_size: int) -> list[str]:
+    L.seed_everything(1, verbose=False)
+    data = TensorDataset(torch.randn(64, WIDTH), torch.randint(0, WIDTH, (64,)))
+    trainer = L.Trainer(max_epochs=1, devices=2, strategy=HybridShardStrategy(pipeline_parallel_size=2), **QUIET)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.fit(kind(), DataLoader(data, batch_size=batch_size))
+    texts = (str(each.message) for each in found)
+    return [what for text in texts for what in re.findall("The training loss is (a sum|no mean) over samples", text)]
+
+
+def said_of_each(kinds: list[type[Module]], batch_size: int) -> list[list[str]]:
+    return [said(kind, batch_size) for kind in kinds]
+
+
+@pytest.mark.parametrize("batch_size", [16, 4 * WIDTH])  # microbatches of the second have as many samples as features
+def test_whether_a_loss_is_a_sum_is_measured(batch_size: int) -> None:
+    expected = {Scaled: ["a sum"], Divided: [], Correlated: ["no mean"]}
+    assert run_ranks(said_of_each, 2, [*expected], batch_size, elastic=True) == [[*expected.values()], [[]] * 3]
+
+
+def drop_paths(batch_size: int, seeds: range) -> list[str]:
+    found = []
+    for seed in seeds:
+        L.seed_everything(seed, verbose=False)
+        data = TensorDataset(torch.randn(batch_size, WIDTH), torch.randint(0, WIDTH, (batch_size,)))
+        strategy = HybridShardStrategy(microbatches=4, **STAGES)
+        trainer = L.Trainer(max_epochs=1, devices=2, strategy=strategy, **QUIET)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            trainer.fit(StochasticDepth(), DataLoader(data, batch_size=batch_size))
+        found += [text for each in said if TOLD in (text := str(each.message))]
+    return found
+
+
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 12), marks=pytest.mark.long)])
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_numbers_drawn_alike_by_chance_are_not_told_of(batch_size: int, seeds: range) -> None:
+    assert run_ranks(drop_paths, 2, batch_size, seeds, elastic=True, timeout_s=200) == [[], []]
+
+
+TOLD_FALSELY = (TOLD, "can't be sent")
+
+
+def told_of(kind: type[Module], seeds: range) -> list[str]:
+    found = []
+    for seed in seeds:
+        L.seed_everything(seed, verbose=False)
+        loader: Any = DataLoader(TensorDataset(torch.randn(32, WIDTH), torch.randint(0, WIDTH, (32,))), batch_size=16)
+        strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=4)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            L.Trainer(max_epochs=1, devices=2, strategy=strategy, **QUIET).fit(kind(), loader)
+        found += [text for each in said if any(part in (text := str(each.message)) for part in TOLD_FALSELY)]
+    return found
+
+
+def told_of_each(kinds: list[type[Module]], seeds: range) -> list[list[str]]:
+    return [told_of(kind, seeds) for kind in kinds]
+
+
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 4), marks=pytest.mark.long)])
+def test_what_is_as_in_one_process_is_not_reported(seeds: range) -> None:
+    kinds = [Dropping, Penalized, Kendall, Recurrent, BothWays, TimeFirst, Frames, Views]
+    assert run_ranks(told_of_each, 2, kinds, seeds, elastic=True, timeout_s=300) == [[[]] * len(kinds)] * 2
+
+
+class Weighted(UndroppedMean):
+    """Logs one name twice, of which the last counts, and forgets to say how much a mean counts."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        counted = y.where(y < 4, -100)
+        loss = F.cross_entropy(x, counted, ignore_index=-100)
+        self.log("twice", loss + 1, batch_size=int((y < 4).sum()))
+        self.log("twice", loss, batch_size=int((y < 4).sum()))
+        self.log("!forgotten", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int) -> None:
+        if dataloader_idx:
+            self.log("!second", math.sqrt(batch[0].square().mean()))
+
+
+class Keeps(L.Callback):
+    """What a step has appended to its list, and logged."""
+
+    def __init__(self) -> None:
+        self.kept: list[float] = []
+        self.logged: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.logged.append(float(trainer.callback_metrics["twice"]))
+
+
+def logged(**settings: Any) -> tuple[list[float], list[str]]:
+    L.seed_everything(3, verbose=False)
+    loader: Any = DataLoader(TensorDataset(torch.randn(32, WIDTH), torch.arange(0, 96, 3) % WIDTH), batch_size=16)
+    strategy: Any = "auto"
+    if settings:
+        strategy = HybridShardStrategy(loss_weight=lambda batch: (batch[1] < 4).sum(), microbatches=4, **settings)
+    keeps = Keeps()
+    devices = settings.get("pipeline_parallel_size", 1)
+    trainer = L.Trainer(max_epochs=1, devices=devices, strategy=strategy, callbacks=[keeps], **QUIET)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(Weighted(), loader, [loader, loader])
+    return keeps.logged, re.findall(
+        r"self.log\('(.*?)', …\) is (?:a sum|no sum|no mean)", " ".join(str(each.message) for each in said)
+    )
+
+
+def test_logs_by_one_name_are_combined_by_their_order_and_weights_that_are_forgotten_are_told_of() -> None:
+    (ours, told), _ = run_ranks(logged, 2, elastic=True, **STAGES)
+    [(plain, _)] = run_ranks(logged, 1, elastic=True)
+    assert ours == pytest.approx(plain, rel=1e-5)
+    assert told == ["!forgotten", "!second"]
+
+
+class Appends(UndroppedMean):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        keeps = next(each for each in self.trainer.callbacks if isinstance(each, Keeps))  # type: ignore[attr-defined]
+        keeps.kept += batch[1].tolist()
+        self.log("twice", loss)
+        return loss
+
+
+def appended() -> int:
+    loader: Any = DataLoader(TensorDataset(torch.randn(32, WIDTH), torch.randint(0, WIDTH, (32,))), batch_size=16)
+    keeps = Keeps()
+    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=4)
+    L.Trainer(max_epochs=1, devices=2, strategy=strategy, callbacks=[keeps], **QUIET).fit(Appends(), loader)
+    return len(keeps.kept)
+
+
+def test_runs_of_the_check_leave_nothing_in_callbacks() -> None:
+    assert run_ranks(appended, 2, elastic=True)[0] == 32
+
+
+def logs_told_of(settings: dict[str, Any], batch_size: int = 16) -> dict[str, list[str]]:
+    L.seed_everything(1, verbose=False)
+    inputs, targets = torch.randn(32, WIDTH), torch.randint(0, WIDTH, (32,))
+    loader: Any = DataLoader(TensorDataset(inputs, targets), batch_size=batch_size)
+    settings = {"microbatches": 4, **settings}
+    trainer = L.Trainer(max_epochs=2, devices=2, strategy=HybridShardStrategy(**settings), **QUIET)
+    module, found = Logs(), {}
+    for method, run in {"test": trainer.test, "fit": trainer.fit}.items():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run(module, loader) if method == "test" else run(module, loader, loader)
+        found[method] = [
+            name
+            for each in said
+            for name in re.findall(r"self.log\('(.*?)', …\) is (?:a sum|no sum|no mean)", str(each.message))
+        ]
+    return found
+
+
+ODD_LOGS = ["!F1", "!codes", "!metric RMSE", "!metric sum", "!perplexity", "!root", "!size"]
+
+
+WHOLE = {**STAGES, "microbatches": 1}
+ALWAYS = [(STAGES, 4), (ZBV, 16), (WHOLE, 16)]
+"""Settings and batch sizes; 4 samples are one for each microbatch. The others are long."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "batch_size"),
+    [
+        pytest.param(settings, size, marks=[] if (settings, size) in ALWAYS else pytest.mark.long)
+        for settings in (STAGES, ZBV, INTERLEAVED, WHOLE)
+        for size in (16, 4)
+    ],
+)
+def test_logs_that_are_no_means_are_told_of_once(settings: dict[str, Any], batch_size: int) -> None:
+    told = run_ranks(logs_told_of, 2, settings, batch_size, elastic=True)[0]
+    other = [*ODD_LOGS] if "microbatches" not in settings else []
+    if batch_size == 4 and other:
+        other.remove("!F1")  # is 0 of the first two samples, and of both
+    assert {method: sorted(names) for method, names in told.items()} == {"test": other, "fit": other}
+
+
+class ChosenAndRejected(Views):
+    """Both go through the network at once, as for a preference loss, in evaluations too."""
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x = torch.cat([batch[0], batch[0].flip(1)])
+        for block in self.blocks:
+            x = block(x)
+        chosen, rejected = self.head(x).chunk(2)
+        better = (chosen - rejected).sum(-1)
+        self.log("loss", -F.logsigmoid(better).mean())
+        self.log("accuracy", (better > 0).float().mean())
+        self.log("!root", better.square().mean().sqrt())
+
+
+def logs_of_views_told_of() -> list[str]:
+    L.seed_everything(1, verbose=False)
+    loader: Any = DataLoader(TensorDataset(torch.randn(32, WIDTH), torch.randint(0, WIDTH, (32,))), batch_size=16)
+    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=4)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        L.Trainer(devices=2, strategy=strategy, **QUIET).test(ChosenAndRejected(), loader, verbose=False)
+    texts = " ".join(str(each.message) for each in said)
+    return re.findall(r"self.log\('(.*?)', …\) is (?:a sum|no sum|no mean)", texts)
+
+
+def test_means_over_samples_of_two_views_are_not_told_of_in_evaluations() -> None:
+    assert run_ranks(logs_of_views_told_of, 2, elastic=True)[0] == ["!root"]
+
+
+class Padded(UndroppedMean):
+    """On one data rank a mean over numbers that vary, and on the other over equal ones; ranks call each other."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.all_gather(x.detach())
+        return F.cross_entropy(x, y.where(y < (8 if self.global_rank % 2 else 4), -100), ignore_index=-100)
+
+
+def test_data_ranks_run_equally_often_whatever_each_finds() -> None:
+    settings = {**STAGES, "data_parallel_size": 2}
+    assert [len(texts) for texts, _ in run_ranks(fit, 4, Padded, settings, 16, 4, elastic=True)] == [0, 0, 0, 0]
+
+
+class WithBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return x + self.linear(x + bias).tanh()
+
+
+class Settles(L.LightningModule):
+    """Computes something else in its first forward, before what later stages are sent too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(WithBias() for _ in range(4))
+        self.is_settled = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        if not self.is_settled:
+            self.is_settled = True
+            x = x.double().float()
+        bias = self.enter(x).tanh()
+        for block in self.blocks:
+            x = block(x, bias)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def three_batches() -> list[Tensor]:
+    return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+
+
+def test_a_network_that_changes_itself_in_its_first_forward_trains_alike() -> None:
+    assert_trains_alike(Settles, three_batches, ["pp2"])
+
+
+class AttendsTimeFirst(UndroppedMean):
+    """Its blocks attend over the first dimension, as ``nn.MultiheadAttention`` does unless told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([x, x.roll(1, 1), x.roll(2, 1)])
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[0])  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()  # type: ignore[no-any-return]
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)  # type: ignore[no-any-return]
+
+
+def test_rows_of_networks_that_have_the_time_first_are_joined_from_microbatches_of_one_sample() -> None:
+    assert_trains_alike(AttendsTimeFirst, three_batches, ["pp2"], microbatches=8)

@@ -1,0 +1,459 @@
+"""Less common things that users of Lightning do, on layouts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint as recompute
+from torchmetrics import MeanMetric, MinMaxMetric
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import run_ranks
+from tests.parity import GLOBAL_BATCH, QUIET, Model, Seen, combine, largest_difference, layout, loader, train, world
+
+PIPELINE = layout(pipeline=2)
+
+
+def on(sizes: dict[str, int], function: Any, *args: Any) -> Seen:
+    return combine(run_ranks(function, world(sizes), sizes, *args, elastic=True), sizes)
+
+
+class GroupsOfOneStage(Model):
+    """Each parameter group lies on one stage as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = [{"params": [self.model.token_embedding.weight], "lr": 1e-2}, {"params": [self.model.head.weight]}]
+        return torch.optim.AdamW(groups, lr=1e-3)
+
+
+def groups_of_one_stage(sizes: dict[str, int] | None, folder: str) -> Seen:
+    seen = train("gpt", sizes, module=GroupsOfOneStage, callbacks=[SaveAtEnd(folder)] if sizes else [])
+    return seen
+
+
+class MadeEarly(Model):
+    """As LightningCLI makes optimizers: from the module as it was built."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.made = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.made, 0.5)
+
+    def configure_optimizers(self) -> Any:
+        return [self.made], [{"scheduler": self.schedule, "interval": "step"}]
+
+
+def made_early(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=MadeEarly)
+
+
+@pytest.mark.parametrize("sizes", [PIPELINE, pytest.param(layout(data=2), marks=pytest.mark.long)], ids=["pp2", "dp2"])
+def test_an_optimizer_made_before_the_module_was_sharded(sizes: dict[str, int]) -> None:
+    ours, plain = on(sizes, made_early), made_early(None)
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert largest_difference(ours.parameters, plain.parameters) < 1e-4  # of steps of 1e-2
+
+
+class SaveAtEnd(L.Callback):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(str(Path(self.folder, "end.ckpt")))
+
+
+def test_parameter_groups_that_lie_on_one_stage(tmp_path: Path) -> None:
+    ours = on(PIPELINE, groups_of_one_stage, str(tmp_path))
+    assert ours.losses == pytest.approx(groups_of_one_stage(None, "").losses, rel=2e-6)
+    assert (tmp_path / "end.ckpt" / "manifest.json").exists()
+
+
+class Counting(Model):
+    """State in other forms than parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.steps = 0
+        self.mean = MeanMetric()
+        self.mean.persistent(True)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def count(path: str, resume: bool) -> tuple[int, float]:
+    L.seed_everything(3)
+    module = Counting()
+    trainer = L.Trainer(strategy=HybridShardStrategy(), devices=2, max_steps=2 if resume else 1, **QUIET)
+    if resume:
+        trainer.fit(module, loader(8), ckpt_path=path)
+        return module.steps, float(module.mean.mean_value)
+    module.steps = 3
+    module.mean.update(5.0)
+    trainer.fit(module, loader(8))
+    trainer.save_checkpoint(path)
+    return 0, 0.0
+
+
+def test_extra_state_and_metrics_come_back(tmp_path: Path) -> None:
+    path = str(tmp_path / "one.ckpt")
+    run_ranks(count, 2, path, False, elastic=True)
+    assert run_ranks(count, 2, path, True, elastic=True) == [(3, 5.0)] * 2
+
+
+class Gathering(Model):
+    def __init__(self, differentiates: bool) -> None:
+        super().__init__("gpt")
+        self.differentiates = differentiates  # stages don't, in a step
+        self.gathered: Tensor | None = None
+        self.slope: Tensor | None = None
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.gathered = self.all_gather(batch["x"][:, 0])
+        if self.differentiates:
+            here = torch.ones((), requires_grad=True)
+            everyones = self.all_gather(here, sync_grads=True)
+            [self.slope] = torch.autograd.grad(everyones.dot(torch.arange(1.0, 1 + len(everyones))), here)
+        return loss
+
+
+def gather(sizes: dict[str, int]) -> list[Any]:
+    L.seed_everything(3)
+    module = Gathering(differentiates=sizes["pipeline_parallel_size"] == 1)
+    plan = {"mlp.up": "colwise", "mlp.down": "rowwise"}
+    trainer = L.Trainer(
+        strategy=HybridShardStrategy(**sizes, tensor_parallel_plan=plan), devices=world(sizes), max_steps=1, **QUIET
+    )
+    trainer.fit(module, loader(GLOBAL_BATCH // sizes["data_parallel_size"]))
+    if module.gathered is None:
+        return []
+    layout = cast(HybridShardStrategy, trainer.strategy).layout
+    if module.differentiates:
+        assert module.slope == layout.data_parallel_size * (1 + layout.data_rank), "of all ranks' losses"
+    return module.gathered.tolist()
+
+
+def test_all_gather_is_over_the_data_ranks() -> None:
+    data: Any = loader(1).dataset
+    expected = [[int(data[i]["x"][0]) for i in range(rank, GLOBAL_BATCH, 2)] for rank in range(2)]
+    assert run_ranks(gather, 4, layout(data=2, tensor=2), elastic=True) == [expected] * 4
+    # the last stage alone gets to the end of a step, with each microbatch: it gathers from the data ranks of its own
+    stages = run_ranks(gather, 4, layout(pipeline=2, data=2), elastic=True)
+    assert stages[:2] == [[row[-2:] for row in expected]] * 2
+
+
+class Extremes(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.extremes = MinMaxMetric(MeanMetric())
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.extremes.update(batch["x"].float())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.extremes.compute())
+
+
+def extremes(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=Extremes, steps=2)
+
+
+def test_metrics_that_hold_metrics() -> None:
+    assert on(PIPELINE, extremes).metrics == pytest.approx(extremes(None).metrics, rel=1e-5)
+
+
+class BreaksOff(L.Callback):
+    """Leaves the first epoch in the middle of an accumulation."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> int | None:
+        batch_idx = args[-1]
+        return -1 if trainer.current_epoch == 0 and batch_idx == 1 else None
+
+
+def break_off(sizes: dict[str, int] | None) -> Seen:
+    settings = {"accumulate_grad_batches": 2, "val_check_interval": 1.0}
+    return train("gpt", sizes, callbacks=[BreaksOff()], trainer=settings, steps=2)
+
+
+@pytest.mark.parametrize("sizes", [PIPELINE, layout(data=2)], ids=["pp2", "dp2"])
+def test_an_accumulation_that_is_broken_off_leaves_nothing(sizes: dict[str, int]) -> None:
+    ours, plain = on(sizes, break_off), break_off(None)
+    assert ours.norm == pytest.approx(plain.norm, rel=1e-6)
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+
+
+def odd_last_batch(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, steps=-1, samples=38, trainer={"max_epochs": 1, "val_check_interval": 1.0})
+
+
+def test_a_last_batch_that_the_microbatches_dont_divide() -> None:
+    assert on(PIPELINE, odd_last_batch).losses == pytest.approx(odd_last_batch(None).losses, rel=2e-6)  # 16, 16, 6
+
+
+class Drops(L.LightningModule):
+    """Every block notes the mask that it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+        self.layers = nn.ModuleList(NotesMask() for _ in range(4))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.embed(batch["x"])
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class NotesMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.nn.functional.dropout(torch.ones_like(x), 0.5)
+        self.masks.append(mask)
+        return self.mix(x) * mask
+
+
+def drop() -> list[Tensor]:
+    L.seed_everything(3)
+    module = Drops()
+    strategy = HybridShardStrategy(pipeline_parallel_size=2)
+    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+    trainer.fit(module, loader(16))
+    assert not any(isinstance(part, FSDPModule) for part in module.modules())
+    noted = [mask for layer in module.layers if isinstance(layer, NotesMask) for mask in layer.masks]
+    return [mask for mask in noted if type(mask) is Tensor]  # those of the other stage are unknown
+
+
+def test_no_two_blocks_or_microbatches_draw_the_same_mask() -> None:
+    masks = [mask for masks in run_ranks(drop, 2, elastic=True) for mask in masks]
+    assert len(masks) == 4 * 4
+    assert len({mask.cpu().numpy().tobytes() for mask in masks}) == len(masks)
+
+
+BY_SEQUENCE = {
+    "blocks.0": "scatter_sequence",
+    "blocks.*.attention_norm": "sequence",
+    "blocks.*.attention.query": "colwise_sequence",
+    "blocks.*.attention.key": "colwise_sequence",
+    "blocks.*.attention.value": "colwise_sequence",
+    "blocks.*.attention.output": "rowwise_sequence",
+    "blocks.*.mlp_norm": "sequence",
+    "blocks.*.mlp.up": "colwise_sequence",
+    "blocks.*.mlp.down": "rowwise_sequence",
+    "model.norm": "gather_sequence",
+    "model.head": "colwise_gather_output",
+    "token_embedding": "embedding_rowwise",
+}
+
+
+def by_sequence(sizes: dict[str, int]) -> Seen:
+    return train("gpt", sizes, tensor_parallel_plan=BY_SEQUENCE)
+
+
+@pytest.mark.parametrize("pipeline", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_sequence_parallelism_from_a_plan(pipeline: int) -> None:
+    ours, plain = on(layout(pipeline=pipeline, tensor=2), by_sequence), train("gpt")
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert ours.norm == pytest.approx(plain.norm, rel=1e-6)
+    assert largest_difference(ours.gradients, plain.gradients) < 1e-7
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+
+
+class Viewing(nn.Linear):
+    """Returns a view of what it computes, or all of it."""
+
+    def __init__(self, views: bool) -> None:
+        super().__init__(16, 16)
+        self.views = views
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        return result.transpose(0, 1).transpose(0, 1) if self.views else result
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList(Viewing(number % 2 == 0) for number in range(4))
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+            hidden += 1
+            torch.relu_(hidden)
+        return self.head(hidden)
+
+
+class ChangesInPlace(Model):
+    """Code between blocks that writes into what a block returned, as residual networks do."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        torch.manual_seed(1)
+        self.model = InPlace()
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self.model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+def train_in_place(sizes: dict[str, int] | None = None) -> Seen:
+    return train("gpt", sizes, module=ChangesInPlace)
+
+
+@pytest.mark.parametrize("sizes", [layout(pipeline=2), layout(data=2)], ids=["pp2", "dp2"])
+def test_code_that_changes_a_blocks_output_in_place(sizes: dict[str, int]) -> None:
+    plain, ours = train_in_place(), combine(run_ranks(train_in_place, 2, sizes, elastic=True), sizes)
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert ours.metrics == pytest.approx(plain.metrics, rel=2e-6)
+    assert largest_difference(ours.gradients, plain.gradients) < 2e-7
+
+
+class StopsOnOneRank(Model):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        trainer = self.trainer
+        if (
+            batch_idx == self.stops_at
+            and trainer.strategy.layout.data_rank == trainer.strategy.layout.data_parallel_size - 1
+        ):
+            trainer.should_stop = True
+        return loss
+
+    stops_at = 1
+
+
+def stop(sizes: dict[str, int], accumulate: int) -> int:
+    module = StopsOnOneRank("gpt")
+    trainer = {"accumulate_grad_batches": accumulate, "val_check_interval": 6}
+    return len(train("gpt", sizes, steps=6, module=lambda: module, trainer=trainer).losses)
+
+
+@pytest.mark.parametrize(("sizes", "accumulate", "batches"), [(layout(pipeline=2), 2, 2), (layout(data=2), 4, 4)])
+def test_a_rank_that_stops_stops_all(sizes: dict[str, int], accumulate: int, batches: int) -> None:
+    assert run_ranks(stop, 2, sizes, accumulate, elastic=True) == [batches, batches]
+
+
+class StopsInAHook(Model):
+    """On rank 0 only, as a hook does that looks at what only rank 0 has."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__("gpt")
+        self.hook = hook
+
+    def stop(self, hook: str) -> None:
+        if hook == self.hook and self.trainer.is_global_zero and self.global_step:
+            self.trainer.should_stop = True
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.stop("batch")
+
+    def on_validation_epoch_end(self) -> None:
+        self.stop("validation")
+
+    def on_train_epoch_end(self) -> None:
+        self.stop("epoch")
+
+
+def stop_in_hooks(sizes: dict[str, int]) -> list[int]:
+    counts = []
+    for hook in ("batch", "validation", "epoch"):
+        settings = {"val_check_interval": 2, "limit_train_batches": 3, "max_epochs": 3}
+        seen = train("gpt", sizes, steps=9, module=partial(StopsInAHook, hook), trainer=settings)
+        counts.append(len(seen.losses))
+    return counts
+
+
+@pytest.mark.parametrize("sizes", [layout(pipeline=2), layout(data=2)], ids=["pp2", "dp2"])
+def test_a_hook_of_the_module_that_stops_one_rank_stops_all(sizes: dict[str, int]) -> None:
+    assert run_ranks(stop_in_hooks, 2, sizes, elastic=True) == [[1, 2, 3]] * 2
+
+
+class Predicts(Model):
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> list[int]:
+        self.model(batch["x"])
+        return [int(x[0] + 64 * x[1] + 64**2 * x[2]) for x in batch["x"]]
+
+
+def predict(sizes: dict[str, int], samples: int) -> tuple[int, list[int]]:
+    strategy = HybridShardStrategy(**sizes)
+    trainer = L.Trainer(strategy=strategy, devices=world(sizes), **QUIET)
+    predictions = trainer.predict(Predicts("gpt"), loader(2, samples=samples))
+    assert predictions is not None
+    return strategy.layout.data_rank, [sample for batch in predictions for sample in batch]  # type: ignore[union-attr]
+
+
+def test_each_sample_is_predicted_once_where_data_ranks_dont_divide_them() -> None:
+    sizes = layout(pipeline=2, data=2)
+    for samples in (5, 7):  # a rank repeats a whole batch; a rank's last batch is smaller
+        expected = [int(x[0] + 64 * x[1] + 64**2 * x[2]) for x in loader(1, samples=samples).dataset.x]  # type: ignore[attr-defined]
+        by_data_rank: dict[int, list[int]] = {}
+        for data_rank, own in run_ranks(predict, 4, sizes, samples, elastic=True):
+            assert by_data_rank.setdefault(data_rank, own) == own
+        assert by_data_rank == {rank: expected[rank::2] for rank in range(2)}
+
+
+class Dropping(nn.Module):
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(4))
+        self.head = nn.Linear(32, 64)
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = recompute(layer, hidden, use_reentrant=False) if self.recomputes else layer(hidden)
+        return self.head(hidden)
+
+
+class DropsOut(Model):
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__("gpt")
+        torch.manual_seed(1)
+        self.model = Dropping(recomputes)
+
+
+def drop_out(sizes: dict[str, int]) -> list[Any]:
+    """Keeping what blocks compute, recomputing in the user's code, and by the strategy's settings."""
+    kept, by_user = (train("gpt", sizes, steps=2, module=lambda r=r: DropsOut(r)) for r in (False, True))
+    settings = (True, 2, "selective")
+    return [
+        *(kept, by_user),
+        *(train("gpt", sizes, steps=2, module=lambda: DropsOut(False), activation_checkpointing=n) for n in settings),
+    ]
+
+
+def test_blocks_that_are_recomputed_draw_the_dropout_masks_of_their_forward() -> None:
+    sizes = layout(pipeline=2)
+    kept, *others = (combine(list(seen), sizes) for seen in zip(*run_ranks(drop_out, 2, sizes, elastic=True)))
+    for recomputed in others:
+        assert recomputed.losses == kept.losses
+        assert largest_difference(recomputed.gradients, kept.gradients) < 1e-7
+        assert largest_difference(recomputed.parameters, kept.parameters) < 1e-6

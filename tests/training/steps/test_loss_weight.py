@@ -1,0 +1,51 @@
+"""Batches whose parts count for more or less, and some for nothing, by ``loss_weight``."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_shard.testing import assert_trains_alike
+from tests.training.habits.harness import Net
+
+
+class Masked(L.LightningModule):
+    """The mean over what a mask leaves; nothing but the mask keeps the rest out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        errors = (self.net(batch["x"]).sum(1) - batch["y"]).square()
+        loss = (errors * batch["mask"]).sum() / batch["mask"].sum().clamp(min=1)
+        self.log("train_loss", loss, batch_size=int(count(batch)))
+        self.log("samples", float(len(errors)) / len(batch["x"]))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """Of 8 samples 5 count, then none, then 7."""
+    x, y = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(4)).split([4, 1], dim=2)
+    masks = (torch.arange(8) < torch.tensor([[5], [0], [7]])).int()
+    return [{"x": x[i], "y": y[i, :, 0], "mask": masks[i]} for i in range(3)]
+
+
+def count(batch: dict[str, Tensor]) -> Tensor:
+    return batch["mask"].sum()
+
+
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("dp1", marks=pytest.mark.long)])
+def test_a_batch_of_which_nothing_counts_has_gradients_of_zero(layout: str) -> None:
+    """They were NaN."""
+    assert_trains_alike(Masked, batches, layout, loss_weight=count)
+
+
+def test_data_ranks_are_compared_by_how_much_their_losses_count() -> None:
+    """The hint was to use ``loss_weight``."""
+    assert_trains_alike(Masked, batches, "dp2", loss_weight=count)

@@ -1,0 +1,103 @@
+"""Data ranks whose batches differ in size, on stages: they don't wait for each other, and train as without stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import run_ranks
+from tests.parity import QUIET
+from tests.training.habits.harness import Net
+
+BATCH = 8
+PP2_DP2 = {"pipeline_parallel_size": 2, "data_parallel_size": 2}
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = Net()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.net(batch) - 1).square().mean()
+        return loss + 0 * self.all_gather(loss.detach()).sum()  # a collective call of the step's own
+
+    def on_train_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        self.trained = strategy.gather_full_parameters()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch).square().mean(), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        out = self.net(batch)
+        return out + 0 * self.all_gather(out.sum()).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def samples(number: int) -> Tensor:
+    return torch.randn(number, 4, generator=torch.Generator().manual_seed(2))
+
+
+class Stream(IterableDataset[Tensor]):
+    """Deals by data rank, as users' streams do: with 31 samples the last batches have 8 and 7."""
+
+    def __init__(self, data_rank: int) -> None:
+        self.data_rank = data_rank
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from samples(31)[self.data_rank :: 2]
+
+
+class Buckets:
+    """Batches of as many samples as a budget of tokens allows. Each data rank gets every other one."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = 0
+        for size in (8, 8, 6, 9, 8, 5, 7, 3, 1, 1):
+            yield list(range(start, start + size))
+            start += size
+
+    def __len__(self) -> int:
+        return 10
+
+
+def run(settings: dict[str, Any], data: str) -> tuple[dict[str, Tensor], float, Tensor]:
+    strategy = HybridShardStrategy(**settings)
+    devices = 2 * settings.get("pipeline_parallel_size", 1)
+    trainer = L.Trainer(strategy=strategy, **{**QUIET, "devices": devices, "max_epochs": 2})
+    loader: Any = (
+        DataLoader(Stream(strategy.layout.data_rank), batch_size=BATCH)
+        if data == "stream"
+        else DataLoader(samples(56), batch_sampler=Buckets())  # type: ignore[arg-type]
+    )
+    module = Module()
+    trainer.fit(module, loader)
+    trainer.validate(module, loader, verbose=False)
+    loss = float(trainer.callback_metrics["val_loss"])
+    predicted: Any = trainer.predict(module, DataLoader(samples(29), batch_size=BATCH))  # 7 and 6 in the last batches
+    predicted += trainer.predict(Module(), DataLoader(samples(15), batch_size=BATCH))  # 8 and 7 in the first
+    return module.trained, loss, torch.cat(predicted)
+
+
+@pytest.mark.parametrize("data", ["stream", "buckets"])
+def test_batches_of_different_sizes_train_and_evaluate_as_without_stages(data: str) -> None:
+    expected = run_ranks(run, 2, {"data_parallel_size": 2}, data, elastic=True)
+    for more in ({}, {"reshard_after_forward": True}, {"reduce_each_microbatch": True}):
+        found = run_ranks(run, 4, {**PP2_DP2, **more}, data, elastic=True)
+        for rank, (weights, loss, predicted) in enumerate(found):
+            plain_weights, plain_loss, plain_predicted = expected[rank % 2]
+            assert loss == pytest.approx(plain_loss, rel=1e-5), more
+            torch.testing.assert_close(predicted, plain_predicted, msg=str(more))
+            for name, weight in weights.items():
+                torch.testing.assert_close(weight, plain_weights[name], msg=f"{more} {name}")

@@ -1,0 +1,548 @@
+"""What users of Lightning expect of a Trainer holds on layouts too, compared with one plain process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MaxMetric, MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_shard import HybridShardStrategy
+from lightning_shard.testing import run_ranks
+from tests.parity import (
+    GLOBAL_BATCH,
+    LAYOUTS,
+    LENGTH,
+    QUIET,
+    VOCABULARY,
+    Model,
+    Seen,
+    Tokens,
+    combine,
+    largest_difference,
+    layout,
+    loader,
+    train,
+    world,
+)
+
+PIPELINE = layout(pipeline=2, data=2)
+SHARDED = layout(data=2, tensor=2)
+
+
+def check(ours: Seen, plain: Seen, parameters: float = 2e-5, loss: float = 2e-6) -> None:
+    assert ours.losses == pytest.approx(plain.losses, rel=loss)
+    assert ours.metrics == pytest.approx(plain.metrics, rel=loss)
+    assert largest_difference(ours.parameters, plain.parameters) < parameters
+
+
+def on(sizes: dict[str, int], function: Any, *args: Any) -> Seen:
+    return combine(run_ranks(function, world(sizes), sizes, *args, elastic=True), sizes)
+
+
+# -- accumulation, clipping, schedulers, groups
+
+
+class Scheduled(Model):
+    """Two parameter groups and a scheduler that moves every step."""
+
+    def configure_optimizers(self) -> Any:
+        decayed = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 2e-3}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def scheduled() -> L.LightningModule:
+    return Scheduled("gpt")
+
+
+CLIPPED_BY_NORM = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+CLIPPED_BY_VALUE = {"accumulate_grad_batches": 3, "gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}
+
+
+def accumulate(sizes: dict[str, int] | None, settings: dict[str, Any]) -> Seen:
+    return train("gpt", sizes, module=scheduled, trainer=settings)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        pytest.param(PIPELINE, CLIPPED_BY_VALUE, id="pp2×dp2, value"),
+        pytest.param(SHARDED, CLIPPED_BY_NORM, id="dp2×tp2, norm"),
+        pytest.param(PIPELINE, CLIPPED_BY_NORM, id="pp2×dp2, norm", marks=pytest.mark.long),
+        pytest.param(SHARDED, CLIPPED_BY_VALUE, id="dp2×tp2, value", marks=pytest.mark.long),
+    ],
+)
+def test_accumulation_clipping_schedulers_and_groups(sizes: dict[str, int], settings: dict[str, Any]) -> None:
+    check(on(sizes, accumulate, settings), accumulate(None, settings))
+
+
+# -- modules of other forms
+
+
+class IsTheNetwork(L.LightningModule):
+    """A LightningModule that is the network itself; its blocks hand on a pair of tensors, one without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.Linear(16, VOCABULARY)  # registered first and run last
+        self.position = nn.Parameter(torch.randn(LENGTH, 16) * 0.1)
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList(PairBlock() for _ in range(4))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, depth = self.embed(x) + self.position, torch.zeros(len(x), dtype=torch.long, device=x.device)
+        for block in self.blocks:
+            hidden, depth = block(hidden, depth)
+        return self.head(self.norm(hidden)) + 0.1 * depth[:, None, None]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        loss = F.cross_entropy(self(batch["x"]).flatten(0, 1), batch["y"].flatten())
+        self.log_dict({"train_loss": loss, "largest": loss.detach() * 2}, on_step=True, on_epoch=False, sync_dist=True)
+        return {"loss": loss, "extra": batch["x"][:, 0]}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.forward(batch["x"]).flatten(0, 1), batch["y"].flatten())
+        self.log("val_loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class PairBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden + torch.tanh(self.mix(hidden)), depth + 1
+
+
+def train_pairs(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=IsTheNetwork)
+
+
+def test_a_module_that_is_the_network_and_passes_tuples() -> None:
+    check(on(PIPELINE, train_pairs), train_pairs(None))
+
+
+# -- logs and metrics
+
+
+class Measured(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro")
+        self.count = MeanMetric()
+        self.highest = MaxMetric()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = self.model(batch["x"])
+        self.accuracy(logits.flatten(0, 1), batch["y"].flatten())
+        self.count.update(batch["x"].float())
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("count", self.count)
+        self.log("val_loss", F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten()), sync_dist=True)
+        self.highest(logits)
+        self.log("highest", self.highest)
+        self.log("samples", len(batch["x"]), reduce_fx="sum", sync_dist=True)
+        correct = (logits.argmax(-1) == batch["y"]).sum(1)
+        self.log("correct", correct.sum(), reduce_fx="sum", sync_dist=True)
+        ends = batch["y"][:, -1] % 3 == 0  # means over other numbers of samples
+        self.log("rare", logits[ends].mean(), batch_size=int(ends.sum()), sync_dist=True)
+        self.log("norm", self.model.blocks[3].mlp.down.weight.norm(), sync_dist=True)  # split over tensor ranks
+        return {"correct": correct}
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log("most", outputs["correct"].max(), reduce_fx="max", sync_dist=True)  # of the whole batch
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean", self.count.compute())
+
+
+def measure(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=Measured, steps=2)
+
+
+@pytest.mark.parametrize("sizes", [PIPELINE, pytest.param(SHARDED, marks=pytest.mark.long)], ids=["pp2×dp2", "dp2×tp2"])
+def test_metrics_and_every_reduction_of_logs(sizes: dict[str, int]) -> None:
+    ours, plain = on(sizes, measure), measure(None)
+    for steps in (ours, plain):
+        steps.metrics.pop("accuracy_step", None)  # of the data rank's own last batch
+    check(ours, plain, loss=1e-5)
+    assert ours.metrics["samples"] == 32
+
+
+def tokens(batch: dict[str, Tensor]) -> Tensor:
+    return (padded(batch) != -100).sum()
+
+
+def padded(batch: dict[str, Tensor]) -> Tensor:
+    """Texts of 1 to 16 tokens, the rest padding; every eighth is empty."""
+    x, y = batch["x"], batch["y"]
+    lengths = (1 + x[:, :1] % LENGTH) * (x[:, 1:2] % 8 > 0)
+    return y.where(torch.arange(LENGTH, device=y.device) < lengths, -100)
+
+
+class Padded(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = self.model(batch["x"])
+        loss = F.cross_entropy(logits.flatten(0, 1), padded(batch).flatten(), ignore_index=-100)
+        self.log("train_loss", loss, batch_size=int(tokens(batch)), sync_dist=True)
+        return {"loss": loss}
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log("returned", outputs["loss"], sync_dist=True)
+
+
+def train_padded(sizes: dict[str, int] | None) -> Seen:
+    settings = {"accumulate_grad_batches": 2, "precision": "64-true"}  # in which weights are too
+    own: dict[str, Any] = {"loss_weight": tokens, "microbatches": 8 // sizes["data_parallel_size"]} if sizes else {}
+    return train("gpt", sizes, module=Padded, trainer=settings, **own)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [layout(pipeline=2), layout(data=2), pytest.param(PIPELINE, marks=pytest.mark.long)],
+    ids=["pp2", "dp2", "pp2×dp2"],
+)
+def test_means_over_tokens_that_are_weighted_by_their_number(sizes: dict[str, int]) -> None:
+    ours, plain = on(sizes, train_padded), train_padded(None)
+    assert ours.norm == pytest.approx(plain.norm, rel=1e-13)
+    assert largest_difference(ours.gradients, plain.gradients) < 1e-14
+    assert largest_difference(ours.parameters, plain.parameters) < 1e-10  # Adam divides by small ones
+    if sizes["data_parallel_size"] == 1:  # else what is logged of a step is the mean of the data ranks
+        check(ours, plain)
+
+
+class Unpadded(Padded):
+    """Of texts that are all as long, a sum by their number."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = self.model(batch["x"])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="sum") / batch["y"].numel()
+        self.log("train_loss", loss, sync_dist=True)
+        return {"loss": loss}
+
+
+class PaddedByHand(Padded):
+    """Two losses of a step, over unlike numbers of which only the second's is another on each data rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.model(batch["x"]).square().mean())
+        outputs = super().training_step(batch, batch_idx)
+        self.manual_backward(outputs["loss"])
+        optimizer.step()
+        return {"loss": outputs["loss"].detach()}
+
+
+def what_is_said_of_each(sizes: dict[str, int], kind: type[Model]) -> list[list[str]]:
+    weighed = what_is_said_of_means(sizes, kind, loss_weight=tokens)
+    return [what_is_said_of_means(sizes, kind), weighed, what_is_said_of_means(sizes, Unpadded)]
+
+
+def what_is_said_of_means(sizes: dict[str, int], kind: Any, **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train("gpt", sizes, module=kind, steps=4, **options)
+    return [text for text in (str(each.message) for each in said) if "mean over a different number" in text]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "parts"),
+    [
+        (layout(pipeline=2), Padded, "4 microbatches"),
+        (layout(data=2), Padded, "2 data ranks"),
+        (layout(data=2), PaddedByHand, "2 data ranks"),
+    ],
+    ids=["pp2", "dp2", "dp2, manual optimization"],
+)
+def test_means_over_unequal_numbers_are_told_of_once_where_nothing_weighs_them(
+    sizes: dict[str, int], kind: type[Model], parts: str
+) -> None:
+    ([said], *nothing), others = run_ranks(what_is_said_of_each, 2, sizes, kind, elastic=True)
+    assert parts in said
+    assert [*nothing, *others] == [[]] * 5
+
+
+# -- stopping, testing, predicting
+
+
+class Predicting(Model):
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return {"first": batch["x"][:, 0], "logits": self.model(batch["x"])}
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """A data rank's part of the samples."""
+
+    def __init__(self, places: range) -> None:
+        self.places = places
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        samples = Tokens()
+        return (samples[i] for i in self.places)
+
+
+def stop_test_predict(sizes: dict[str, int] | None) -> tuple[int, list[float], Any]:
+    strategy: Any = (
+        HybridShardStrategy(**sizes, tensor_parallel_plan={"mlp.up": "colwise", "mlp.down": "rowwise"})
+        if sizes
+        else "auto"
+    )
+    data = sizes["data_parallel_size"] if sizes else 1
+    L.seed_everything(3)
+    stop = EarlyStopping("val_loss", patience=0, min_delta=10.0)
+    trainer = L.Trainer(
+        strategy=strategy,
+        devices=world(sizes) if sizes else 1,
+        max_steps=20,
+        val_check_interval=2,
+        callbacks=[stop],
+        **QUIET,
+    )
+    module = Predicting("gpt")
+    trainer.fit(module, loader(GLOBAL_BATCH // data), loader(GLOBAL_BATCH // data, samples=32))
+    tested = trainer.test(module, loader(GLOBAL_BATCH // data, samples=32), verbose=False)
+    stream = Stream(range(strategy.layout.data_rank if sizes else 0, 32, data))
+    streamed = trainer.test(module, DataLoader(stream, batch_size=GLOBAL_BATCH // data), verbose=False)
+    predictions = trainer.predict(module, loader(GLOBAL_BATCH // data, samples=32))
+    assert predictions is not None
+    return trainer.global_step, [tested[0]["val_loss"], streamed[0]["val_loss"]], predictions[0]
+
+
+@pytest.mark.parametrize("sizes", [PIPELINE, SHARDED], ids=["pp2×dp2", "dp2×tp2"])
+def test_all_ranks_stop_at_once_and_evaluate_alike(sizes: dict[str, int]) -> None:
+    steps, losses, predictions = stop_test_predict(None)
+    for rank, (own_steps, own_losses, own) in enumerate(
+        run_ranks(stop_test_predict, world(sizes), sizes, elastic=True)
+    ):
+        assert own_steps == steps == 4
+        assert own_losses == pytest.approx(losses, rel=2e-6)
+        data_rank = rank // sizes["tensor_parallel_size"] % 2
+        assert torch.equal(own["first"], predictions["first"][data_rank::2])
+        assert torch.allclose(own["logits"], predictions["logits"][data_rank::2], atol=1e-5)
+
+
+# -- precision, replicas
+
+
+def mixed(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, trainer={"precision": "bf16-mixed"})
+
+
+def test_bf16_mixed_is_as_close_as_bf16_allows() -> None:
+    check(on(PIPELINE, mixed), mixed(None), parameters=3e-3, loss=3e-3)
+
+
+def replicated(sizes: dict[str, int]) -> Seen:
+    return train("gpt", sizes, data_parallel_replicas=2)
+
+
+def test_replicas_of_a_sharded_group_compute_the_same() -> None:
+    check(on(LAYOUTS["dp4"], replicated), train("gpt"))
+
+
+# -- what users look at
+
+
+def look(sizes: dict[str, int]) -> Any:
+    L.seed_everything(3)
+    strategy = HybridShardStrategy(**sizes, tensor_parallel_plan={"mlp.up": "colwise", "mlp.down": "rowwise"})
+    trainer = L.Trainer(strategy=strategy, devices=world(sizes), max_steps=1, **QUIET)
+    data = sizes["data_parallel_size"]
+    trainer.fit(Model("gpt"), loader(GLOBAL_BATCH // data))
+    shard = {name: tensor.clone() for name, tensor in strategy.local_shard().items()}
+    return shard, strategy.gather_full_parameters(), str(strategy.layout), str(strategy.placement)
+
+
+def test_shards_and_the_gathered_whole() -> None:
+    sizes = LAYOUTS["pp2×dp2×tp2"]
+    plain = train("gpt", steps=1).parameters
+    seen = run_ranks(look, 8, sizes, elastic=True)
+    _, gathered, described, table = seen[0]
+    shard = seen[-1][0]  # of the first stage
+    assert largest_difference(gathered, plain) < 2e-5
+    assert all(not other for _, other, _, _ in seen[1:])
+    assert shard["model.blocks.0.mlp.up.weight"].shape == (32, 32)  # [128, 32] over two data and two tensor ranks
+    assert not any("blocks.2" in name for name in shard)
+    assert described == "2 pipeline × 2 data × 2 tensor"
+    assert "0-1 (2)" in table
+
+
+# -- manual optimization on one stage
+
+
+class Manual(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        halves = [{key: value[i::2] for key, value in batch.items()} for i in range(2)]
+        if isinstance(self.trainer.strategy, HybridShardStrategy):
+            with self.trainer.strategy.block_backward_sync():
+                for half in halves:
+                    self.manual_backward(self.loss(half) / 2)
+            self.trainer.strategy.synchronize_gradients()
+        else:
+            for half in halves:
+                self.manual_backward(self.loss(half) / 2)
+        optimizer.step()
+        self.log("train_loss", self.loss(batch).detach(), sync_dist=True)
+
+
+def manual(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=Manual)
+
+
+def test_manual_optimization_with_gradients_synchronized_by_hand() -> None:
+    check(on(layout(data=2), manual), manual(None))
+
+
+# -- batches
+
+
+def smaller_last(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, steps=-1, samples=40, trainer={"max_epochs": 2, "val_check_interval": 1.0})
+
+
+def test_a_last_smaller_batch() -> None:
+    ours, plain = on(PIPELINE, smaller_last), smaller_last(None)
+    assert len(ours.losses) == 6  # 16 + 16 + 8, twice
+    check(ours, plain, parameters=1e-4)
+
+
+# -- gradients are reduced once per optimizer step
+
+
+def count_reductions(sizes: dict[str, int], accumulate: int) -> list[int]:
+    """How many reduce-scatters ran until each optimizer step."""
+    import torch.distributed as dist
+
+    reductions = 0
+    name = (
+        "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    )  # torch ≥ 2.13
+    real = getattr(dist, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal reductions
+        reductions += 1
+        return real(*args, **kwargs)
+
+    class Count(L.Callback):
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            counts.append(reductions)
+
+    counts: list[int] = []
+    setattr(dist, name, counted)
+    try:
+        train("gpt", sizes, steps=2, callbacks=[Count()], trainer={"accumulate_grad_batches": accumulate})
+    finally:
+        setattr(dist, name, real)
+    return counts
+
+
+@pytest.mark.parametrize("sizes", [PIPELINE, layout(data=2)], ids=["pp2×dp2", "dp2"])
+def test_gradients_are_reduced_once_per_optimizer_step(sizes: dict[str, int]) -> None:
+    units = 4 // sizes["pipeline_parallel_size"] + 1  # the stage's blocks, and the rest
+    for counts in run_ranks(count_reductions, world(sizes), sizes, 2, elastic=True):
+        assert counts == [units, 2 * units]
+
+
+# -- modules that bring their own sharding
+
+
+class ShardsItself(Model):
+    """As Lightning's documentation of ModelParallelStrategy has it."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        if self.device_mesh is None:
+            return
+        for block in self.model.blocks:
+            plan = {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+            parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+def shards_itself(sizes: dict[str, int] | None) -> Seen:
+    return train("gpt", sizes, module=ShardsItself)
+
+
+def test_a_module_written_for_lightnings_own_strategy_runs_unchanged() -> None:
+    check(on(SHARDED, shards_itself), shards_itself(None))
+
+
+# -- memory
+
+
+class Large(L.LightningModule):
+    """512 MiB on meta, in eight blocks and a head."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            with torch.device("meta"):
+                blocks = [nn.Linear(4096, 4096, bias=False) for _ in range(8)]
+                self.model = nn.Sequential(*blocks)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(torch.ones(len(batch["x"]), 4096)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def peak_of_setup(sizes: dict[str, int]) -> float:
+    """MiB that this process grew by at most until training began, the freed included."""
+    import resource
+
+    class Stop(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+            trainer.should_stop = True
+
+    peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
+    trainer = L.Trainer(
+        strategy=HybridShardStrategy(**sizes), devices=world(sizes), max_steps=1, callbacks=[Stop()], **QUIET
+    )
+    trainer.fit(Large(), loader(8))
+    return peaks[1] - peaks[0]
+
+
+def test_no_rank_ever_holds_the_whole_of_a_model_built_on_meta() -> None:
+    for peak in run_ranks(peak_of_setup, 4, layout(pipeline=2, data=2), elastic=True):
+        assert 128 < peak < 128 + 3 * 64  # its own quarter of 512 MiB, and a block of 64 MiB (with its random numbers)
