@@ -81,7 +81,9 @@ def replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
         with _lock:
             for holder, name, value in reversed(attributes):
                 stack = _stacks[id(holder), name]
-                last = max(place for place, each in enumerate(stack) if each is value)
+                last = len(stack) - 1
+                while stack[last] is not value:
+                    last -= 1
                 del stack[last]
                 if stack == [_INHERITED]:
                     delattr(holder, name)

@@ -19,19 +19,18 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard.testing import preload
-from tests import needs, on_gpu
+from tests import needs
 
 preload(
+    "recipes.plans",
     "s3fs",
+    "tests.parity",
     "torch.distributed.pipelining",
     "torch.testing._internal.distributed.fake_pg",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 )
-
-if os.environ.get(on_gpu.EVERYWHERE):
-    preload("tests.parity")  # which places the ranks of all tests, also of those that don't import it
 
 torch.set_num_threads(1)  # tests run beside each other, and ranks have one thread, too
 

@@ -161,7 +161,7 @@ def _is_equal_and_immutable(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
-        return [*one] == [*other] and all(_is_equal_and_immutable(one[key], other[key]) for key in one)
+        return [*one] == [*other] and all(map(_is_equal_and_immutable, one.values(), other.values()))
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_is_equal_and_immutable, one, other))
     if is_dataclass(one):

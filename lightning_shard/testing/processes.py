@@ -411,4 +411,5 @@ def _environment(rank: int, port: int, options: Options) -> dict[str, str]:
 
 def _preload_list() -> list[str]:
     # under pytest, pytest is the __main__ that every rank imports
-    return [*dict.fromkeys(_preloaded), *(["pytest"] if "pytest" in sys.modules else [])]
+    before = ["pytest", "lightning_shard.testing.assertions"] if "pytest" in sys.modules else []
+    return [*before, *dict.fromkeys(_preloaded)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -63,7 +63,7 @@ def serve(job: Job, pipe: connection.Connection) -> None:
         # this process's children (a DataLoader's workers) use the parent's start method
         multiprocessing.set_start_method(job.parent_start_method, force=True)
         if job.under_pytest:
-            _rewrite_assertions()
+            importlib.import_module("lightning_shard.testing.assertions")
         try:
             with _process_group(job.options):
                 function, args, kwargs = pickle.loads(job.call)
@@ -134,18 +134,3 @@ def _die_with_parent() -> None:
     if parent is not None:
         connection.wait([parent.sentinel])
         os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _rewrite_assertions() -> None:
-    """Rewrite asserts in test modules as pytest does, so that `assert a == b` shows a and b.
-
-    Uses private names of pytest 8 and 9, since only a whole pytest run installs the hook otherwise.
-    """
-    with contextlib.suppress(Exception):
-        from _pytest.assertion import install_importhook
-        from _pytest.config import get_config
-
-        config = get_config([])
-        hook = install_importhook(config)
-        hook.fnpats = ["test_*.py", "*_test.py"]
-        atexit.register(sys.meta_path.remove, hook)

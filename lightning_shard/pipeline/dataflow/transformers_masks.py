@@ -46,9 +46,10 @@ def masks_made_as_given(*, causal_too: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def _made_as_given(causal_too: bool) -> Iterator[None]:
-    before, _kept.names = _kept.names, (_BIDIRECTIONAL, _CAUSAL) if causal_too else (_BIDIRECTIONAL,)
+    names = (_BIDIRECTIONAL, _CAUSAL) if causal_too else (_BIDIRECTIONAL,)
+    before, _kept.names = _kept.names, names
     try:
-        with _replaced(_made_if_given, _BIDIRECTIONAL, _CAUSAL):
+        with _replaced(_made_if_given, *names):
             yield
     finally:
         _kept.names = before
@@ -91,4 +92,4 @@ def nothing_packed(batch: Any = None) -> Iterator[Asked]:
 def _replaced(by: Callable[[str, Callable[..., Any]], Callable[..., Any]], *names: str) -> AbstractContextManager[None]:
     """Context in which ``by(name, function)`` replaces those functions of these names that transformers has."""
     masks: Any = sys.modules.get(_MODULE)
-    return replaced(*((masks, name, by(name, getattr(masks, name))) for name in names if hasattr(masks, name)))
+    return replaced(*[(masks, name, by(name, getattr(masks, name))) for name in names if hasattr(masks, name)])

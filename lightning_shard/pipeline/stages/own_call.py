@@ -70,7 +70,8 @@ class OwnCall:
         self._passage = passage
         self._arguments = arguments
         self._follows = follows
-        self._unset = [] if passage.searching or of.is_last else of.found.still_unset()
+        is_looked_at = of.found.unset and not (passage.searching or of.is_last)
+        self._unset = of.found.still_unset() if is_looked_at else []
         self._before: Before | None = None
         self._seen_inside: list[tuple[str, Any]] = []
         self._inside: list[RemovableHandle] = []
@@ -142,7 +143,7 @@ class OwnCall:
         if not passage.searching:
             self._check_as_agreed(output)
             self._note_kept_as_agreed()
-            if len(self._unset) != len(self._of.found.still_unset()):
+            if self._unset and len(self._unset) != len(self._of.found.still_unset()):
                 self._warn_of_set()
             return
         assert before is not None
@@ -250,7 +251,7 @@ class OwnCall:
     def _check_handed_on(self, agreed: Any, output: Any) -> None:
         """Check that the arguments that the block returned for an earlier microbatch are returned."""
         places = [getattr(slot, "argument", None) for slot in tree.leaves(agreed)]
-        if not any(place is not None for place in places):
+        if places.count(None) == len(places):
             return
         arguments = tree.leaves(self._arguments)
         for place, leaf in zip(places, tree.leaves(output)):

@@ -9,6 +9,7 @@ isn't taken, so they have to agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -72,5 +73,5 @@ class Batches:
         return [batch]
 
     def _most_parts(self, size: int, of_all: Callable[[Sequence[bool]], list[bool]]) -> int:
-        divide = of_all([size % number == 0 for number in range(1, self._microbatches + 1)])
-        return max(number for number, divides in enumerate(divide, start=1) if divides)
+        numbers = range(1, self._microbatches + 1)
+        return max(compress(numbers, of_all([size % number == 0 for number in numbers])))

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_shard import tree
 from lightning_shard.plugin.steps import unseeded
 from lightning_shard.state.tree_state import remember_own
 from lightning_shard.state.walk import OwnGenerator
@@ -100,7 +101,8 @@ def remember(
 
 def where_others_stand() -> Any:
     """The states of numpy's and Python's generators, for comparison."""
-    return random.getstate(), repr(_numpy.get_state())
+    numpys = tree.map_leaves(lambda leaf: getattr(leaf, "tobytes", lambda: leaf)(), _numpy.get_state(legacy=False))
+    return random.getstate(), numpys
 
 
 def seed_own(generator: OwnGenerator, seed: int) -> None:
