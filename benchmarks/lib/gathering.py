@@ -26,7 +26,7 @@ from lightning_shard.testing import run_ranks
 
 CAT = "cat files > out"
 OURS = "lightning_shard gather"
-TARGET = Target("of_reference", 0.8)
+TARGET = Target("of_reference", 1)
 MEMORY = Target("mib", 256, most=True)
 LARGE_BYTES = 8 * 2**30
 """From here on once is enough."""

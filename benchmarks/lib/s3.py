@@ -26,7 +26,7 @@ RANGES = {
     f"s3fs, {number} ranges of {mib} MiB at a time": (number, mib * MIB) for number, mib in ((8, 8), (16, 4), (16, 16))
 }
 DCP_READ = "torch DCP FsspecReader"
-LOAD_TARGET = Target("of_reference", 0.9)
+LOAD_TARGET = Target("of_reference", 0.95)
 
 
 def measure(options: Options) -> Iterator[Row]:

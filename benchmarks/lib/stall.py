@@ -22,7 +22,7 @@ from lightning_shard.testing import run_ranks
 COPY = "memcpy of the same bytes"
 OURS = "lightning_shard, asynchronous"
 DCP = "torch DCP async_save"
-SLOWDOWN = 1.3
+SLOWDOWN = 1.1
 SYNC_MIB = 64
 """Over the state; an asynchronous save may hold a copy of it besides."""
 
