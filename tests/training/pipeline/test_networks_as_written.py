@@ -10,70 +10,7 @@ from torch.nn import functional as F
 
 from lightning_shard.testing import assert_trains_alike
 
-WIDTH, WORDS = 16, 32
-
-
-class Classifier(L.LightningModule):
-    """Of padded tokens; uses all positions of the last hidden state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 4)
-
-    def encode(self, x: Tensor, padding: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        hidden = self.encode(self.embed(tokens), tokens == 0)
-        return F.cross_entropy(self.head(hidden.mean(1)), tokens[:, 0] % 4)
-
-    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        return self.loss(tokens)
-
-    def validation_step(self, tokens: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(tokens))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class InPairs(Classifier):
-    """A list of lists, which are never called themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        pairs = ([nn.MultiheadAttention(WIDTH, 2, batch_first=True), nn.Linear(WIDTH, WIDTH)] for _ in range(3))
-        self.layers = nn.ModuleList(nn.ModuleList(pair) for pair in pairs)
-
-    def encode(self, x: Tensor, padding: Tensor) -> Tensor:
-        for attention, feedforward in self.layers:
-            x = attention(x, x, x, key_padding_mask=padding, need_weights=False)[0] + x
-            x = F.gelu(feedforward(x)) + x
-        return x
-
-
-class Encoder(Classifier):
-    """In evaluation torch gives it nested tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3)
-
-    def encode(self, x: Tensor, padding: Tensor) -> Tensor:
-        return self.encoder(x, src_key_padding_mask=padding)
-
-
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    drawn = [torch.randint(1, WORDS, (8, 9), generator=generator) for _ in range(3)]
-    return [tokens * (torch.arange(9) < 9 - torch.arange(8)[:, None] // 2) for tokens in drawn]
-
-
-@pytest.mark.parametrize("module", [InPairs, Encoder])
-@pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2 x dp2", marks=pytest.mark.long)])
-def test_trains_and_validates_as_one_process_does(module: type[Classifier], layout: str) -> None:
-    assert_trains_alike(module, batches, layout)
+WIDTH = 16
 
 
 class Autoencoder(L.LightningModule):
@@ -152,6 +89,7 @@ class Unet(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+@pytest.mark.long
 def test_blocks_may_be_registered_twice_with_norms_without_statistics() -> None:
     assert_trains_alike(Unet, vectors, "pp2")
 

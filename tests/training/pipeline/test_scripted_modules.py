@@ -74,19 +74,15 @@ class Module(L.LightningModule):
         made: dict[str, nn.Module] = {"loss": nn.MSELoss(), "augment": nn.Identity(), "teacher": nn.Identity()}
         made["embed"] = nn.Linear(WIDTH, WIDTH)
         blocks: list[nn.Module] = [Residual() for _ in range(4)]
-        if what == "around":
+        if what == "everywhere":
             made |= {"loss": scripted(nn.MSELoss()), "augment": scripted(nn.Sequential(Sums(), nn.Hardtanh(-3.0, 3.0)))}
-            made["teacher"] = scripted(frozen(Residual()))
-        elif what == "traced":
-            made |= {"augment": traced(nn.Tanh()), "teacher": traced(frozen(Residual()))}
-        elif what == "in blocks":
-            blocks = [WithScripted(Sums()) for _ in range(4)]
+            made["teacher"] = nn.Sequential(scripted(frozen(Residual())), traced(frozen(Residual())))
+            tanh = [scripted(nn.Tanh()), traced(nn.Tanh())] * 2
+            blocks = [layer for each in tanh for layer in (WithScripted(Sums()), each)]
         elif what == "trained":
             blocks = [scripted(block) for block in blocks]
         elif what == "in a part":
             made["embed"] = WithScripted(frozen(Residual()))
-        elif what == "layers":
-            blocks = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), scripted(nn.Tanh()))]
         for name, each in made.items():
             self.add_module(name, each)
         self.blocks = nn.Sequential(*blocks)
@@ -106,20 +102,12 @@ def batches() -> list[Tensor]:
     return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
 
 
-def test_around_the_blocks_they_are_whole_on_every_stage() -> None:
-    assert_trains_alike(partial(Module, "around"), batches, layouts=[INTERLEAVED])
+@pytest.mark.parametrize("layout", [INTERLEAVED, pytest.param("dp2", marks=pytest.mark.long)], ids=["pp2", "dp2"])
+def test_without_trained_parameters_they_train_alike_in_blocks_and_around_them(layout: Any) -> None:
+    assert_trains_alike(partial(Module, "everywhere"), batches, layouts=[layout])
 
 
-def test_in_blocks_they_belong_to_the_stages_of_these() -> None:
-    assert_trains_alike(partial(Module, "in blocks"), batches, layouts=["pp2", INTERLEAVED])
-
-
-@pytest.mark.parametrize("what", ["traced", "layers"])
-def test_without_trained_parameters_they_need_not_be_sharded(what: str) -> None:
-    assert_trains_alike(partial(Module, what), batches, layouts=["pp2", "dp2"])
-
-
-@pytest.mark.parametrize("layout", ["pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("dp2", marks=pytest.mark.long)])
 def test_ones_that_train_are_refused(layout: str) -> None:
     with pytest.raises(
         ConfigurationError, match=r"blocks\.0 was made by torch\.jit, and blocks\.0\.linear\.weight is trained"
