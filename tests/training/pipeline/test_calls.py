@@ -142,18 +142,15 @@ def sometimes(root: Any, tokens: Tensor) -> Tensor:
 
 
 STEPS = [greedy, through_the_root, until_a_word, with_cache, with_its_own_cache, averaged, sometimes]
-LONG = {(step, 2, "Interleaved1F1B") for step in (through_the_root, with_cache, averaged, until_a_word)} | {
-    (step, 2, "ZBVZeroBubble") for step in (greedy, through_the_root, until_a_word, averaged, sometimes)
-}
+SEVERAL = [
+    *((step, "Interleaved1F1B") for step in (greedy, with_its_own_cache, sometimes)),
+    *((step, "ZBVZeroBubble") for step in (with_cache, with_its_own_cache)),
+]
 
 
 @pytest.mark.parametrize(
     ("step", "ranks", "schedule"),
-    [
-        pytest.param(step, ranks, schedule, marks=pytest.mark.long if (step, ranks, schedule) in LONG else ())
-        for ranks, schedule in ((4, "1F1B"), (2, "Interleaved1F1B"), (2, "ZBVZeroBubble"))
-        for step in STEPS
-    ],
+    [*((step, 4, "1F1B") for step in STEPS), *((step, 2, schedule) for step, schedule in SEVERAL)],
 )
 def test_several_calls_compute_what_one_process_does(
     step: Callable[[Any, Tensor], Tensor], ranks: int, schedule: str

@@ -173,20 +173,3 @@ def test_what_blocks_of_several_stages_add_to_what_the_network_is_given_is_refus
 @pytest.mark.long
 def test_what_each_block_sets_in_what_the_network_is_given_is_alike() -> None:
     assert_trains_alike(partial(GivesToBlocks, {}), batches, "pp2")
-
-
-class Penalised(Filling):
-    """Adds a penalty of the head's weights, which the last stage alone has, where all ranks run the whole step."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        z = self.head(self.net(self.net(batch)[0])[0])
-        self.log("loss", z.square().mean() + sum(each.square().sum() for each in self.head.parameters()))
-
-
-@pytest.mark.long
-def test_parameters_of_the_last_stage_may_be_gone_over_after_the_calls() -> None:
-    assert_trains_alike(Penalised, batches, "pp2")

@@ -89,56 +89,5 @@ class Unet(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-@pytest.mark.long
 def test_blocks_may_be_registered_twice_with_norms_without_statistics() -> None:
     assert_trains_alike(Unet, vectors, "pp2")
-
-
-class Skip(nn.Module):
-    """A level of a U of levels, which holds the next one, and leaves what its head computes in a list of all levels."""
-
-    def __init__(self, level: int, down: nn.Module, up: nn.Module, inner: nn.Module, heads: list[Tensor]) -> None:
-        super().__init__()
-        self.level, self.heads = level, heads
-        self.down, self.inner, self.up, self.head = down, inner, up, nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        down = self.down(x).tanh()
-        up = self.up(self.inner(down) + down)
-        if self.level:
-            self.heads[self.level - 1] = self.head(up)
-        return x + up
-
-
-class DeeplySupervised(L.LightningModule):
-    """Its levels are no blocks; these are lists, whose modules the levels hold too, as those of a DynUNet are."""
-
-    def __init__(self, levels: int = 3) -> None:
-        super().__init__()
-        self.downs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(levels))
-        self.ups = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(levels))
-        self.heads: list[Tensor] = [torch.zeros(1)] * (levels - 1)
-        level: nn.Module = nn.Linear(WIDTH, WIDTH)
-        for i in reversed(range(levels)):
-            level = Skip(i, self.downs[i], self.ups[levels - 1 - i], level, self.heads)
-        self.levels, self.head = level, nn.Linear(WIDTH, 4)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, targets = batch
-        logits = [self.head(self.levels(x)), *self.heads]
-        return torch.stack([F.cross_entropy(each, targets) for each in logits]).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-def pictures() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(8, WIDTH, generator=generator), torch.randint(0, 4, (8,), generator=generator)) for _ in range(3)
-    ]
-
-
-def test_a_list_that_modules_share_stays_one_list() -> None:
-    """Their results were put into a list of the inner module's own, and the network read those of the batch before."""
-    assert_trains_alike(DeeplySupervised, pictures, "pp2")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -55,13 +54,6 @@ class Recomputing(Looped):
         return checkpoint(block, hidden, use_reentrant=False)
 
 
-class RecomputingItself(Looped):
-    """As transformers' layers do."""
-
-    def call(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        return checkpoint(partial(block.__call__), hidden, use_reentrant=False)
-
-
 class Collecting(Looped):
     """What the block gave at each place is used after all of them."""
 
@@ -90,12 +82,6 @@ class Listed(Looped):
         return self.head(hidden)
 
 
-class InPairs(Listed):
-    def listed(self) -> list[nn.Module]:
-        other = Block()
-        return [self.block, self.block, other, other]
-
-
 class InTurn(Listed):
     def listed(self) -> list[nn.Module]:
         other = Block()
@@ -113,14 +99,6 @@ class TiedBlocks(Listed):
         return [*blocks]
 
 
-class Named(Listed):
-    """Under a name of its own, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.blocks[0]
-
-
 AT_FOUR_PLACES = ["net.block"] * 4
 
 
@@ -136,14 +114,10 @@ def batches() -> Sequence[Tensor]:
     ("network", "stages", "blocks"),
     [
         (Looped, 2, AT_FOUR_PLACES),
-        (Looped, 4, AT_FOUR_PLACES),
         (Looped, 2, [*AT_FOUR_PLACES, "net.block", "net.block"]),  # a place that isn't come to
         (Recomputing, 3, AT_FOUR_PLACES),
-        (RecomputingItself, 2, AT_FOUR_PLACES),
         (Collecting, 3, AT_FOUR_PLACES),
         (Listed, 3, None),
-        (Named, 2, None),
-        (InPairs, 4, None),
         (InTurn, 2, None),
         (TiedBlocks, 3, None),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as of_torch
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.pipeline.schedules import named
 from lightning_shard.pipeline.schedules.named import SCHEDULES, build
 from lightning_shard.pipeline.schedules.schedule import Action, Schedule, read_csv, to_csv
 from lightning_shard.pipeline.schedules.simulate import Costs, simulate
@@ -27,14 +25,6 @@ def built(draw: st.DrawFn, *, keeps_busy: bool = False) -> Schedule:
     stages = draw(st.integers(least, most or 3))
     fewest = 1 if SCHEDULES[name].can_have_fewer and not keeps_busy else 2 * ranks
     return build(name, ranks, draw(st.integers(fewest, 4 * ranks + 1)), stages)
-
-
-@given(schedule=built())
-def test_every_rank_can_run_its_actions_in_order(schedule: Schedule) -> None:
-    schedule.check()
-    ran = list(schedule.walk())
-    assert sorted(action for _, action in ran) == sorted(action for row in schedule.rows for action in row)
-    assert schedule.rank_of[schedule.stages - 1] == len(schedule.rows) - 1
 
 
 @given(schedule=built())
@@ -256,9 +246,3 @@ def test_a_file_is_of_one_layout(tmp_path: Path) -> None:
 def test_what_cant_run_is_refused(name: str, ranks: int, microbatches: int, stages: int | None, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         build(name, ranks, microbatches, stages)
-
-
-def test_the_table_of_orders_names_each() -> None:
-
-    table = inspect.getdoc(named) or ""
-    assert all(f"    {name} " in table for name in SCHEDULES)

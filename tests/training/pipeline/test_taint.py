@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Passage
-from lightning_shard.pipeline.dataflow.taint import REMEDY, Hollow, Unknown
+from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown
 from lightning_shard.pipeline.dataflow.trace import Trace
 
 CPU = torch.device("cpu")
@@ -85,28 +85,6 @@ def test_numbers_that_are_taken_from_it_are_missing(what: str) -> None:
         pytest.raises((StepError, ValueError), match=r"embed\.weight"),
     ):
         NUMBERS[what](number)
-
-
-@pytest.mark.parametrize("ask", [torch.nonzero, torch.zeros, Tensor.item])
-def test_what_refuses_it_says_so_once(ask: Callable[[Tensor], Any]) -> None:
-    with Trace(Passage(1, {})).running(), pytest.raises(StepError) as refusal:
-        ask(unknown().argmax())
-    assert str(refusal.value).count(REMEDY) == 1
-    assert ",." not in str(refusal.value)
-
-
-def test_shown_where_it_cannot_be_had_it_is_named() -> None:
-    text = "what is computed from embed.weight, which stage 0 holds: not known on this pipeline stage"
-    assert f"{unknown()}" == repr(unknown()) == f"<{text}>"
-
-
-def test_a_forward_derivative_along_it_is_unknown() -> None:
-    """Not on threads, as ``vmap`` is tried: torch counts levels of forward derivatives in the process."""
-    with Trace(Passage(1, {})).running():
-        both = torch.func.jvp(torch.sin, (torch.ones(2, 3),), (unknown(),))
-        neither = torch.func.jvp(torch.sin, (torch.ones(2),), (torch.ones(2),))
-    assert all(isinstance(each, Unknown) for each in both)
-    assert not any(isinstance(each, Unknown) for each in neither)
 
 
 @pytest.mark.parametrize(

@@ -168,16 +168,6 @@ def test_it_is_saved_once_and_goes_on_on_any_layout(tmp_path: Path) -> None:
     )
 
 
-class KeepsGradients(Tied):
-    """Sums gradients over all steps: ``zero_grad`` does nothing."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.named_parameters(), lr=0.1)
-
-    def optimizer_zero_grad(self, *_: Any) -> None:
-        pass
-
-
 class Scaled(Tied):
     """A scalar, too, is used on both stages. It isn't sharded, so each batch's gradients are added to its own."""
 
@@ -208,17 +198,6 @@ def test_accumulated_gradients_are_added_once_however_often_they_are_reduced() -
         assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
         assert largest_difference(ours.gradients, plain.gradients) < 1e-7
         assert largest_difference(ours.parameters, plain.parameters) < 2e-5
-
-
-def keep_gradients(sizes: dict[str, int] | None = None) -> Seen:
-    return train("llama", sizes, module=lambda: KeepsGradients("llama"))
-
-
-@pytest.mark.long
-def test_gradients_that_are_kept_over_steps_are_added_once() -> None:
-    sizes = layout(pipeline=2)
-    plain, ours = keep_gradients(), combine(run_ranks(keep_gradients, 2, sizes, elastic=True), sizes)
-    assert largest_difference(ours.parameters, plain.parameters) < 2e-6
 
 
 class Grouped(Tied):

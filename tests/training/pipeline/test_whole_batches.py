@@ -143,20 +143,6 @@ class OfGraphs(Base):
         return loss
 
 
-class OfTexts(Base):
-    """Texts are made tensors by the step, of another length in each batch."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))  # type: ignore[arg-type]
-        self.embedding = nn.Embedding(128, WIDTH)
-
-    def training_step(self, batch: list[str], batch_idx: int) -> Tensor:
-        longest = max(map(len, batch))
-        codes = torch.tensor([[*map(ord, text.ljust(longest))] for text in batch])
-        logits = self.head(self(self.embedding(codes)))
-        return F.cross_entropy(logits.flatten(0, 1), codes.flatten() % 3)
-
-
 def tensors() -> list[Any]:
     made = torch.Generator().manual_seed(0)
     return [(torch.randn(6, WIDTH, generator=made), torch.randint(0, 3, (6,), generator=made)) for _ in range(5)]
@@ -188,13 +174,9 @@ def graphs() -> list[Any]:
     return [graph(nodes) for nodes in (9, 12, 7, 9, 15)]
 
 
-def texts() -> list[Any]:
-    return [["a text", "another one"], ["of", "a", "third"], ["the first", "of another"], ["", "long" * 4]]
-
-
 @pytest.mark.parametrize(
     ("module", "batches"),
-    [(OverTheBatch, tensors), (CarriesOn, tensors), (Images, images), (OfGraphs, graphs), (OfTexts, texts)],
+    [(OverTheBatch, tensors), (CarriesOn, tensors), (Images, images), (OfGraphs, graphs)],
 )
 def test_whole_batches_are_right_whatever_a_step_does_with_them(module: type[Base], batches: Any) -> None:
     with warnings.catch_warnings():
@@ -202,10 +184,9 @@ def test_whole_batches_are_right_whatever_a_step_does_with_them(module: type[Bas
         assert_trains_alike(module, batches, layouts=LAYOUTS if module is OverTheBatch else [PP2])
 
 
-LONG = [pytest.param(*case, marks=pytest.mark.long) for case in ((Images, images), (OfTexts, texts))]
-
-
-@pytest.mark.parametrize(("module", "batches"), [(OfGraphs, graphs), *LONG])
+@pytest.mark.parametrize(
+    ("module", "batches"), [(OfGraphs, graphs), pytest.param(Images, images, marks=pytest.mark.long)]
+)
 def test_what_cant_be_cut_is_told_of_them(module: type[Base], batches: Any) -> None:
     with pytest.raises(BatchError, match="microbatches=1"):
         assert_trains_alike(module, batches, layouts=[{**PP2, "microbatches": 2}])
