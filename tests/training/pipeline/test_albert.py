@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_shard import checkpoint
 from lightning_shard.testing import run_ranks
-from tests.parity import Model, Seen, combine, largest_difference, layout, train, world
+from tests.parity import Model, Seen, combine, largest_difference, layout, train
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -73,18 +73,3 @@ def test_one_layer_on_two_stages_is_trained_saved_and_taken_up_as_one_parameter(
     stored = checkpoint.read(tmp_path / "staged" / "step=2.ckpt")
     assert checkpoint.verify(stored.path).ok
     assert {*stored} == Albert().state_dict().keys()
-
-
-SPLIT = {
-    **{f"attention.{name}": "colwise" for name in ("query", "key", "value")},
-    "attention.dense": "rowwise",
-    "ffn": "colwise",
-    "ffn_output": "rowwise",
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("sizes", [layout(tensor=2), layout(pipeline=2, tensor=2)], ids=["tp2", "pp2×tp2"])
-def test_one_layer_on_two_stages_may_be_split_by_tensor_ranks(sizes: dict[str, int]) -> None:
-    seen = run_ranks(fit, world(sizes), sizes, steps=4, tensor_parallel_plan=SPLIT, elastic=True)
-    assert_alike(combine(seen, sizes), fit(steps=4))

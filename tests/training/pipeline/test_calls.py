@@ -131,17 +131,12 @@ def with_its_own_cache(root: Any, tokens: Tensor) -> Tensor:
     return tokens
 
 
-def averaged(root: Any, tokens: Tensor) -> Tensor:
-    """Two views of a batch, as in test-time augmentation."""
-    return (root.net(tokens).logits + root.net(tokens.flip(1)).logits.flip(1)) / 2
-
-
 def sometimes(root: Any, tokens: Tensor) -> Tensor:
     """Some batches need a single call."""
     return greedy(root, tokens) if len(tokens) < 4 else root.net(tokens).logits
 
 
-STEPS = [greedy, through_the_root, until_a_word, with_cache, with_its_own_cache, averaged, sometimes]
+STEPS = [greedy, through_the_root, until_a_word, with_cache, with_its_own_cache, sometimes]
 SEVERAL = [
     *((step, "Interleaved1F1B") for step in (greedy, with_its_own_cache, sometimes)),
     *((step, "ZBVZeroBubble") for step in (with_cache, with_its_own_cache)),
@@ -158,23 +153,6 @@ def test_several_calls_compute_what_one_process_does(
     with torch.no_grad():
         expected = [step(Root(Net()).eval(), batch) for batch in batches()]
     torch.testing.assert_close(evaluated_on_stages(Net, step, batches(), ranks, schedule=schedule), expected)
-
-
-class Skips(Net):
-    """The states of the first part cross to the last stage, which runs its part once more for them."""
-
-    def forward(self, x: Tensor, cache: Cache | None = None, keeps: bool = False) -> Output:
-        start = cache.length() if cache is not None else 0
-        hidden = first = self.embed(x) + self.places(torch.arange(start, start + x.size(1)))
-        for block in self.blocks:
-            hidden = block(hidden, cache)
-        return Output(self.head(hidden + first), cache)
-
-
-def test_a_call_that_runs_once_more_leaves_its_cache_once() -> None:
-    with torch.no_grad():
-        expected = [with_cache(Root(Skips()).eval(), batch) for batch in batches()]
-    torch.testing.assert_close(evaluated_on_stages(Skips, with_cache, batches(), 3), expected)
 
 
 LONGEST = 40

@@ -169,23 +169,6 @@ def test_of_a_block_only_products_with_weights_come_later() -> None:
     assert 0.9 < estimated < 1.0  # of its parameters all but biases and the norm's
 
 
-def test_nor_those_that_are_frozen_hooked_shared_or_computed() -> None:
-    def without_qkv(change: Any) -> float:
-        block = Attention()
-        change(block)
-        return later_of(block)
-
-    own = pytest.approx(1 / 6)
-    assert without_qkv(lambda block: block.qkv.requires_grad_(False)) == own
-    assert without_qkv(lambda block: block.qkv.weight.register_hook(lambda g: g)) == own
-    assert without_qkv(lambda block: block.qkv.weight.register_post_accumulate_grad_hook(lambda p: None)) == own
-    assert 0 < without_qkv(lambda block: nn.utils.parametrizations.weight_norm(block.qkv)) < 1 / 6
-    shared = Attention()
-    head = nn.Linear(WIDTH, 3 * WIDTH)
-    head.weight = shared.qkv.weight
-    assert later_of(shared, beside=head) == own
-
-
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 

@@ -102,19 +102,6 @@ class Watch(L.Callback):
             self.profile.__exit__(None, None, None)
 
 
-def test_what_reads_a_value_is_noted() -> None:
-    found: list[str] = []
-    values = torch.arange(3)
-    with Operators(found):
-        values.nonzero()
-        bool(values.sum())
-    assert not found  # a test's own
-    code = compile("bool(values.sum()), values.nonzero()", "/lightning/made.py", "eval")
-    with Operators(found):
-        eval(code, {"values": values})
-    assert [text.split(" in ")[0] for text in found] == ["aten._local_scalar_dense.default", "aten.nonzero.default"]
-
-
 def steady_steps(path: str, **options: Any) -> tuple[list[str], set[str]]:
     watch = Watch()
     watch.path = path  # type: ignore[attr-defined]

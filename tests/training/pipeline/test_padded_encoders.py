@@ -73,22 +73,6 @@ def test_a_frozen_encoder_gives_zeros_in_training_steps_too() -> None:
     assert not torch.allclose(network(tokens(6, 3)), expected)  # nor does torch use nested tensors then
 
 
-def test_layers_called_by_the_user_keep_padded_positions() -> None:
-    network = Padded().eval()
-
-    def by_layers() -> Tensor:
-        hidden = network.embed(tokens(6, 3))
-        for layer in network.encoder.layers:
-            hidden = layer(hidden, src_key_padding_mask=tokens(6, 3) == 0)
-        return hidden
-
-    with torch.no_grad():
-        expected = by_layers()
-        use_dense_tensors(network)
-        network(tokens(6, 3))
-        torch.testing.assert_close(by_layers(), expected)
-
-
 def test_a_subclass_with_a_forward_of_its_own_is_refused_by_name() -> None:
     with pytest.raises(StepError, match=r"layers\.1 returns a nested tensor.*enable_nested_tensor=False"):
         evaluated_on_stages(OfOwnClass, step, [tokens(6, 3)] * 2, 2)  # traced, the first has none

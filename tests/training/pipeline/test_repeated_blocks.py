@@ -54,16 +54,6 @@ class Recomputing(Looped):
         return checkpoint(block, hidden, use_reentrant=False)
 
 
-class Collecting(Looped):
-    """What the block gave at each place is used after all of them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        states = [self.embed(x)]
-        for place in range(4):
-            states.append(self.block(states[-1]) * (place + 1))
-        return self.head(torch.stack(states).tanh().mean(0))
-
-
 class Listed(Looped):
     """A list that holds blocks several times."""
 
@@ -80,12 +70,6 @@ class Listed(Looped):
         for block in self.blocks:
             hidden = self.call(block, hidden)
         return self.head(hidden)
-
-
-class InTurn(Listed):
-    def listed(self) -> list[nn.Module]:
-        other = Block()
-        return [self.block, other, self.block, other]
 
 
 class TiedBlocks(Listed):
@@ -116,9 +100,7 @@ def batches() -> Sequence[Tensor]:
         (Looped, 2, AT_FOUR_PLACES),
         (Looped, 2, [*AT_FOUR_PLACES, "net.block", "net.block"]),  # a place that isn't come to
         (Recomputing, 3, AT_FOUR_PLACES),
-        (Collecting, 3, AT_FOUR_PLACES),
         (Listed, 3, None),
-        (InTurn, 2, None),
         (TiedBlocks, 3, None),
     ],
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -118,43 +116,6 @@ def test_1f1b_reads_as_in_the_paper() -> None:
 
 
 # -- next to torch's
-
-
-TORCHS: dict[str, Any] = {
-    "Interleaved1F1B": of_torch.ScheduleInterleaved1F1B,
-    "InterleavedZeroBubble": of_torch.ScheduleInterleavedZeroBubble,
-    "ZBVZeroBubble": of_torch.ScheduleZBVZeroBubble,
-    "DualPipeV": of_torch.ScheduleDualPipeV,
-}
-
-
-def rows_of_torch(name: str, ranks: int, microbatches: int, stages: int) -> list[list[Any]]:
-    """What torch 2.13 makes of these numbers, without the stages that its constructors ask for."""
-    rounds = max(1, microbatches // ranks)
-    numbers = SimpleNamespace(
-        pp_group_size=ranks,
-        _n_microbatches=microbatches,
-        n_local_stages=stages,
-        num_stages=ranks * stages,
-        microbatches_per_round=microbatches // rounds,
-    )
-    return [TORCHS[name]._calculate_single_rank_operations(numbers, rank) for rank in range(ranks)]
-
-
-@pytest.mark.parametrize("name", TORCHS)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 9), (4, 8), (4, 10)])
-def test_a_file_of_torchs_is_read_and_ours_takes_no_longer(
-    name: str, ranks: int, microbatches: int, tmp_path: Path
-) -> None:
-    rows = rows_of_torch(name, ranks, microbatches, 2)
-    path = tmp_path / "torch.csv"
-    path.write_text("".join(",".join("" if cell is None else str(cell) for cell in row) + "\n" for row in rows))
-    theirs, ours = read_csv(str(path)), build(name, ranks, microbatches, 2)
-    assert (theirs.stages, theirs.microbatches) == (ours.stages, ours.microbatches)
-    for transfer in (0.0, 0.3):
-        costs = Costs([1.0] * ours.stages, [1.2] * ours.stages, [0.8] * ours.stages, transfer)
-        assert simulate(ours, costs).duration <= simulate(theirs, costs).duration + 1e-9
-        assert simulate(ours, costs).in_flight <= simulate(theirs, costs).in_flight
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

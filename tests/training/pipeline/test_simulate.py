@@ -92,12 +92,6 @@ def test_bubbles_are_those_of_the_papers() -> None:
         assert even(name, 4, 8).duration == 3 * 2 * 8 + 3
 
 
-def test_forwards_ahead_help_where_stages_differ() -> None:
-    costs = Costs.of_forwards([3.0, 2.0])
-    usual, eager = (simulate(build(name, 2, 4), costs).duration for name in ("1F1B", "Eager1F1B"))
-    assert (usual, eager) == (39, 36)  # the first stage's 4 × 9; 1F1B waits 3 for its first gradient
-
-
 def test_each_cut_may_have_a_transfer_of_its_own() -> None:
     order = build("GPipe", 3, 3).first(1)
     costs = Costs([1.0] * 3, [1.0] * 3, [1.0] * 3, transfer=[0.25, 4.0])

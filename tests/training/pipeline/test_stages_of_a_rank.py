@@ -23,7 +23,7 @@ from tests.training.pipeline.test_crossing import (
     seeded,
     with_features,
 )
-from tests.training.pipelines import Root, assert_alike, evaluated_on_stages, on_stages
+from tests.training.pipelines import Root, assert_alike, on_stages
 from tests.training.state.test_state_of_steps import Counter, Nested
 
 INTERLEAVED, V = "Interleaved1F1B", str(SCHEDULE_IN_A_V)
@@ -131,15 +131,6 @@ def test_what_the_last_stage_leaves_is_read_in_the_next_batch_and_refused_within
     assert_alike(seeded(Counter), loss, batches(), 2, schedule=INTERLEAVED, microbatches=1)
     with pytest.raises(StepError, match=r"has left \(net changes\).*a batch has 2,"):
         on_stages(seeded(Counter), loss, batches(), 2, schedule=INTERLEAVED, microbatches=2)
-
-
-def test_evaluation() -> None:
-    def step(root: nn.Module, x: Tensor) -> Any:
-        return {"logits": root.net(x)}
-
-    with torch.no_grad():
-        expected = [step(Root(seeded(Net)()).eval(), x) for x in batches()]
-    torch.testing.assert_close(evaluated_on_stages(seeded(Net), step, batches(), 2, schedule=INTERLEAVED), expected)
 
 
 # -- refused

@@ -25,7 +25,6 @@ from tests.parity import (
     combine,
     largest_difference,
     layout,
-    like_llama,
     loader,
     train,
     world,
@@ -44,22 +43,6 @@ class Tied(Model):
         super().__init__(network)
         embedding, head = TIED[network]
         self.get_submodule(head.rpartition(".")[0]).weight = self.get_parameter(embedding)
-
-
-class OnMeta(L.LightningModule):
-    """Tied by the network itself."""
-
-    training_step, loss, configure_optimizers = Model.training_step, Model.loss, Model.configure_optimizers
-    validation_step = Model.validation_step
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "model"):
-            import transformers
-
-            with torch.device("meta"):
-                settings = {**like_llama(), "tie_word_embeddings": True}
-                self.model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
-                self.kind = "llama"
 
 
 def fit(network: str, sizes: dict[str, int] | None = None, **options: Any) -> Seen:
@@ -290,19 +273,3 @@ def fit_refused() -> None:
 
 def test_copies_that_would_part_are_refused_on_every_rank() -> None:
     run_ranks(fit_refused, 2, elastic=True)
-
-
-def initial(sizes: dict[str, int]) -> Seen:
-    return train("llama", sizes, steps=1, module=OnMeta)
-
-
-@pytest.mark.long
-def test_a_network_that_was_tied_on_meta_stays_so_and_begins_alike_on_every_layout() -> None:
-    embedding, head = TIED["llama"]
-    seen = {}
-    for name, sizes in {"dp2": layout(data=2), "pp2": layout(pipeline=2)}.items():
-        seen[name] = combine(run_ranks(initial, 2, sizes, elastic=True), sizes).initial
-        assert embedding in seen[name]
-        assert head not in seen[name]
-    assert seen["dp2"].keys() == seen["pp2"].keys()
-    assert all(torch.equal(seen["dp2"][name], seen["pp2"][name]) for name in seen["dp2"])
