@@ -71,14 +71,16 @@ class Module(L.LightningModule):
 
     def __init__(self, what: str) -> None:
         super().__init__()
-        made: dict[str, nn.Module] = {"loss": nn.MSELoss(), "augment": nn.Identity(), "teacher": nn.Identity()}
-        made["embed"] = nn.Linear(WIDTH, WIDTH)
+        made: dict[str, nn.Module] = {name: nn.Identity() for name in ("augment", "teacher", "other")}
+        made |= {"loss": nn.MSELoss(), "embed": nn.Linear(WIDTH, WIDTH)}
         blocks: list[nn.Module] = [Residual() for _ in range(4)]
+        activations = [make(nn.Tanh()) for make in (scripted, traced) * 2]
         if what == "everywhere":
             made |= {"loss": scripted(nn.MSELoss()), "augment": scripted(nn.Sequential(Sums(), nn.Hardtanh(-3.0, 3.0)))}
-            made["teacher"] = nn.Sequential(scripted(frozen(Residual())), traced(frozen(Residual())))
-            tanh = [scripted(nn.Tanh()), traced(nn.Tanh())] * 2
-            blocks = [layer for each in tanh for layer in (WithScripted(Sums()), each)]
+            made |= {"teacher": scripted(frozen(Residual())), "other": traced(frozen(Residual()))}
+            blocks = [layer for each in activations for layer in (WithScripted(Sums()), each)]
+        elif what == "layers":
+            blocks = [layer for each in activations for layer in (nn.Linear(WIDTH, WIDTH), each)]
         elif what == "trained":
             blocks = [scripted(block) for block in blocks]
         elif what == "in a part":
@@ -89,7 +91,7 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         result = self.blocks(self.embed(self.augment(batch)))
-        loss: Tensor = self.loss(result, self.teacher(2 * batch))
+        loss: Tensor = self.loss(result, self.other(self.teacher(2 * batch)))
         self.log("loss", loss)
         return loss
 
@@ -102,9 +104,11 @@ def batches() -> list[Tensor]:
     return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
 
 
-@pytest.mark.parametrize("layout", [INTERLEAVED, pytest.param("dp2", marks=pytest.mark.long)], ids=["pp2", "dp2"])
-def test_without_trained_parameters_they_train_alike_in_blocks_and_around_them(layout: Any) -> None:
-    assert_trains_alike(partial(Module, "everywhere"), batches, layouts=[layout])
+@pytest.mark.parametrize(
+    ("what", "layout"), [("everywhere", INTERLEAVED), pytest.param("layers", "dp2", marks=pytest.mark.long)], ids=str
+)
+def test_without_trained_parameters_they_train_alike_in_blocks_and_around_them(what: str, layout: Any) -> None:
+    assert_trains_alike(partial(Module, what), batches, layouts=[layout])
 
 
 @pytest.mark.parametrize("layout", ["pp2", pytest.param("dp2", marks=pytest.mark.long)])
