@@ -55,30 +55,26 @@ class Network(nn.Module):
 
 
 class Module(L.LightningModule):
-    """Keeps itself, in a private attribute, what the network keeps."""
-
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
         self.net = Network()
-        self._latest = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.net(x)
-        self._latest = y.mean(0)
-        return y
+        self.name = name
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return F.mse_loss(self(batch), 2 * batch)
+        return F.mse_loss(self.net(batch), 2 * batch)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        y = self(batch)
-        bias, layers = self.net.features["last"] + self._latest, [self.net.embed, *self.net.blocks, self.net.head]
-        for place, layer in enumerate(layers):
-            bias = bias + place * (layer.first + layer.mean + layer.means[-1])
-        largest = [layer.largest for layer in layers]
-        self.log("difference", F.mse_loss(y, self(batch + bias / 20)))
-        for place, value in enumerate(largest):
-            self.log(f"largest of {place}", value)  # of the second call: the buffer was written in place
+        y = self.net(batch)
+        if self.name == "net":
+            bias = self.net.features["last"]
+        else:
+            layer: Any = self.get_submodule(self.name)
+            largest = layer.largest
+            bias = layer.first + layer.mean + layer.means[-1]
+        z = self.net(batch + bias)
+        self.log("difference", F.mse_loss(y, z))
+        if self.name != "net":
+            self.log("largest", largest)  # of the second call: the buffer was written in place
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -89,8 +85,17 @@ def batches() -> list[Tensor]:
     return [torch.randn(8, WIDTH, generator=made) for _ in range(2)]
 
 
-def test_of_every_stage_and_around_them() -> None:
-    assert_trains_alike(Module, batches, layouts=["pp2", INTERLEAVED], steps=2)
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("blocks.0", "embed", "head")]
+
+
+@pytest.mark.parametrize("name", ["blocks.3", *LONG])
+def test_of_one_stage(name: str) -> None:
+    layouts = ["pp2", INTERLEAVED] if name == "blocks.3" else ["pp2"]
+    assert_trains_alike(partial(Module, f"net.{name}"), batches, layouts=layouts, steps=2)
+
+
+def test_around_all_blocks() -> None:
+    assert_trains_alike(partial(Module, "net"), batches, layouts=["pp2"], steps=2)
 
 
 class Fills(nn.Module):
@@ -173,3 +178,33 @@ def test_what_blocks_of_several_stages_add_to_what_the_network_is_given_is_refus
 @pytest.mark.long
 def test_what_each_block_sets_in_what_the_network_is_given_is_alike() -> None:
     assert_trains_alike(partial(GivesToBlocks, {}), batches, "pp2")
+
+
+class IsTheNetwork(L.LightningModule):
+    """Keeps its features itself, in a private attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeps() for _ in range(4))
+        self._features = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self._features = x.mean(0)
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch), 2 * batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        y = self(batch)
+        z = self(batch + self._features)
+        self.log("difference", F.mse_loss(y, z))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_private_attributes_of_the_lightning_module_are_known_on_all_ranks() -> None:
+    assert_trains_alike(IsTheNetwork, batches, "pp2")
