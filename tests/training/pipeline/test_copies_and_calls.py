@@ -86,9 +86,3 @@ def test_a_steps_own_collective_calls_over_the_world_are_refused(in_step: bool) 
                 call()
     assert dist.all_reduce is own
     assert calls.made == in_step  # what was logged is reduced when the step has ended
-
-
-def test_nothing_is_watched_without_stages() -> None:
-    own = dist.all_reduce
-    with OwnCalls(None).watched():
-        assert dist.all_reduce is own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import lightning as L
@@ -57,22 +57,6 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Normalized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)
-
-
-class WithBatchNorm(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Normalized() for _ in range(4))
-
-
 class WithExperts(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -95,18 +79,14 @@ class Generates(WithExperts):
         self.log("val_loss", (batch % 2).float().mean(), sync_dist=True)
 
 
-def fit(
-    kind: type[Model], settings: dict[str, Any], **trained: Any
-) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+def fit(kind: type[Model], settings: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
     L.seed_everything(1)
     strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=2, **settings)
-    trainer = L.Trainer(strategy=strategy, devices=4, max_epochs=2, **trained, **QUIET)
-    module = kind()
+    trainer = L.Trainer(strategy=strategy, devices=4, max_epochs=1, **QUIET)
     loader = DataLoader(Texts(), batch_size=4, collate_fn=padded)
-    trainer.fit(module, loader, loader)
+    trainer.fit(kind(), loader, loader)
     parameters = trainer.strategy.gather_full_parameters()  # type: ignore[attr-defined]
-    own = {name: buffer for name, buffer in module.named_buffers() if type(buffer) is Tensor}
-    return float(trainer.callback_metrics["val_loss"]), parameters, own
+    return float(trainer.callback_metrics["val_loss"]), parameters
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -119,7 +99,7 @@ FREED = {"reshard_after_forward": True}
 
 
 @cache
-def without_settings(kind: type[Model]) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+def without_settings(kind: type[Model]) -> tuple[float, dict[str, Tensor]]:
     return run_ranks(fit, 4, kind, {}, elastic=True)[0]  # type: ignore[no-any-return]
 
 
@@ -130,26 +110,20 @@ def without_settings(kind: type[Model]) -> tuple[float, dict[str, Tensor], dict[
         pytest.param(Model, {**FREED, "reduce_each_microbatch": True}, marks=pytest.mark.long),
         pytest.param(Model, {**FREED, "schedule": "Interleaved1F1B"}, marks=pytest.mark.long),
         pytest.param(WithExperts, {"expert_parallel_size": 2}, marks=pytest.mark.long),
-        (WithExperts, {"expert_parallel_size": 2, "schedule": "Interleaved1F1B", **FREED}),
+        pytest.param(
+            WithExperts, {"expert_parallel_size": 2, "schedule": "Interleaved1F1B", **FREED}, marks=pytest.mark.long
+        ),
     ],
 )
 def test_forwards_that_are_collective_over_data_ranks_are_made_alike(
     kind: type[Model], settings: dict[str, Any]
 ) -> None:
-    loss, plain, _ = without_settings(kind)
-    other, parameters, _ = run_ranks(fit, 4, kind, settings, elastic=True)[0]
+    loss, plain = without_settings(kind)
+    other, parameters = run_ranks(fit, 4, kind, settings, elastic=True)[0]
     assert other == pytest.approx(loss, rel=1e-5)
     assert_equal(plain, parameters)
 
 
-def test_synchronized_statistics_are_those_of_both_data_ranks() -> None:
-    ranks = run_ranks(partial(fit, sync_batchnorm=True), 4, WithBatchNorm, {}, elastic=True)
-    (_, _, first), (_, _, second), *_ = ranks
-    assert float(first["blocks.3.norm.num_batches_tracked"]) == 2 * 2 * 4
-    assert_equal(first, second)
-
-
-def test_data_ranks_may_call_the_network_more_often_than_others_unless_experts_are_dealt() -> None:
-    run_ranks(fit, 4, Generates, FREED, elastic=True)
+def test_but_not_where_experts_are_dealt() -> None:
     with pytest.raises(RanksFailed, match="Data ranks call the network a different number of times within one step"):
         run_ranks(fit, 4, Generates, {"expert_parallel_size": 2}, elastic=True)

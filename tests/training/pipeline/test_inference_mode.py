@@ -57,9 +57,8 @@ def run(sizes: dict[str, Any]) -> tuple[float, Tensor]:
     return loss, torch.cat(predicted)
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_they_are_those_of_one_process(microbatches: int) -> None:
+def test_they_are_those_of_one_process() -> None:
     expected, plain = run_ranks(run, 1, {}, init=False)[0]
-    for loss, predicted in run_ranks(run, 2, {"pipeline_parallel_size": 2, "microbatches": microbatches}, elastic=True):
+    for loss, predicted in run_ranks(run, 2, {"pipeline_parallel_size": 2, "microbatches": 4}, elastic=True):
         assert loss == pytest.approx(expected, rel=1e-5)
         torch.testing.assert_close(predicted, plain)

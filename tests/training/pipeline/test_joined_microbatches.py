@@ -58,31 +58,3 @@ def test_what_is_found_by_joining_microbatches_is_found_where_outputs_of_blocks_
     """The run failed on sizes: nothing was said of the log, and the number of samples was refused."""
     for told, counted in run_ranks(told_of_logs, 2, elastic=True)[:1]:
         assert (told, counted) == (["root"], [8, 6])
-
-
-class AllOff(L.LightningModule):
-    """Hidden states are the same for all samples, whose logits are as many as there are samples in a microbatch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(4))
-        nn.init.constant_(self.blocks[1][0].bias, -1e3)  # type: ignore[index]
-        self.head = nn.Linear(WIDTH, 2)
-
-    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = batch[0]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def predicted() -> list[tuple[int, ...]]:
-    loader: Any = DataLoader(TensorDataset(torch.randn(8, WIDTH)), batch_size=4)
-    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=2)
-    predictions: Any = L.Trainer(devices=2, strategy=strategy, **QUIET).predict(AllOff(), loader)
-    return [tuple(each.shape) for each in predictions]
-
-
-def test_logits_of_samples_that_are_all_alike_are_joined() -> None:
-    """They were refused: what is the same for all samples was taken for a table that they share, so nothing grew."""
-    assert run_ranks(predicted, 2, elastic=True)[0] == [(4, 2), (4, 2)]

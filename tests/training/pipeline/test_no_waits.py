@@ -9,7 +9,6 @@ import sys
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -103,19 +102,6 @@ class Watch(L.Callback):
             self.profile.__exit__(None, None, None)
 
 
-def test_what_reads_a_value_is_noted() -> None:
-    found: list[str] = []
-    values = torch.arange(3)
-    with Operators(found):
-        values.nonzero()
-        bool(values.sum())
-    assert not found  # a test's own
-    code = compile("bool(values.sum()), values.nonzero()", "/lightning/made.py", "eval")
-    with Operators(found):
-        eval(code, {"values": values})
-    assert [text.split(" in ")[0] for text in found] == ["aten._local_scalar_dense.default", "aten.nonzero.default"]
-
-
 def steady_steps(path: str, **options: Any) -> tuple[list[str], set[str]]:
     watch = Watch()
     watch.path = path  # type: ignore[attr-defined]
@@ -135,21 +121,6 @@ def test_a_steady_step_asks_no_tensor_for_its_value_and_its_actions_have_names(t
     for questions, names in run_ranks(steady_steps, 2, str(tmp_path / "x.ckpt"), elastic=True):
         assert not questions
         assert {"F0", "F1", "B0", "B1", "save"} <= names
-
-
-def under_each(schedules: list[str], folder: str) -> dict[str, tuple[list[str], set[str]]]:
-    return {name: steady_steps(f"{folder}/{name}.ckpt", schedule=name, microbatches=4) for name in schedules}
-
-
-@pytest.mark.long
-def test_nor_does_one_under_other_schedules(tmp_path: Any) -> None:
-    schedules = ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-    for ran in run_ranks(under_each, 2, schedules, str(tmp_path), elastic=True, timeout_s=200):
-        for name, (questions, names) in ran.items():
-            assert not questions, name
-            assert {"F0", "save"} <= names
-            backwards = "IW" if schedules.index(name) > 1 else "B"
-            assert all(names & {f"{part}{i}" for i in range(4)} for part in backwards), name
 
 
 def test_questions_are_seen() -> None:

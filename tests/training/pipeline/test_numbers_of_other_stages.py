@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 import lightning as L
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_shard.pipeline.dataflow.crossing import LARGEST_PARAMETER
 from lightning_shard.testing import assert_trains_alike
 from tests.training.habits.harness import Block, Net
 
@@ -56,35 +53,5 @@ def batches() -> list[dict[str, Tensor]]:
     return [{"x": each.repeat(8, 1), "y": each[:, :2].repeat(8, 1)} for each in x]
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_they_are_those_of_one_process(schedule: str) -> None:
-    assert_trains_alike(Module, batches, "pp2", schedule=schedule)
-
-
-class Keeps(L.LightningModule):
-    """What an embedding gave is kept, of more parameters than may be sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(LARGEST_PARAMETER // 4 + 1, 4)
-        self.net = Net()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = self.embedding(batch)
-        self.mean = x.detach().mean(0)
-        return self.net(x).square().mean()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.log("mean", self.mean.mean())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def texts() -> list[Tensor]:
-    return [torch.tensor([2, 5] * 4), torch.tensor([3, 5] * 4)]
-
-
-@pytest.mark.long
-def test_what_an_earlier_stages_part_gave_is_kept_without_its_parameters() -> None:
-    assert_trains_alike(Keeps, texts, "pp2")
+def test_they_are_those_of_one_process() -> None:
+    assert_trains_alike(Module, batches, "pp2", schedule="Interleaved1F1B")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_shard.errors import ShardError
-from lightning_shard.testing import assert_trains_alike
+from lightning_shard.errors import StepError
+from tests.training.pipelines import assert_alike, on_stages
 
 WIDTH = 16
 
@@ -52,7 +53,7 @@ class Block(nn.Module):
         return x
 
 
-class Model(L.LightningModule):
+class Network(nn.Module):
     kind: type[nn.Module] = Block
 
     def __init__(self) -> None:
@@ -60,22 +61,14 @@ class Model(L.LightningModule):
         self.blocks = nn.ModuleList(self.kind() for _ in range(4))
         self.head = nn.Linear(WIDTH, WIDTH)
 
-    def network(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         memory = Memory()
         for block in self.blocks:
             x = block(x, memory)
-        return x + memory.sum()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self.head(self.network(batch)), batch.roll(1, -1))
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return self.head(x + memory.sum())
 
 
-class Hooked(Model):
+class Hooked(Network):
     """Collects by hooks of submodules that are given the memory too."""
 
     def collect(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
@@ -87,9 +80,9 @@ class Hooked(Model):
         for block in self.blocks:
             block.attention.register_forward_hook(self.collect, with_kwargs=True)
 
-    def network(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.collected = []
-        return super().network(x) + torch.stack(self.collected).mean(0)
+        return super().forward(x) + torch.stack(self.collected).mean(0)
 
 
 class HookedOnMemory(Hooked):
@@ -103,17 +96,17 @@ class ReturnsMemory(Block):
         return super().forward(x, memory), memory
 
 
-class Handed(Model):
+class Handed(Network):
     """Each block returns the memory that it is given, and the next is given what it returns."""
 
     kind = ReturnsMemory
 
-    def network(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         first = memory = Memory()
         for block in self.blocks:
             x, memory = block(x, memory)
             assert memory is first
-        return x + memory.sum()
+        return self.head(x + memory.sum())
 
 
 class ReturnsNewMemory(Block):
@@ -126,10 +119,10 @@ class ReturnsNewMemory(Block):
 class NewMemories(Handed):
     kind = ReturnsNewMemory
 
-    def network(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x, memory = block(x, Memory())
-        return x + memory.sum()
+        return self.head(x + memory.sum())
 
 
 class Queues(Block):
@@ -139,7 +132,7 @@ class Queues(Block):
         return x
 
 
-class Queued(Model):
+class Queued(Network):
     kind = Queues
 
 
@@ -150,38 +143,48 @@ class KeepsMemory(Block):
         return super().forward(x, memory)
 
 
-class Kept(Model):
+class Kept(Network):
     """Uses what blocks keep beside an object that holds tensors."""
 
     kind = KeepsMemory
 
-    def network(self, x: Tensor) -> Tensor:
-        return super().network(x) + sum(block.seen[0] for block in self.blocks)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(block.seen[0] for block in self.blocks)
 
 
 class KeptAndUsed(Kept):
-    def network(self, x: Tensor) -> Tensor:
-        return super().network(x) + sum(block.seen[1].sum().mean() for block in self.blocks)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(block.seen[1].sum().mean() for block in self.blocks)
 
 
-def batches() -> list[Tensor]:
-    return list(torch.randn(3, 8, WIDTH, generator=torch.Generator().manual_seed(1)))
+def loss(root: nn.Module, x: Tensor) -> Tensor:
+    return F.mse_loss(root.net(x), x.roll(1, -1))
 
 
-@pytest.mark.parametrize("module", [Model, Hooked, Handed, Kept])
-def test_objects_are_as_in_one_process(module: type[L.LightningModule]) -> None:
-    assert_trains_alike(module, batches, ["pp2", "pp4"])
+def batches() -> Sequence[Tensor]:
+    return torch.randn(4, 2, WIDTH, generator=torch.Generator().manual_seed(1)).unbind()
+
+
+def seeded(network: type[Network]) -> nn.Module:
+    torch.manual_seed(1)
+    return network()
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("network", [Hooked, Handed, Kept])
+def test_objects_are_as_in_one_process(network: type[Network], stages: int) -> None:
+    assert_alike(partial(seeded, network), loss, batches(), stages)
 
 
 @pytest.mark.parametrize(
-    ("module", "said"),
+    ("network", "said"),
     [
-        (HookedOnMemory, "uses a Memory of what blocks.1.attention computes, on an earlier stage"),
-        (KeptAndUsed, "uses a Memory of what blocks.0 keeps as seen, on an earlier stage"),
-        (NewMemories, "blocks.0 returns a Memory, which can't be sent to another pipeline stage"),
+        (HookedOnMemory, "uses a Memory of what net.blocks.1.attention computes, on an earlier stage"),
+        (KeptAndUsed, "uses a Memory of what net.blocks.0 keeps as seen, on an earlier stage"),
+        (NewMemories, "net.blocks.0 returns a Memory, which can't be sent to another pipeline stage"),
         (Queued, "leaves a deque in what it is given"),
     ],
 )
-def test_what_would_be_the_first_microbatchs_is_refused(module: type[L.LightningModule], said: str) -> None:
-    with pytest.raises((ShardError, AssertionError), match=re.escape(said)):
-        assert_trains_alike(module, batches, "pp2")
+def test_what_would_be_the_first_microbatchs_is_refused(network: type[Network], said: str) -> None:
+    with pytest.raises(StepError, match=re.escape(said)):
+        on_stages(partial(seeded, network), loss, batches(), 2)

@@ -48,11 +48,15 @@ class PenalisesABlock(Module):
 
 def test_a_parameter_of_the_network_itself_is_used_on_all_stages() -> None:
     """What a stage receives in its place was taken for an attribute that the step changes late, and refused."""
-    assert_trains_alike(ScaledModule, batches, [STAGES, {**STAGES, "schedule": "Interleaved1F1B"}], steps=2)
+    assert_trains_alike(ScaledModule, batches, {**STAGES, "schedule": "Interleaved1F1B"}, steps=2)
 
 
-def test_another_stages_block_is_used_where_one_rank_holds_it_and_else_refused_by_name() -> None:
+@pytest.mark.long
+def test_another_stages_block_is_used_where_one_rank_holds_it() -> None:
     """It was refused in the second batch, as what depends on a batch's values."""
     assert_trains_alike(PenalisesABlock, batches, STAGES, steps=2)
+
+
+def test_where_several_hold_parts_of_it_it_is_refused_by_name() -> None:
     with pytest.raises(StepError, match=r"network\.blocks\.1\.up\.weight, of stage 0, is used on a later .* in parts"):
         assert_trains_alike(PenalisesABlock, batches, {**STAGES, "data_parallel_size": 2})

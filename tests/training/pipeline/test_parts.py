@@ -113,11 +113,6 @@ def test_a_tower_runs_where_it_is(net: type[Net]) -> None:
     assert ran_elsewhere(lambda: net(Tower())) == [3, 3]
 
 
-@pytest.mark.parametrize("tower", [Keeps, Draws, Collects, lambda: observed(Tower())])
+@pytest.mark.parametrize("tower", [Keeps, Draws, Collects])
 def test_a_part_that_does_more_than_return_something_runs_everywhere(tower: Callable[[], nn.Module]) -> None:
     assert min(ran_elsewhere(lambda: Skips(tower()))) >= len(PARTS)
-
-
-def observed(tower: Tower) -> Tower:
-    tower.layer.register_forward_hook(lambda *_: None)
-    return tower

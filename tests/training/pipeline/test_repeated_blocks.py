@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -55,23 +54,6 @@ class Recomputing(Looped):
         return checkpoint(block, hidden, use_reentrant=False)
 
 
-class RecomputingItself(Looped):
-    """As transformers' layers do."""
-
-    def call(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        return checkpoint(partial(block.__call__), hidden, use_reentrant=False)
-
-
-class Collecting(Looped):
-    """What the block gave at each place is used after all of them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        states = [self.embed(x)]
-        for place in range(4):
-            states.append(self.block(states[-1]) * (place + 1))
-        return self.head(torch.stack(states).tanh().mean(0))
-
-
 class Listed(Looped):
     """A list that holds blocks several times."""
 
@@ -90,18 +72,6 @@ class Listed(Looped):
         return self.head(hidden)
 
 
-class InPairs(Listed):
-    def listed(self) -> list[nn.Module]:
-        other = Block()
-        return [self.block, self.block, other, other]
-
-
-class InTurn(Listed):
-    def listed(self) -> list[nn.Module]:
-        other = Block()
-        return [self.block, other, self.block, other]
-
-
 class TiedBlocks(Listed):
     """Blocks of their own that share some weights."""
 
@@ -111,14 +81,6 @@ class TiedBlocks(Listed):
             block.up.weight = blocks[0].up.weight
         blocks[3].norm = blocks[1].norm
         return [*blocks]
-
-
-class Named(Listed):
-    """Under a name of its own, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.blocks[0]
 
 
 AT_FOUR_PLACES = ["net.block"] * 4
@@ -136,15 +98,9 @@ def batches() -> Sequence[Tensor]:
     ("network", "stages", "blocks"),
     [
         (Looped, 2, AT_FOUR_PLACES),
-        (Looped, 4, AT_FOUR_PLACES),
         (Looped, 2, [*AT_FOUR_PLACES, "net.block", "net.block"]),  # a place that isn't come to
         (Recomputing, 3, AT_FOUR_PLACES),
-        (RecomputingItself, 2, AT_FOUR_PLACES),
-        (Collecting, 3, AT_FOUR_PLACES),
         (Listed, 3, None),
-        (Named, 2, None),
-        (InPairs, 4, None),
-        (InTurn, 2, None),
         (TiedBlocks, 3, None),
     ],
 )

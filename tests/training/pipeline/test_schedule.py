@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +10,6 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as of_torch
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.pipeline.schedules import named
 from lightning_shard.pipeline.schedules.named import SCHEDULES, build
 from lightning_shard.pipeline.schedules.schedule import Action, Schedule, read_csv, to_csv
 from lightning_shard.pipeline.schedules.simulate import Costs, simulate
@@ -27,14 +23,6 @@ def built(draw: st.DrawFn, *, keeps_busy: bool = False) -> Schedule:
     stages = draw(st.integers(least, most or 3))
     fewest = 1 if SCHEDULES[name].can_have_fewer and not keeps_busy else 2 * ranks
     return build(name, ranks, draw(st.integers(fewest, 4 * ranks + 1)), stages)
-
-
-@given(schedule=built())
-def test_every_rank_can_run_its_actions_in_order(schedule: Schedule) -> None:
-    schedule.check()
-    ran = list(schedule.walk())
-    assert sorted(action for _, action in ran) == sorted(action for row in schedule.rows for action in row)
-    assert schedule.rank_of[schedule.stages - 1] == len(schedule.rows) - 1
 
 
 @given(schedule=built())
@@ -130,43 +118,6 @@ def test_1f1b_reads_as_in_the_paper() -> None:
 # -- next to torch's
 
 
-TORCHS: dict[str, Any] = {
-    "Interleaved1F1B": of_torch.ScheduleInterleaved1F1B,
-    "InterleavedZeroBubble": of_torch.ScheduleInterleavedZeroBubble,
-    "ZBVZeroBubble": of_torch.ScheduleZBVZeroBubble,
-    "DualPipeV": of_torch.ScheduleDualPipeV,
-}
-
-
-def rows_of_torch(name: str, ranks: int, microbatches: int, stages: int) -> list[list[Any]]:
-    """What torch 2.13 makes of these numbers, without the stages that its constructors ask for."""
-    rounds = max(1, microbatches // ranks)
-    numbers = SimpleNamespace(
-        pp_group_size=ranks,
-        _n_microbatches=microbatches,
-        n_local_stages=stages,
-        num_stages=ranks * stages,
-        microbatches_per_round=microbatches // rounds,
-    )
-    return [TORCHS[name]._calculate_single_rank_operations(numbers, rank) for rank in range(ranks)]
-
-
-@pytest.mark.parametrize("name", TORCHS)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 9), (4, 8), (4, 10)])
-def test_a_file_of_torchs_is_read_and_ours_takes_no_longer(
-    name: str, ranks: int, microbatches: int, tmp_path: Path
-) -> None:
-    rows = rows_of_torch(name, ranks, microbatches, 2)
-    path = tmp_path / "torch.csv"
-    path.write_text("".join(",".join("" if cell is None else str(cell) for cell in row) + "\n" for row in rows))
-    theirs, ours = read_csv(str(path)), build(name, ranks, microbatches, 2)
-    assert (theirs.stages, theirs.microbatches) == (ours.stages, ours.microbatches)
-    for transfer in (0.0, 0.3):
-        costs = Costs([1.0] * ours.stages, [1.2] * ours.stages, [0.8] * ours.stages, transfer)
-        assert simulate(ours, costs).duration <= simulate(theirs, costs).duration + 1e-9
-        assert simulate(ours, costs).in_flight <= simulate(theirs, costs).in_flight
-
-
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_torch_takes_our_orders(name: str) -> None:
     schedule = build(name, 4, 8)
@@ -256,9 +207,3 @@ def test_a_file_is_of_one_layout(tmp_path: Path) -> None:
 def test_what_cant_run_is_refused(name: str, ranks: int, microbatches: int, stages: int | None, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         build(name, ranks, microbatches, stages)
-
-
-def test_the_table_of_orders_names_each() -> None:
-
-    table = inspect.getdoc(named) or ""
-    assert all(f"    {name} " in table for name in SCHEDULES)

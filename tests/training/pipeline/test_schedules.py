@@ -1,6 +1,6 @@
 """Each schedule on layouts with stages, of a dense network and of one with tied weights: one process's numbers.
 
-Longer than CI has time for. Shorter ones of the same are in test_parity.py, test_several_stages.py, test_two_parts.py.
+Longer than CI has time for. Shorter ones of the same are in test_parity.py, test_tied.py, test_stages_of_a_rank.py.
 """
 
 from __future__ import annotations

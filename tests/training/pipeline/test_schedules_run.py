@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.pipeline.placement import Placement
-from lightning_shard.pipeline.runtime.step import PipelinedStep
-from lightning_shard.pipeline.schedules.named import build
-from lightning_shard.pipeline.schedules.schedule import Schedule
-from lightning_shard.pipeline.schedules.simulate import Costs, simulate
 from lightning_shard.plugin.steps import schedule_choice
-from lightning_shard.plugin.steps.schedule_choice import agree, candidates, choose, effective_schedule
+from lightning_shard.plugin.steps.schedule_choice import agree, candidates, effective_schedule
 from tests.paths import SCHEDULE_AHEAD
 from tests.training.pipelines import assert_alike, on_stages
 
@@ -33,23 +26,11 @@ class Pipeline:
         return [value, *(self.others or (value,))]
 
 
-def no_stages(schedule: Schedule) -> Placement:
-    raise AssertionError("there is nothing to choose")
-
-
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
     monkeypatch.setattr(schedule_choice, "rank_zero_info", told.append)
     return told
-
-
-def test_a_schedule_that_was_named_is_taken_without_a_word(told: list[str]) -> None:
-    named = candidates("GPipe", 2, 4)
-    choice = choose(named, no_stages, {}, has_data_ranks=False)
-    assert choice is None
-    assert agree(named, choice, Pipeline()) == build("GPipe", 2, 4)  # type: ignore[arg-type]
-    assert not told
 
 
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
@@ -146,52 +127,3 @@ def test_an_error_in_either_part_ends_the_step_on_all_stages(raises_in: str) -> 
     with pytest.raises(RuntimeError, match="out of memory"):
         on_stages(lambda: nn.Sequential(nn.Linear(4, 4), Fails(4, 4)), loss, parts(), 2, **options)
     assert len(runs) == 2
-
-
-class Taking(torch.autograd.Function):
-    """Takes its time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
-        time.sleep(forward_s)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(ctx.backward_s)
-        return gradients[0], None, None
-
-
-class Slow(nn.Module):
-    def __init__(self, forward_s: float) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.forward_s = forward_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Taking.apply(self.layer(x), self.forward_s, 2 * self.forward_s)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("schedule", ["1F1B", "Eager1F1B", "GPipe", str(SCHEDULE_AHEAD)])
-@pytest.mark.parametrize("forward_s", [(0.1, 0.15), (0.15, 0.1)])
-def test_a_step_takes_as_long_as_in_the_simulation(
-    schedule: str, forward_s: tuple[float, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[float] = []
-    begin = threading.Barrier(2)
-    train = PipelinedStep.train
-
-    def timed(self: PipelinedStep, *args: Any, **options: Any) -> list[Any]:
-        train(self, *args, **options)  # finds what crosses
-        begin.wait()
-        start = time.monotonic()
-        result = train(self, *args, **options)
-        taken.append(time.monotonic() - start)
-        return result
-
-    monkeypatch.setattr(PipelinedStep, "train", timed)
-    on_stages(lambda: nn.Sequential(*map(Slow, forward_s)), loss, parts(), 2, schedule=schedule)
-    simulated = simulate(build(schedule, 2, 4), Costs.of_forwards(forward_s)).duration
-    assert 0.99 <= max(taken) / simulated <= 1.25

@@ -71,29 +71,27 @@ class Module(L.LightningModule):
 
     def __init__(self, what: str) -> None:
         super().__init__()
-        made: dict[str, nn.Module] = {"loss": nn.MSELoss(), "augment": nn.Identity(), "teacher": nn.Identity()}
-        made["embed"] = nn.Linear(WIDTH, WIDTH)
+        made: dict[str, nn.Module] = {name: nn.Identity() for name in ("augment", "teacher", "other")}
+        made |= {"loss": nn.MSELoss(), "embed": nn.Linear(WIDTH, WIDTH)}
         blocks: list[nn.Module] = [Residual() for _ in range(4)]
-        if what == "around":
+        activations = [make(nn.Tanh()) for make in (scripted, traced) * 2]
+        if what == "everywhere":
             made |= {"loss": scripted(nn.MSELoss()), "augment": scripted(nn.Sequential(Sums(), nn.Hardtanh(-3.0, 3.0)))}
-            made["teacher"] = scripted(frozen(Residual()))
-        elif what == "traced":
-            made |= {"augment": traced(nn.Tanh()), "teacher": traced(frozen(Residual()))}
-        elif what == "in blocks":
-            blocks = [WithScripted(Sums()) for _ in range(4)]
+            made |= {"teacher": scripted(frozen(Residual())), "other": traced(frozen(Residual()))}
+            blocks = [layer for each in activations for layer in (WithScripted(Sums()), each)]
+        elif what == "layers":
+            blocks = [layer for each in activations for layer in (nn.Linear(WIDTH, WIDTH), each)]
         elif what == "trained":
             blocks = [scripted(block) for block in blocks]
         elif what == "in a part":
             made["embed"] = WithScripted(frozen(Residual()))
-        elif what == "layers":
-            blocks = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), scripted(nn.Tanh()))]
         for name, each in made.items():
             self.add_module(name, each)
         self.blocks = nn.Sequential(*blocks)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         result = self.blocks(self.embed(self.augment(batch)))
-        loss: Tensor = self.loss(result, self.teacher(2 * batch))
+        loss: Tensor = self.loss(result, self.other(self.teacher(2 * batch)))
         self.log("loss", loss)
         return loss
 
@@ -106,20 +104,14 @@ def batches() -> list[Tensor]:
     return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
 
 
-def test_around_the_blocks_they_are_whole_on_every_stage() -> None:
-    assert_trains_alike(partial(Module, "around"), batches, layouts=[INTERLEAVED])
+@pytest.mark.parametrize(
+    ("what", "layout"), [("everywhere", INTERLEAVED), pytest.param("layers", "dp2", marks=pytest.mark.long)], ids=str
+)
+def test_without_trained_parameters_they_train_alike_in_blocks_and_around_them(what: str, layout: Any) -> None:
+    assert_trains_alike(partial(Module, what), batches, layouts=[layout])
 
 
-def test_in_blocks_they_belong_to_the_stages_of_these() -> None:
-    assert_trains_alike(partial(Module, "in blocks"), batches, layouts=["pp2", INTERLEAVED])
-
-
-@pytest.mark.parametrize("what", ["traced", "layers"])
-def test_without_trained_parameters_they_need_not_be_sharded(what: str) -> None:
-    assert_trains_alike(partial(Module, what), batches, layouts=["pp2", "dp2"])
-
-
-@pytest.mark.parametrize("layout", ["pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("dp2", marks=pytest.mark.long)])
 def test_ones_that_train_are_refused(layout: str) -> None:
     with pytest.raises(
         ConfigurationError, match=r"blocks\.0 was made by torch\.jit, and blocks\.0\.linear\.weight is trained"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.crossing import Passage
-from lightning_shard.pipeline.dataflow.taint import REMEDY, Hollow, Unknown
-from lightning_shard.pipeline.dataflow.trace import Trace
+from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown
 
 CPU = torch.device("cpu")
 
@@ -60,53 +57,6 @@ COMPUTED: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("what", COMPUTED)
 def test_what_is_computed_from_it_is_unknown(what: str) -> None:
     assert isinstance(COMPUTED[what](), Unknown)
-
-
-NUMBERS: dict[str, Callable[[Tensor], Any]] = {
-    "a size": torch.zeros,
-    "a size among others": lambda n: torch.ones(2, 1).expand(2, n),
-    "a size of a new one": lambda n: torch.ones(1).new_zeros(n),
-    "what fills": lambda n: torch.full((2,), n),
-    "what fills one alike": lambda n: torch.full_like(torch.ones(2), n),
-    "a limit": lambda n: torch.ones(2).clamp(0, n),
-    "padding": lambda n: nn.functional.pad(torch.ones(2), (0, n)),
-    "a dim": lambda n: torch.ones(2, 3).sum(dim=(n,)),
-    "copied": torch.tensor,
-    "pickled": pickle.dumps,
-    "formatted": lambda n: float(f"{n:d}"),
-}
-
-
-@pytest.mark.parametrize("what", NUMBERS)
-def test_numbers_that_are_taken_from_it_are_missing(what: str) -> None:
-    number = unknown().argmax()
-    with (
-        Trace(Passage(1, {})).running(),
-        pytest.raises((StepError, ValueError), match=r"embed\.weight"),
-    ):
-        NUMBERS[what](number)
-
-
-@pytest.mark.parametrize("ask", [torch.nonzero, torch.zeros, Tensor.item])
-def test_what_refuses_it_says_so_once(ask: Callable[[Tensor], Any]) -> None:
-    with Trace(Passage(1, {})).running(), pytest.raises(StepError) as refusal:
-        ask(unknown().argmax())
-    assert str(refusal.value).count(REMEDY) == 1
-    assert ",." not in str(refusal.value)
-
-
-def test_shown_where_it_cannot_be_had_it_is_named() -> None:
-    text = "what is computed from embed.weight, which stage 0 holds: not known on this pipeline stage"
-    assert f"{unknown()}" == repr(unknown()) == f"<{text}>"
-
-
-def test_a_forward_derivative_along_it_is_unknown() -> None:
-    """Not on threads, as ``vmap`` is tried: torch counts levels of forward derivatives in the process."""
-    with Trace(Passage(1, {})).running():
-        both = torch.func.jvp(torch.sin, (torch.ones(2, 3),), (unknown(),))
-        neither = torch.func.jvp(torch.sin, (torch.ones(2),), (torch.ones(2),))
-    assert all(isinstance(each, Unknown) for each in both)
-    assert not any(isinstance(each, Unknown) for each in neither)
 
 
 @pytest.mark.parametrize(
