@@ -96,34 +96,12 @@ def through(block: Block, x: Tensor) -> Tensor:
     return block.linear(x)
 
 
-def test_noise_for_a_part_of_the_features_cant_be_compared() -> None:
-    def summed(block: Block, x: Tensor) -> Tensor:
-        return F.dropout(block.linear(x), 0.5).sum(-1, keepdim=True)
-
-    block = Block(summed)
-    weight, bias = block.linear.weight[:2], block.linear.bias[:2]
-
-    def split(x: Tensor) -> Tensor:
-        return F.linear(x, weight, bias) if block.training else F.linear(x, block.linear.weight, block.linear.bias)
-
-    called(block, torch.ones(64, 4), split=split)
-
-
-def test_empty_outputs_are_alike() -> None:
-    def none_of_it(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = block.linear(x)
-        return y, y[y[:, 0] > 1e9]
-
-    called(Block(none_of_it), torch.ones(2, 4))
-
-
 def with_other_numbers(block: Block) -> Callable[[Tensor], Tensor]:
     return lambda x: F.linear(x, block.linear.weight, block.linear.bias) + 3 * x
 
 
-@pytest.mark.parametrize("compute", [through, adds_noise])
-def test_other_numbers_are_refused(compute: Forward) -> None:
-    block = Block(compute)
+def test_other_numbers_beside_noise_are_refused() -> None:
+    block = Block(adds_noise)
     with pytest.raises(PlanError, match=r"block computes something else when it is split.*what it returns"):
         called(block, torch.ones(2, 4), split=with_other_numbers(block))
 
@@ -139,13 +117,6 @@ def test_other_gradients_of_the_same_numbers_are_refused(of: str) -> None:
 
     with pytest.raises(PlanError, match=f"computes something else .* first in the gradient of {of}"):
         called(block, torch.ones(2, 4), split=split)
-
-
-@pytest.mark.parametrize("how", ["evaluated", "without gradients"])
-def test_other_numbers_are_refused_without_training_too(how: str) -> None:
-    block = Block(through).train(how != "evaluated")
-    with torch.no_grad(), pytest.raises(PlanError, match="block computes something else when it is split"):
-        called(block, torch.ones(2, 4), split=with_other_numbers(block))
 
 
 def test_after_an_evaluation_the_first_call_in_training_is_compared_and_no_others(

@@ -209,6 +209,7 @@ def test_sequences_over_two_ranks_train_as_one_process() -> None:
     assert_alike([("llama", {}, {}), ("own", {}, {"gradient_clip_val": 0.5})], TWO)
 
 
+@pytest.mark.long
 def test_attention_that_a_blocks_own_code_recomputes_sees_all_positions_again() -> None:
     twice = {"activation_checkpointing": True}
     assert_alike([("recomputing", {}, {}), ("reentrant", {}, {}), ("recomputing", twice, {})], TWO)

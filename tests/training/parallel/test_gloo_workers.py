@@ -30,6 +30,7 @@ def fit() -> dict[str, int]:
     return {**axes, "world": workers(dist.group.WORLD)}  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_each_axis_has_one_worker() -> None:
     assert run_ranks(fit, 4, elastic=True) == [{"data_parallel": 1, "tensor_parallel": 1, "world": 1}] * 4
 

@@ -177,10 +177,8 @@ def train_plainly(name: str) -> dict[str, Tensor]:
     return module.state_dict()
 
 
-RESUMED = [pytest.param(name, marks=[] if name == "T5" else [pytest.mark.long]) for name in NAMES]
-
-
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
 def test_saved_on_one_layout_it_goes_on_on_another(name: str, tmp_path: Path) -> None:
     # data ranks would balance other samples' load
     layout = "pp2 x tp2" if name == BALANCED else "pp2 x dp2"
