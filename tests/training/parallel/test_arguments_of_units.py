@@ -200,5 +200,3 @@ def test_a_unit_is_given_the_object_itself_of_whatever_class(kind: str) -> None:
     root, plain = sharded(noting(kind))
     for x in batches()[:2]:
         assert_step_alike(root, plain, x)
-
-

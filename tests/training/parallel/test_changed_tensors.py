@@ -118,9 +118,7 @@ class GivesAView(InPlace):
         return self.head(self.norm(hidden))
 
 
-@pytest.mark.parametrize(
-    "network", [InPlaceReLU, UsesWhatItGave, Flows, ChangesLater, GivesAView]
-)
+@pytest.mark.parametrize("network", [InPlaceReLU, UsesWhatItGave, Flows, ChangesLater, GivesAView])
 def test_changes_in_place_are_the_callers(network: type[Net]) -> None:
     root, plain = sharded(network)
     for x in batches():

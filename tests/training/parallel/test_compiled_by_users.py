@@ -164,6 +164,7 @@ class ModuleOfFunctions(Module):
         assert RUNS or not is_compiled
 
 
-@pytest.mark.parametrize("skips", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("skips", [False, True])
 def test_compiled_functions_run_as_written_around_blocks_and_compiled_in_the_loss(skips: bool) -> None:
     assert_trains_alike(partial(ModuleOfFunctions, skips), batches, INTERLEAVED if skips else "pp2")

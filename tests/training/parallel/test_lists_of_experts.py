@@ -217,5 +217,3 @@ def test_data_ranks_that_run_other_experts_are_right_when_dealt_and_refused_othe
         assert seen.keys() == plain.keys()
         assert all(torch.allclose(seen[name], plain[name], atol=1e-6) for name in plain)
         assert "gradients of different parameters in this step (on this rank ['blocks.0.experts." in told
-
-

@@ -130,19 +130,22 @@ class Islands(Model):
             block.mlp.__class__ = InWholeBits
 
 
-def in_bf16_on_one_rank() -> dict[str, tuple[Seen, Seen]]:
+def in_bf16_on_one_rank(options: dict[str, Any]) -> dict[str, tuple[Seen, Seen]]:
     """By plain autocast and by ours, with the same kernels on the same shapes."""
     mixed = {"precision": "bf16-mixed"}
     islands = [train("gpt", sizes, trainer=mixed, module=Islands) for sizes in (None, layout())]
-    both = {"activation_checkpointing": "selective", "compile_blocks": "aot_eager"}
     return {"islands": (islands[0], islands[1])} | {
         network: (train(network, trainer=mixed), train(network, layout(), trainer=mixed, **options))
-        for network, options in {"gpt": both, "llama": {}}.items()
+        for network in ("gpt", "llama")
     }
 
 
-def test_bf16_mixed_is_lightnings_own_bit_for_bit() -> None:
-    [runs] = run_ranks(in_bf16_on_one_rank, 1, elastic=True, timeout_s=200)
+SAVING = {"activation_checkpointing": "selective", "compile_blocks": "aot_eager"}
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(SAVING, marks=pytest.mark.long)], ids=["plain", "saving"])
+def test_bf16_mixed_is_lightnings_own_bit_for_bit(options: dict[str, Any]) -> None:
+    [runs] = run_ranks(in_bf16_on_one_rank, 1, options, elastic=True, timeout_s=200)
     for name, (plain, ours) in runs.items():
         assert ours.losses == plain.losses, name
         assert ours.metrics == plain.metrics, name

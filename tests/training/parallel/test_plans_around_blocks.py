@@ -264,53 +264,6 @@ def test_what_is_right_is_evaluated_alike(kind: type[OfBackbone]) -> None:
     assert_trains_alike(partial(kind, "each"), batches, ["tp2"], tensor_parallel_plan=PLAN)
 
 
-class ByForward(OfItself):
-    """Its step calls it as a network, as most do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.leave(BETWEEN[self.between](self.enter(x)))
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)  # type: ignore[no-any-return]
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return F.mse_loss(self(batch["x"]), batch["y"])
-
-
-def on_data_ranks() -> list[str]:
-    found = []
-    loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
-    for kind, plan in [(ByForward, PLAN), (ByMethods, OF_CODERS), (InADict, OF_A_DICT)]:
-        strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
-        with pytest.raises(PlanError) as error:
-            L.Trainer(strategy=strategy, devices=4, max_steps=1, **QUIET).fit(kind("softmax"), loader)
-        found.append(str(error.value))
-    return found
-
-
-@pytest.mark.long
-def test_so_it_is_on_data_ranks() -> None:
-    for found in run_ranks(on_data_ranks, 4, elastic=True):
-        assert all(said.startswith("tensor_parallel_plan: training_step computes something else") for said in found)
-
-
-class TakesGradients(OfItself):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        x = batch["x"].requires_grad_()
-        y = self.leave(BETWEEN[self.between](self.enter(x)))
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        for layer in self.layers:
-            y = layer(y)
-        return F.mse_loss(self.head(y), batch["y"]) + slope.square().mean()
-
-
-@pytest.mark.long
-def test_a_step_that_takes_gradients_is_compared_too() -> None:
-    assert_trains_alike(partial(TakesGradients, "each"), batches, ["tp2"], tensor_parallel_plan=PLAN)
-    with pytest.raises(PlanError, match="training_step computes something else when it is split"):
-        assert_trains_alike(partial(TakesGradients, "softmax"), batches, ["tp2"], tensor_parallel_plan=PLAN)
-
-
 class OfOneRank(OfBackbone):
     """Its code takes for granted how many features a rank has."""
 
@@ -331,5 +284,3 @@ def test_code_that_is_written_for_the_size_of_a_part_is_refused() -> None:
     for said in run_ranks(refused_for_its_sizes, 2, elastic=True):
         assert "training_step runs as it is split, but not with whole layers" in said
         assert "x.size(-1)" in said
-
-
