@@ -373,46 +373,6 @@ def test_manual_optimization_with_gradients_synchronized_by_hand() -> None:
 # -- batches
 
 
-# -- gradients are reduced once per optimizer step
-
-
-def count_reductions(sizes: dict[str, int], accumulate: int) -> list[int]:
-    """How many reduce-scatters ran until each optimizer step."""
-    import torch.distributed as dist
-
-    reductions = 0
-    name = (
-        "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-    )  # torch ≥ 2.13
-    real = getattr(dist, name)
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal reductions
-        reductions += 1
-        return real(*args, **kwargs)
-
-    class Count(L.Callback):
-        def on_before_optimizer_step(self, *_: Any) -> None:
-            counts.append(reductions)
-
-    counts: list[int] = []
-    setattr(dist, name, counted)
-    try:
-        train("gpt", sizes, steps=2, callbacks=[Count()], trainer={"accumulate_grad_batches": accumulate})
-    finally:
-        setattr(dist, name, real)
-    return counts
-
-
-@pytest.mark.parametrize(
-    "sizes", [pytest.param(PIPELINE, marks=pytest.mark.long), layout(data=2)], ids=["pp2×dp2", "dp2"]
-)
-def test_gradients_are_reduced_once_per_optimizer_step(sizes: dict[str, int]) -> None:
-    units = 4 // sizes["pipeline_parallel_size"] + 1  # the stage's blocks, and the rest
-    for counts in run_ranks(count_reductions, world(sizes), sizes, 2, elastic=True):
-        assert counts == [units, 2 * units]
-
-
 # -- modules that bring their own sharding
 
 
