@@ -35,7 +35,7 @@ def stop_by_training(run: Run) -> Any:
     return run.fit(callbacks=[stop], max_epochs=9), stop.stopped_epoch
 
 
-@habit("LearningRateMonitor")
+@habit("LearningRateMonitor", long=True)
 def monitor_rates(run: Run) -> Any:
     class Scheduled(Module):
         def configure_optimizers(self) -> Any:
@@ -62,7 +62,7 @@ def scheduled_accumulation(run: Run) -> Any:
     return run.fit(callbacks=[stock.GradientAccumulationScheduler({0: 2, 1: 4})], max_epochs=2)
 
 
-@habit("LambdaCallback: hooks, in their order")
+@habit("LambdaCallback: hooks, in their order", long=True)
 def lambdas(run: Run) -> Any:
     calls: list[str] = []
     kinds = ("fit", "train", "train_epoch", "train_batch", "validation", "validation_epoch", "validation_batch")
@@ -134,7 +134,7 @@ class Keeps(stock.OnExceptionCheckpoint):
         return None
 
 
-@habit("OnExceptionCheckpoint, and going on from it")
+@habit("OnExceptionCheckpoint, and going on from it", long=True)
 def keep_on_exception(run: Run) -> Any:
     if run.layout is None:
         return run.rest_of(run.fit(), 2)
@@ -171,7 +171,7 @@ def printed(run: Run, parts: list[str], **options: Any) -> Any:
 BAR = ["Sanity", "Epoch 0", "4/4", "Validation", "train_loss"]
 
 
-@habit("TQDMProgressBar")
+@habit("TQDMProgressBar", long=True)
 def bar(run: Run) -> Any:
     return printed(run, BAR, callbacks=[stock.TQDMProgressBar(1, leave=True)], enable_progress_bar=True)
 
@@ -199,7 +199,7 @@ def summary(run: Run) -> Any:
     return printed(run, SUMMARY, callbacks=[stock.ModelSummary(3)], enable_model_summary=True)
 
 
-@habit("RichModelSummary")
+@habit("RichModelSummary", long=True)
 def rich_summary(run: Run) -> Any:
     return printed(run, SUMMARY, callbacks=[stock.RichModelSummary(3)], enable_model_summary=True)
 
@@ -211,7 +211,7 @@ def timer(run: Run) -> Any:
     return ends, run.fit(callbacks=[lasts]), lasts.time_elapsed("train") > 0
 
 
-@habit("ThroughputMonitor")
+@habit("ThroughputMonitor", long=True)
 def throughput(run: Run) -> Any:
     logger = CSVLogger(run.folder)
     monitor = stock.ThroughputMonitor(
@@ -276,7 +276,7 @@ def prune(run: Run) -> Any:
     return run.fit(callbacks=[stock.ModelPruning("l1_unstructured", amount=0.5)])
 
 
-@habit("LearningRateFinder")
+@habit("LearningRateFinder", long=True)
 def find_rate(run: Run) -> Any:
     find = stock.LearningRateFinder(num_training_steps=13, early_stop_threshold=None)
     module = Module()
@@ -305,7 +305,7 @@ class Sized(Module):
 SEVERAL_RANKS = dict.fromkeys(("pp2", "dp2"), "not supported with distributed strategies")
 
 
-@habit("BatchSizeFinder", refused=SEVERAL_RANKS)
+@habit("BatchSizeFinder", refused=SEVERAL_RANKS, long=True)
 def find_batch_size(run: Run) -> Any:
     module = Sized()
     run.trainer(callbacks=[stock.BatchSizeFinder(max_trials=1, init_val=8)]).fit(module)
@@ -351,7 +351,7 @@ class Spiky(Module):
         return super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 2 else 1)
 
 
-@habit("SpikeDetection")
+@habit("SpikeDetection", long=True)
 def detect_spikes(run: Run) -> Any:
     file = run.folder / "skip.json"
     try:

@@ -36,7 +36,7 @@ def validate_while_accumulating(run: Run) -> Any:
     return run.fit(accumulate_grad_batches=4, val_check_interval=2)
 
 
-@habit("gradient_clip_val")
+@habit("gradient_clip_val", long=True)
 def clip(run: Run) -> Any:
     return run.fit(gradient_clip_val=0.05)
 
@@ -65,7 +65,7 @@ def validate_after_epochs(run: Run) -> Any:
     return run.fit(check_val_every_n_epoch=2, max_epochs=3)
 
 
-@habit("limit_train_batches, limit_val_batches as numbers")
+@habit("limit_train_batches, limit_val_batches as numbers", long=True)
 def limit_by_number(run: Run) -> Any:
     return run.fit(limit_train_batches=3, limit_val_batches=1), run.fit(limit_train_batches=1, limit_val_batches=0)
 
@@ -96,7 +96,7 @@ def max_time(run: Run) -> Any:
     return run.fit(max_time={"microseconds": 1})
 
 
-@habit("num_sanity_val_steps")
+@habit("num_sanity_val_steps", long=True)
 def sanity(run: Run) -> Any:
     return run.fit(num_sanity_val_steps=-1)
 
@@ -106,7 +106,7 @@ def overfit(run: Run) -> Any:
     return run.fit(overfit_batches=2, max_epochs=2)
 
 
-@habit("fast_dev_run")
+@habit("fast_dev_run", long=True)
 def fast_dev_run(run: Run) -> Any:
     return run.fit(fast_dev_run=2)
 
@@ -162,7 +162,7 @@ def new_head_in_a_fit(run: Run) -> Any:
 GAIN = r"ConfigurationError: The parameter 'gain' was added to the module, or replaced, after"
 
 
-@habit("add_param_group of a new parameter in the middle of an epoch", refused={"pp2": GAIN, "dp2": GAIN})
+@habit("add_param_group of a new parameter in the middle of an epoch", refused={"pp2": GAIN, "dp2": GAIN}, long=True)
 def new_parameter_in_an_epoch(run: Run) -> Any:
     class Grows(Module):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -294,12 +294,12 @@ def bf16_mixed(run: Run) -> Any:
     return run.fit(precision="bf16-mixed")
 
 
-@habit("precision=64-true", tolerance=1e-12)
+@habit("precision=64-true", tolerance=1e-12, long=True)
 def in_64_bits(run: Run) -> Any:
     return run.fit(precision="64-true")
 
 
-@habit("profiler=simple, advanced")
+@habit("profiler=simple, advanced", long=True)
 def profile(run: Run) -> Any:
     simple = SimpleProfiler(run.folder, "simple")
     with contextlib.redirect_stdout(io.StringIO()):
@@ -309,7 +309,7 @@ def profile(run: Run) -> Any:
     )
 
 
-@habit("profiler=pytorch")
+@habit("profiler=pytorch", long=True)
 def profile_by_torch(run: Run) -> Any:
     with contextlib.redirect_stdout(io.StringIO()):
         return run.fit(profiler=PyTorchProfiler(run.folder, "profile", export_to_chrome=False))
@@ -323,7 +323,7 @@ class Silent(Module):
         return self.loss(batch)
 
 
-@habit("barebones")
+@habit("barebones", long=True)
 def barebones(run: Run) -> Any:
     return run.fit(Silent(), barebones=True, max_epochs=1)
 

@@ -123,7 +123,7 @@ class ByModule(Module):
         return torch.optim.Adagrad(groups)
 
 
-@habit("groups of parameters by their place in the module")
+@habit("groups of parameters by their place in the module", long=True)
 def by_place(run: Run) -> Any:
     return run.fit(ByPlace()), run.fit(ByModule())
 
@@ -160,7 +160,7 @@ def manual(run: Run) -> Any:
     return run.fit(Manual())
 
 
-@habit("manual optimization of a number that the module itself holds", refused=MANUAL)
+@habit("manual optimization of a number that the module itself holds", refused=MANUAL, long=True)
 def manual_temperature(run: Run) -> Any:
     class Tempered(ByHand):
         def __init__(self) -> None:
@@ -280,7 +280,7 @@ def own_scheduler_step(run: Run) -> Any:
 # -- steps and their batches
 
 
-@habit("training_step that returns a dict; outputs in on_train_batch_end")
+@habit("training_step that returns a dict; outputs in on_train_batch_end", long=True)
 def returns_a_dict(run: Run) -> Any:
     class Returns(Module):
         kept: tuple[Tensor, ...] = ()
@@ -312,7 +312,7 @@ def returns_in_validation(run: Run) -> Any:
     return run.fit(Returns()), seen
 
 
-@habit("on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer")
+@habit("on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer", long=True)
 def transfers(run: Run) -> Any:
     class Transfers(Module):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

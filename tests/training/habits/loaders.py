@@ -34,7 +34,7 @@ def several_to_validate(run: Run) -> Any:
     return listed, run.fit(OfSeveral(), val=by_name, max_steps=1, num_sanity_val_steps=1)
 
 
-@habit("several loaders to predict on")
+@habit("several loaders to predict on", long=True)
 def several_to_predict(run: Run) -> Any:
     found = run.trainer().predict(Module(), [run.loader(16), run.loader(10, batch=4)])
     assert found is not None
@@ -51,7 +51,7 @@ def combined(run: Run, mode: Any) -> Any:
     return run.fit(Joined(), CombinedLoader({"a": run.loader(32), "b": run.loader(16)}, mode), max_epochs=2)
 
 
-@habit("CombinedLoader min_size")
+@habit("CombinedLoader min_size", long=True)
 def shortest(run: Run) -> Any:
     return combined(run, "min_size")
 
@@ -155,7 +155,7 @@ class Batches:
         return len(self.batches)
 
 
-@habit("an iterable that is no DataLoader")
+@habit("an iterable that is no DataLoader", long=True)
 def no_loader(run: Run) -> Any:
     return run.fit(train=Batches(run), max_epochs=2)
 
@@ -213,7 +213,7 @@ class Data(L.LightningDataModule):
         self.loaded = state
 
 
-@habit("LightningDataModule with a state")
+@habit("LightningDataModule with a state", long=True)
 def data_module(run: Run) -> Any:
     path = run.folder / "saved.ckpt"
     trainer = run.trainer()

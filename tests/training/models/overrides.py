@@ -77,7 +77,6 @@ _GEMMA4_EXPERTS: Settings = {
 }
 """As in gemma-4-26B-A4B."""
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-_MROPE_112 = {**_MROPE, "mrope_section": [1, 1, 2]}
 _GLM4V: Settings = {
     "image_start_token_id": 60,
     "image_end_token_id": 62,

@@ -65,37 +65,6 @@ class Late(Module):
         return F.mse_loss(self.head(output), batch) + sum(block.late.square().mean() for block in self.blocks)  # type: ignore[operator, misc]
 
 
-class Collecting(Module):
-    """By hooks on submodules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features: dict[int, Tensor] = {}
-        for number, block in enumerate(self.blocks):
-            block.inner.register_forward_hook(
-                lambda _, __, output, number=number: self.features.update({number: output})
-            )  # type: ignore[union-attr, misc]
-
-    def loss(self, batch: Tensor) -> Tensor:
-        self.run(batch)
-        return F.mse_loss(self.head(sum(self.features.values())), batch)  # type: ignore[arg-type]
-
-
-class ByHand(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        for _ in range(2):
-            loss = self.loss(batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        self.log("loss", loss)
-
-
 class Begins(Module):
     """Of the output alone, until the step ``first``."""
 
@@ -114,12 +83,13 @@ def batches() -> list[Tensor]:
     return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 
-@pytest.mark.parametrize("kind", [Module, Late, Collecting, ByHand])
+@pytest.mark.parametrize("kind", [Module, Late])
 def test_a_gradient_that_enters_a_unit_elsewhere_than_at_its_output(kind: Any) -> None:
     assert_trains_alike(kind, batches, ["dp2"])
 
 
-@pytest.mark.parametrize("kind", [Module, pytest.param(Late, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [Module, Late])
 def test_on_stages_that_free_parameters_after_each_forward(kind: Any) -> None:
     assert_trains_alike(kind, batches, ["pp2 x dp2"], reshard_after_forward=True)
 

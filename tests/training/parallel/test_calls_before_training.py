@@ -52,6 +52,6 @@ def batches() -> list[Tensor]:
     return list(torch.randn(3, 8, WIDTH, generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize("at", ["configure_optimizers", "on_fit_start", "on_train_start"])
+@pytest.mark.parametrize("at", ["configure_optimizers", "on_train_start"])
 def test_the_network_may_be_called_on_data_ranks(at: str) -> None:
     assert_trains_alike(partial(Module, at), batches, "dp2")

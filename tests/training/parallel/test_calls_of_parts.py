@@ -75,12 +75,6 @@ class Before(Module):
         self.after = False
 
 
-class After(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = False
-
-
 class ByHand(Module):
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +101,7 @@ def batches() -> list[Tensor]:
     return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
 
 
-@pytest.mark.parametrize("kind", [Module, Before, After, ByHand])
+@pytest.mark.parametrize("kind", [Module, *(pytest.param(kind, marks=pytest.mark.long) for kind in (Before, ByHand))])
 def test_a_part_that_a_step_calls_gathers_its_block(kind: Any) -> None:
     both = [{"data_parallel_size": 2, "reshard_after_forward": reshards} for reshards in (True, False)]
     assert_trains_alike(kind, batches, both)
@@ -117,8 +111,8 @@ def test_a_part_that_a_step_calls_gathers_its_block(kind: Any) -> None:
     ("layout", "settings", "trainer"),
     [
         ("dp2", {"activation_checkpointing": True}, {"accumulate_grad_batches": 2}),
-        ("dp2", {"cpu_offload": True}, {}),
-        ("pp2 x dp2", {"reshard_after_forward": True}, {}),
+        pytest.param("dp2", {"cpu_offload": True}, {}, marks=pytest.mark.long),
+        pytest.param("pp2 x dp2", {"reshard_after_forward": True}, {}, marks=pytest.mark.long),
     ],
 )
 def test_with_other_settings(layout: str, settings: dict[str, Any], trainer: dict[str, Any]) -> None:
@@ -183,4 +177,4 @@ class ReadsItsHead(Prepared):
 
 def test_named_modules_outside_of_lists_stay_readable() -> None:
     names = [*(f"layers.{i}" for i in range(4)), "head"]
-    assert_trains_alike(ReadsItsHead, batches, ["pp2", "dp2"], pipeline_blocks=names)
+    assert_trains_alike(ReadsItsHead, batches, ["pp2"], pipeline_blocks=names)

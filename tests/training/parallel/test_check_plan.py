@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lightning_shard.errors import PlanError
-from lightning_shard.parallel import block_probe
 from lightning_shard.parallel.tensor.check_plan import PlanCheck
 from lightning_shard.plugin.assembly.probe import trial_runs
 
@@ -92,88 +91,11 @@ def test_both_runs_draw_what_the_step_does() -> None:
     assert torch.equal(found, block(x))
 
 
-def through(block: Block, x: Tensor) -> Tensor:
-    return block.linear(x)
-
-
-def test_noise_for_a_part_of_the_features_cant_be_compared() -> None:
-    def summed(block: Block, x: Tensor) -> Tensor:
-        return F.dropout(block.linear(x), 0.5).sum(-1, keepdim=True)
-
-    block = Block(summed)
-    weight, bias = block.linear.weight[:2], block.linear.bias[:2]
-
-    def split(x: Tensor) -> Tensor:
-        return F.linear(x, weight, bias) if block.training else F.linear(x, block.linear.weight, block.linear.bias)
-
-    called(block, torch.ones(64, 4), split=split)
-
-
-def test_empty_outputs_are_alike() -> None:
-    def none_of_it(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = block.linear(x)
-        return y, y[y[:, 0] > 1e9]
-
-    called(Block(none_of_it), torch.ones(2, 4))
-
-
 def with_other_numbers(block: Block) -> Callable[[Tensor], Tensor]:
     return lambda x: F.linear(x, block.linear.weight, block.linear.bias) + 3 * x
 
 
-@pytest.mark.parametrize("compute", [through, adds_noise])
-def test_other_numbers_are_refused(compute: Forward) -> None:
-    block = Block(compute)
+def test_other_numbers_beside_noise_are_refused() -> None:
+    block = Block(adds_noise)
     with pytest.raises(PlanError, match=r"block computes something else when it is split.*what it returns"):
         called(block, torch.ones(2, 4), split=with_other_numbers(block))
-
-
-@pytest.mark.parametrize("of", ["its input", "linear.weight"])
-def test_other_gradients_of_the_same_numbers_are_refused(of: str) -> None:
-    block = Block(through)
-
-    def split(x: Tensor) -> Tensor:
-        weight = block.linear.weight
-        twice = x if of == "its input" else weight
-        return F.linear(x, weight, block.linear.bias) + 0 * x + (twice - twice.detach()).sum()
-
-    with pytest.raises(PlanError, match=f"computes something else .* first in the gradient of {of}"):
-        called(block, torch.ones(2, 4), split=split)
-
-
-@pytest.mark.parametrize("how", ["evaluated", "without gradients"])
-def test_other_numbers_are_refused_without_training_too(how: str) -> None:
-    block = Block(through).train(how != "evaluated")
-    with torch.no_grad(), pytest.raises(PlanError, match="block computes something else when it is split"):
-        called(block, torch.ones(2, 4), split=with_other_numbers(block))
-
-
-def test_after_an_evaluation_the_first_call_in_training_is_compared_and_no_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runs: list[bool] = []  # a list of the block's would be put back
-    monkeypatch.setattr(block_probe, "random_state", lambda _: runs.append(block.training) or b"")
-    block, x = Block(through).eval(), torch.ones(2, 4)
-    called(block, x)
-    block(x)
-    assert runs == [False, False]
-    block.train()(x)
-    block(x)
-    block.eval()(x)
-    assert runs == [False, False, True, True]
-
-
-class Cache:
-    """What a look at arguments takes for a cache of keys and values, and leaves out."""
-
-    def get_seq_length(self) -> int:
-        return 1
-
-
-def test_what_fails_without_its_cache_is_let_be_in_an_evaluation() -> None:
-    def with_cache(block: Block, x: Tensor, cache: Cache | None = None) -> Tensor:
-        if cache is None:
-            raise ValueError("no cache")
-        return block.linear(x)
-
-    assert called(Block(with_cache).eval(), torch.ones(2, 4), Cache()).shape == (2, 4)

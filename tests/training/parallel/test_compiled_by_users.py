@@ -96,9 +96,10 @@ def batches() -> list[Tensor]:
     "what",
     [
         "wrapped blocks",
-        "calls of the network",
-        *(pytest.param(way, marks=pytest.mark.long) for way in ("calls of blocks", "layers in blocks and parts")),
-        pytest.param("wrapped network", marks=pytest.mark.long),
+        *(
+            pytest.param(way, marks=pytest.mark.long)
+            for way in ("calls of blocks", "layers in blocks and parts", "calls of the network", "wrapped network")
+        ),
     ],
 )
 def test_forwards_are_compiled_and_hooks_are_not(what: str) -> None:
@@ -106,11 +107,13 @@ def test_forwards_are_compiled_and_hooks_are_not(what: str) -> None:
     assert_trains_alike(partial(Module, what), batches, layouts=layouts)
 
 
+@pytest.mark.long
 def test_split_blocks_stay_compiled() -> None:
     plan = {"net.blocks.*.linear": "colwise_gather_output"}
     assert_trains_alike(partial(Module, "calls of the network"), batches, layouts=["tp2"], tensor_parallel_plan=plan)
 
 
+@pytest.mark.long
 def test_recomputed_blocks_stay_compiled() -> None:
     assert_trains_alike(
         partial(Module, "calls of blocks"), batches, layouts=["pp2", "dp2"], activation_checkpointing=True
@@ -161,6 +164,7 @@ class ModuleOfFunctions(Module):
         assert RUNS or not is_compiled
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("skips", [False, True])
 def test_compiled_functions_run_as_written_around_blocks_and_compiled_in_the_loss(skips: bool) -> None:
     assert_trains_alike(partial(ModuleOfFunctions, skips), batches, INTERLEAVED if skips else "pp2")

@@ -60,51 +60,9 @@ class CountingPositions(Attention):
         return super().mixed(turned(query), turned(key), value)
 
 
-class ByLength(Attention):
-    def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return super().mixed(query * torch.tensor(float(query.size(1))).log(), key, value)
-
-
-class Convolving(Attention):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=2)
-
-    def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return super().mixed(query, key, self.convolution(value.mT).mT[:, :-2])
-
-
-class Recurrent(Attention):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrence = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-
-    def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self.recurrence(value)[0]
-
-
 class OverTokens(Attention):
     def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return super().mixed(query, key, value - value.mean(1, keepdim=True))
-
-
-class Capacity(Attention):
-    """Each of two experts takes a quarter of the tokens, the first that come."""
-
-    def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        first = query[..., 0] > 0
-        taken = torch.where(first, first.cumsum(1), (~first).cumsum(1)) <= query.size(1) // 4
-        return value * taken[..., None]
-
-
-class Turning(Attention):
-    def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return super().mixed(query.flip(1), key.flip(1), value.flip(1)).flip(1)
-
-
-class SequenceFirst(Attention):
-    def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return super().mixed(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)).transpose(0, 1)
 
 
 class Dropping(Attention):
@@ -155,13 +113,7 @@ def example(samples: int = 3, length: int = LENGTH) -> Tensor:
         (ByProducts, MIXES),
         (BeginningAtZero, MIXES),
         (CountingPositions, MIXES),
-        (ByLength, MIXES),
-        (Convolving, MIXES),
-        (Recurrent, MIXES),
         (OverTokens, MIXES),
-        (Capacity, MIXES),
-        (Turning, MIXES),
-        (SequenceFirst, MIXES),
         (Dropping, "draws random numbers.*dropout to 0"),
         (Keeping, "changes its attributes in its forward"),
         (Returning, r"returns a tensor of shape \(\) for 8 positions"),

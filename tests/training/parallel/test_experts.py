@@ -62,9 +62,7 @@ def test_names_of_layouts_with_experts() -> None:
     assert (layout.pipeline_parallel_size, layout.data_parallel_size, layout.expert_parallel_size) == (2, 4, 2)
 
 
-@pytest.mark.parametrize(
-    "kind", ["mixtral", "qwen3", "gpt-oss", "deepseek", "deepseek-v3", "olmoe", "granite", "qwen2"]
-)
+@pytest.mark.parametrize("kind", ["mixtral", "gpt-oss", "deepseek-v3", "granite"])
 def test_transformers_models_declare_their_experts(kind: str) -> None:
     with torch.device("meta"):
         root = nn.ModuleDict({"net": NETWORKS[kind]()})
@@ -79,10 +77,6 @@ def test_a_plan_names_a_users_own() -> None:
 
 def linear(count: int) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
-
-
-def test_a_plan_names_lists_of_experts() -> None:
-    assert resolve_experts(nn.ModuleDict({"net": NETWORKS["list, dense"]()}), PLAN, 2)[1] == "net.blocks.1.experts"
 
 
 class WithState(Experts):
@@ -105,22 +99,14 @@ class OfMasks(Experts):
         return tokens
 
 
-class OneMore(Experts):
-    def __init__(self) -> None:
-        super().__init__(EXPERTS, 8, 8)
-        self.num_experts = EXPERTS + 1  # one that computes nothing
-
-
 @pytest.mark.parametrize(
     ("experts", "told"),
     [
         (linear(4), "ModuleList, is held by a ModuleDict whose forward doesn't call them"),
-        (nn.Sequential(*linear(4)), "Sequential, calls its modules one after the other"),
         (nn.Linear(8, 8), "has no num_experts"),
         (WithState(), "has load beside its parameters"),
         (Normed(), "holds norm.weight in a module of its own"),
         (OfMasks(), r"is called with \(tokens, mask\)"),
-        (OneMore(), r"has num_experts=5 and up of shape \(4, 8, 8\)"),
         (Experts(3, 8, 8), r"has 3 experts, which expert_parallel_size \(2\) must divide: use one of \[1, 3\]"),
     ],
 )
@@ -135,7 +121,6 @@ def test_experts_that_cannot_be_dealt_are_refused(experts: nn.Module, told: str)
         (linear(3), r"has 3 experts, which expert_parallel_size \(2\) must divide"),
         (nn.ModuleList([nn.Dropout(), nn.SiLU()]), "has no experts with parameters"),
         (nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8, bias=False)]), r"aren't alike \(0 and 1\)"),
-        (nn.ModuleList([nn.Linear(8, 8), nn.Conv1d(8, 8, 1)]), r"aren't alike \(0 and 1\)"),
         (nn.ModuleList([nn.Linear(8, 8)] * 2), "holds one expert several times"),
         (nn.ModuleList([nn.BatchNorm1d(8), nn.BatchNorm1d(8)]), "has experts with buffers"),
     ],

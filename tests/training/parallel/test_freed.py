@@ -59,7 +59,10 @@ def kept_after_a_fit(*args: Any) -> list[str]:
     return [name for name, each in held.items() if each() is not None]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ("dp2", "pp2, several stages") else pytest.mark.long) for name in LAYOUTS],
+)
 def test_a_run_is_freed_with_its_trainer(name: str, tmp_path: Path) -> None:
     sizes, options = LAYOUTS[name]
     kept = run_ranks(kept_after_a_fit, world(sizes), sizes, options, tmp_path, elastic=True, timeout_s=90)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_shard import HybridShardStrategy
-from lightning_shard.gloo import one_worker
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET, Model, layout, loader
 
@@ -30,21 +29,6 @@ def fit() -> dict[str, int]:
     return {**axes, "world": workers(dist.group.WORLD)}  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_each_axis_has_one_worker() -> None:
     assert run_ranks(fit, 4, elastic=True) == [{"data_parallel": 1, "tensor_parallel": 1, "world": 1}] * 4
-
-
-def sums() -> tuple[list[int], list[float]]:
-    with one_worker():
-        one = dist.new_group(backend="gloo")
-    two = dist.new_group(backend="gloo")
-    found = []
-    for group in (one, two):
-        found.append(torch.ones(2))
-        dist.all_reduce(found[-1], group=group)
-    return [workers(one), workers(two)], [float(tensor.sum()) for tensor in found]
-
-
-def test_only_groups_that_are_made_inside_have_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert run_ranks(sums, 2) == [([1, 2], [4.0, 4.0])] * 2

@@ -55,15 +55,6 @@ class Recurrent(nn.Module):
         return x + self.layer(x)[0]
 
 
-class Convolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.LeakyReLU(0.1, inplace=True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layers(x.mT).mT
-
-
 def gated(x: Tensor, layers: nn.ModuleList) -> Tensor:
     return x + F.silu(layers[0](x), inplace=True) * layers[1](x)
 
@@ -80,12 +71,8 @@ class Gated(nn.Module):
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "scores": Scores,
     "adds": Adds,
-    "gru": lambda: Recurrent(nn.GRU),
-    "rnn": lambda: Recurrent(nn.RNN),
     "lstm": lambda: Recurrent(nn.LSTM),
-    "convolution": Convolution,
     "gated": Gated,
-    "relu": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)),
 }
 
 

@@ -85,18 +85,6 @@ def test_a_recomputed_block_draws_computes_and_leaves_what_a_kept_one_does(selec
     assert all(torch.equal(a.seen, b.seen) for a, b in zip(ours.blocks, plain.blocks))
 
 
-def test_a_graph_that_is_kept_may_be_gone_through_twice() -> None:
-    gradients = []
-    for net in (chain(), chain(selective=False)):
-        with randomness.preserved(torch.device("cpu")):
-            randomness.seed_all(1)
-            x = torch.randn(SAMPLES, WIDTH, requires_grad=True)
-            [slope] = torch.autograd.grad(net(x).square().mean(), x, create_graph=True)
-            slope.square().sum().backward()
-        gradients.append([p.grad for p in net.parameters()])
-    assert all(torch.allclose(p, q, rtol=1e-5, atol=1e-8) for p, q in zip(*gradients) if p is not None)
-
-
 def saved_bytes(run: Callable[[], Any], besides: nn.Module) -> int:
     held = {p.untyped_storage().data_ptr() for p in (*besides.parameters(), *besides.buffers())}
     kept: dict[int, int] = {}

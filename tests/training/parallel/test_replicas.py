@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from lightning_shard.parallel.fsdp.shard import expect_backward_of, reduce_gradients
-from lightning_shard.parallel.fsdp.units import sharded_units
-from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
 from tests.parity import Seen, combine, layout, train, world
 from tests.training.parallel.test_memory_settings import CLIPPED
@@ -43,25 +35,3 @@ def test_replicas_compute_what_one_process_computes(row: str) -> None:
     plain = train(network, trainer=CLIPPED)
     for number in range(len(options)):
         check(combine([rank[number] for rank in ranks], sizes), plain)
-
-
-def reduced_afterwards() -> dict[str, Tensor]:
-    """Gradients of a backward that doesn't reduce, as under schedules with backwards in two parts."""
-    torch.manual_seed(0)
-    module = nn.Linear(4, 4)
-    fully_shard(module, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "data")))
-    expect_backward_of(sharded_units(module), reduces=False, reshards=False, is_last=True)
-    module(torch.full((2, 4), 1.0 + dist.get_rank())).square().sum().backward()
-    reduce_gradients(module)
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
-    return {name: full_tensor(gradient) for name, gradient in gradients.items() if gradient is not None}
-
-
-def test_gradients_that_are_reduced_afterwards_are_those_of_all_replicas() -> None:
-    torch.manual_seed(0)
-    module = nn.Linear(4, 4)
-    (sum(module(torch.full((2, 4), 1.0 + rank)).square().sum() for rank in range(2)) / 2).backward()
-    for gradients in run_ranks(reduced_afterwards, 2):
-        assert gradients.keys() == {"weight", "bias"}
-        for name, parameter in module.named_parameters():
-            torch.testing.assert_close(gradients[name], parameter.grad)

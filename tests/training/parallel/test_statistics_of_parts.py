@@ -49,7 +49,7 @@ def batches() -> list[Tensor]:
 
 def test_they_are_those_of_one_process() -> None:
     whole = {"pipeline_parallel_size": 2, "microbatches": 1}
-    assert_trains_alike(Module, batches, layouts=[whole, {**whole, "schedule": "Interleaved1F1B"}])
+    assert_trains_alike(Module, batches, layouts=[{**whole, "schedule": "Interleaved1F1B"}])
 
 
 class NormsLate(Module):
@@ -82,9 +82,8 @@ class NormsLateWithAnExample(WithAnExample, NormsLate):
     pass
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_a_part_that_changes_its_statistics_on_a_stage_that_doesnt_save_them_is_refused(schedule: str) -> None:
-    whole = {"pipeline_parallel_size": 2, "microbatches": 1, "schedule": schedule}
+def test_a_part_that_changes_its_statistics_on_a_stage_that_doesnt_save_them_is_refused() -> None:
+    whole = {"pipeline_parallel_size": 2, "microbatches": 1}
     with pytest.raises(StepError, match=r"changes the buffer norm.running_mean.*example_input_array"):
         assert_trains_alike(NormsLate, batches, whole)
     assert_trains_alike(NormsLateWithAnExample, batches, whole)
@@ -107,6 +106,7 @@ class NormsBetweenWithAnExample(WithAnExample, NormsBetween):
     pass
 
 
+@pytest.mark.long
 def test_a_part_before_a_later_stage_runs_is_that_stages() -> None:
     whole = {"pipeline_parallel_size": 2, "microbatches": 1, "placement": [2, 2]}
     assert_trains_alike(NormsBetweenWithAnExample, batches, whole)
@@ -133,5 +133,6 @@ class TalliesBetween(NormsBetweenWithAnExample):
         self.norm = nn.Sequential(nn.Linear(WIDTH, WIDTH), Tallies())
 
 
+@pytest.mark.long
 def test_in_microbatches_too_what_an_earlier_stage_reads_of_it_on_unknown_values_decides_nothing() -> None:
     assert_trains_alike(TalliesBetween, batches, {"pipeline_parallel_size": 2, "microbatches": 2, "placement": [2, 2]})

@@ -97,8 +97,7 @@ def on_stages(stages: int, path: str) -> dict[str, Tensor]:
 
 def test_a_run_is_that_of_one_process_and_goes_on_after_it_was_saved(tmp_path: Path) -> None:
     alone, _ = fit(None, 6)
-    for stages in (1, 2):
-        found: dict[str, Tensor] = {}
-        for part in run_ranks(on_stages, stages, stages, str(tmp_path / f"{stages}.ckpt"), elastic=True):
-            found.update(part)
-        assert largest_difference(found, whole(alone)) < 2e-5
+    found: dict[str, Tensor] = {}
+    for part in run_ranks(on_stages, 2, 2, str(tmp_path / "a.ckpt"), elastic=True):
+        found.update(part)
+    assert largest_difference(found, whole(alone)) < 2e-5

@@ -1,6 +1,6 @@
 """The networks that people bring first, on layouts of four ranks: alike with one process, saved and resumed.
 
-The layouts of two ranks are ``docs/models.md``'s. Everything here but a sample is long.
+The layouts of two ranks are ``docs/models.md``'s. Everything here is long.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.training.models import networks
 
 preload("tests.training.whole.test_named_networks", "lightning_shard.testing.recorder")
 
+pytestmark = pytest.mark.long
 BATCH, STEPS, LENGTH, VOCABULARY = 16, 2, 12, 64
 LAYOUTS = ("pp4", "pp2 x dp2", "pp2 x tp2")
 SIZES: dict[str, Any] = {
@@ -119,12 +120,7 @@ def settings(name: str, layout: str) -> dict[str, Any]:
     return chosen
 
 
-CASES = [
-    pytest.param(name, layout, marks=[] if (name, layout) == ("ALBERT", "pp2 x dp2") else [pytest.mark.long])
-    for name in NAMES
-    for layout in LAYOUTS
-    if "tp2" not in layout or name in TENSOR_PARALLEL
-]
+CASES = [(name, layout) for name in NAMES for layout in LAYOUTS if "tp2" not in layout or name in TENSOR_PARALLEL]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -177,10 +173,7 @@ def train_plainly(name: str) -> dict[str, Tensor]:
     return module.state_dict()
 
 
-RESUMED = [pytest.param(name, marks=[] if name == "T5" else [pytest.mark.long]) for name in NAMES]
-
-
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", NAMES)
 def test_saved_on_one_layout_it_goes_on_on_another(name: str, tmp_path: Path) -> None:
     # data ranks would balance other samples' load
     layout = "pp2 x tp2" if name == BALANCED else "pp2 x dp2"

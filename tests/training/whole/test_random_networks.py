@@ -69,15 +69,14 @@ def check(folder: Path, alone: list[Record], seeds: range, arguments: Any) -> No
         assert parting is None, f"the network of seed {seed} first differs at {parting}:\n{source(seed)}"
 
 
-@pytest.mark.parametrize("layout", ["pp2", "interleaved", "dp2"])
-def test_a_few_train_alike(layout: str, on_one_process: Any) -> None:
-    seeds = range(TOGETHER)
-    check(*on_one_process(seeds), seeds, LAYOUTS[layout])
+def test_a_few_train_alike(on_one_process: Any) -> None:
+    seeds = range(TOGETHER // 2)
+    check(*on_one_process(seeds), seeds, LAYOUTS["interleaved"])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("first", range(TOGETHER, 16 * TOGETHER, TOGETHER))
+@pytest.mark.parametrize("first", range(0, 16 * TOGETHER, TOGETHER))
 def test_many_train_alike(layout: str, first: int, on_one_process: Any) -> None:
     seeds = range(first, first + TOGETHER)
     check(*on_one_process(seeds), seeds, LAYOUTS[layout])
