@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -167,32 +165,3 @@ def test_after_a_run_all_code_is_told_until_the_next_is_set_up() -> None:
         StageParameters({"": module}).release()  # another Trainer's
         assert guard_of(module) is None
         assert len([*module.parameters()]) == 2
-
-
-def test_copies_have_their_own_parameters_and_state() -> None:
-    module = nn.Sequential(nn.Linear(2, 2))
-    guarded = Guarded(net=module)
-    others = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
-    with torch.no_grad():
-        module[0].weight.add_(1)
-    with warnings.catch_warnings(), guarded.hook():
-        warnings.simplefilter("error")
-        for other in others:
-            assert dict(other.named_parameters())["0.weight"] is other[0].weight
-            assert next(iter(other.parameters())) is other[0].weight
-            assert total(other) == 6
-            assert torch.equal(other.state_dict()["0.weight"], other[0].weight)
-
-
-def test_a_state_dict_of_the_users_own_is_kept() -> None:
-    module = nn.Linear(2, 2)
-    vars(module)["state_dict"] = own = lambda: {"mine": 1}
-    guard = StageParameters({"net": module}, has_stages=False)
-    guard.guard(is_after_run=True)
-    with pytest.warns(UserWarning, match="DTensors, of which each rank has a part"):
-        assert module.state_dict() == {"mine": 1}
-    StageParameters({"": module}, has_stages=False).release()  # another Trainer's
-    assert vars(module)["state_dict"] is own
-    vars(module)["state_dict"] = changed = lambda: {"mine": 2}
-    guard.release()
-    assert vars(module)["state_dict"] is changed

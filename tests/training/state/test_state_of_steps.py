@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_shard.errors import StepError
 from tests.training.pipeline.test_crossing import WIDTH, WORDS, Net, batches, loss, seeded
@@ -114,12 +113,12 @@ class Metered(Late):
         self.meter.update(logits.mean().item())
 
 
-@pytest.mark.parametrize(("network", "stages"), [(Counter, 2), (RunningMean, 2), (Memory, 3)])
+@pytest.mark.parametrize(("network", "stages"), [(RunningMean, 2), (Memory, 3)])
 def test_the_next_batch_begins_with_what_the_last_stage_has_left(network: Callable[[], nn.Module], stages: int) -> None:
     assert_alike(seeded(network), loss, batches(), stages, microbatches=1)
 
 
-@pytest.mark.parametrize("network", [Counter, RunningMean, Memory])
+@pytest.mark.parametrize("network", [Counter, RunningMean, Memory, Recent])
 def test_microbatches_that_would_begin_with_an_old_value_are_refused(network: Callable[[], nn.Module]) -> None:
     with pytest.raises(StepError, match=r"has left \(net.* changes\).*a batch has 2,.*Sentence 6 "):
         on_stages(seeded(network), loss, batches(), 2, microbatches=2)
@@ -147,12 +146,6 @@ class Machines(Late):
 @pytest.mark.parametrize("network", [Recent, Metered])
 def test_containers_go_on_from_the_last_stages(network: type[Net]) -> None:
     assert_alike(seeded(network), loss, batches(3), 2, microbatches=1)
-
-
-@pytest.mark.parametrize(("network", "name"), [(Recent, "recent"), (Metered, "meter")])
-def test_containers_that_are_read_too_early_are_refused(network: type[Net], name: str) -> None:
-    with pytest.raises(StepError, match=rf"has left \(net\.{name}.* changes\).*a batch has 2,.*Sentence 6 "):
-        on_stages(seeded(network), loss, batches(2), 2, microbatches=2)
 
 
 def test_what_cant_be_sent_is_warned_of() -> None:
@@ -383,15 +376,6 @@ def test_a_gradient_that_only_later_microbatches_have() -> None:
 # -- NaN
 
 
-def without_targets(root: nn.Module, x: Tensor) -> Tensor:
-    return F.cross_entropy(root.net(x).flatten(0, 1), torch.full((x.numel(),), -100))
-
-
-def test_nan_that_one_process_has_too() -> None:
-    seen = on_stages(seeded(Net), without_targets, batches(2), 2)
-    assert torch.stack(seen.losses).isnan().all()
-
-
 # -- an object that the first microbatch completes, as transformers' models do with their config
 
 
@@ -410,15 +394,5 @@ class Completes(Late):
             self.config.kind = "tokens"
 
 
-class CountsInConfig(Completes):
-    def after(self, logits: Tensor) -> None:
-        self.config.kind = f"{self.config.kind}+"
-
-
 def test_the_next_batch_finds_what_the_first_microbatch_has_completed() -> None:
     assert_alike(seeded(Completes), loss, batches()[:2], 2, microbatches=1)
-
-
-def test_an_object_that_every_microbatch_changes_is_refused_where_it_is_read_too_early() -> None:
-    with pytest.raises(StepError, match=r"has left \(net\.config changes\)"):
-        on_stages(seeded(CountsInConfig), loss, batches(), 2)

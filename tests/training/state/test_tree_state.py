@@ -12,15 +12,6 @@ from torch import nn
 from lightning_shard.state.tree_state import take
 
 
-def test_a_list_of_parameters_stays_as_sharding_changes_it() -> None:
-    recurrent = nn.LSTM(2, 2)
-    memory = take(recurrent)
-    gathered = nn.Parameter(torch.zeros_like(recurrent.weight_ih_l0))
-    recurrent.weight_ih_l0 = gathered
-    memory.put_back()
-    assert recurrent._flat_weights[0] is gathered
-
-
 def test_a_tensor_that_a_graph_holds_may_be_changed_and_put_back() -> None:
     module = nn.Module()
     module.register_buffer("scale", torch.full((), 2.0))
@@ -108,15 +99,3 @@ def test_sparse_tensors_are_put_back(layout: torch.layout) -> None:
     memory.put_back()
     assert torch.equal(module.listed.to_dense(), torch.eye(3))
     assert memory.changed() == []
-
-
-def test_a_dict_by_parameter_is_put_back() -> None:
-    module: Any = nn.Linear(2, 2)
-    module.steps = {module.weight: 1}
-    taken = take(module)
-    assert taken.changed() == []
-    module.steps[module.bias] = module.steps.pop(module.weight)
-    assert taken.changed() == ["steps"]
-    taken.put_back()
-    assert [*module.steps.items()] == [(module.weight, 1)]
-    assert taken.changed() == []

@@ -124,37 +124,7 @@ def train(callback: Heard) -> L.Trainer:
     return trainer
 
 
-def pickled() -> list[bool]:
-    """Of each batch of a run, whether what was broadcast was pickled."""
-    found, plain, pickling = [], Broadcaster.broadcast, dist.broadcast_object_list
-
-    def noted(self: Broadcaster, value: Any, device: torch.device) -> Any:
-        found.append(False)
-        return plain(self, value, device)
-
-    def noted_broadcast(*args: Any, **kwargs: Any) -> None:
-        found[-1:] = [True]
-        pickling(*args, **kwargs)
-
-    # A rehearsal of the first batch broadcasts too, what its microbatches leave behind.
-    strategy = HybridShardStrategy(**layout(pipeline=2), rehearse=False)
-    trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, **QUIET)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Broadcaster, "broadcast", noted)
-        patch.setattr(dist, "broadcast_object_list", noted_broadcast)
-        trainer.fit(Model("gpt"), loader(8), loader(8))
-    return found
-
-
-def test_a_steady_step_is_broadcast_without_pickling() -> None:
-    for found in run_ranks(pickled, 2, elastic=True):
-        training, validation = found[-24:-12], found[-12:]  # before them is what setup broadcasts
-        for batches in (training, validation):
-            assert len(batches) == 12
-            assert batches[0]
-            assert not any(batches[1:-1])  # of the last one it is said that no other follows
-
-
+@pytest.mark.long
 def test_what_steps_return_goes_to_all_stages_where_a_hook_is_given_it() -> None:
     for (most, shapes, logs), (most_of_heard, shapes_of_heard, logs_of_heard) in run_ranks(
         told_of_both, 2, elastic=True

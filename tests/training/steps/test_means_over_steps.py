@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torchmetrics import MeanMetric
 
-from lightning_shard.plugin.steps.means_over_steps import MeansOverSteps, UnevenLists
-from lightning_shard.state.patch import Change, Outline, change_since
+from lightning_shard.plugin.steps.means_over_steps import MeansOverSteps
 
 
 @pytest.fixture
@@ -64,53 +59,3 @@ def test_a_metric_that_is_updated_for_each_sample_counts_samples(means: MeansOve
                 for loss in losses:
                     metric.update(loss)
     assert float(metric.compute()) == pytest.approx(3.6)
-
-
-def test_several_numbers_of_a_step_count_as_batches_too(means: MeansOverSteps) -> None:
-    metric = weighed(means)
-    for losses, samples in ([1.0, 2.0, 3.0, 4.0], 3), ([9.0], 1):
-        with means.batch(len(losses), 4):
-            for loss in losses:
-                means.begin_microbatch(samples)
-                metric.update(loss)
-                metric.update(2 * loss)
-    assert float(metric.compute()) == pytest.approx((2.5 + 5 + 9 + 18) / 4)
-
-
-def test_outside_of_steps_nothing_is_weighed(means: MeansOverSteps) -> None:
-    metric = weighed(means)
-    with pytest.raises(ValueError), means.batch(1, 4):
-        raise ValueError
-    metric.update(1.0)
-    assert float(metric.weight) == 1.0
-    assert float(copy.deepcopy(metric).compute()) == 1.0
-
-
-@pytest.fixture
-def as_errors() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
-def added(*numbers: float | torch.Tensor) -> dict[tuple[str, str], Change]:
-    held: list[float | torch.Tensor] = [0.5]
-    before = Outline.of(held)
-    held.extend(numbers)
-    return {("net", "losses"): change_since(before, held)}
-
-
-def test_a_list_with_fewer_losses_of_a_smaller_batch_is_told_of_once(as_errors: None) -> None:
-    lists = UnevenLists()
-    lists.look(added(1.0, torch.tensor(2.0)), 2)
-    with pytest.raises(UserWarning, match=r"adds a number to self\.net\.losses .* 2 in earlier batches, and 1 in"):
-        lists.look(added(3.0), 1)
-    lists.look(added(3.0), 1)
-
-
-def test_lists_of_batches_alike_or_of_anything_else_are_not(as_errors: None) -> None:
-    lists = UnevenLists()
-    lists.look(added(1.0), 1)  # as where a step runs call by call
-    lists.look(added(1.0), 1)
-    lists.look(added(torch.ones(2), torch.ones(2)), 2)
-    lists.look(added(torch.ones(1)), 1)
