@@ -532,7 +532,6 @@ class WiderAndLenient(Wider):
 # -- what is refused on two ranks before the first step
 
 DATA = layout(data=2)
-EARLY = "made before the module was sharded: make it in configure_optimizers"
 REFUSED = {
     "an optimizer that stepped before the module was sharded": Refusal(
         layout(data=2), StepsEarly, ConfigurationError, "made before the module was sharded: make it in configure_opt"
