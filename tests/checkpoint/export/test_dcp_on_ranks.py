@@ -116,6 +116,7 @@ def test_dcp_and_we_read_each_others_states_back_alike_on_any_layout(tmp_path):
                 assert_same(other, loaded[0])
 
 
+@pytest.mark.long
 @ranks(4, timeout_s=120)
 def test_training_moves_between_layouts_through_dcp(tmp_path):
     net, optimizer = trained((2, 2))

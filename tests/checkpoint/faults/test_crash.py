@@ -40,7 +40,7 @@ def enter(ledger: Any, where: str, case: Save, tried: Tried, *, sample: bool = F
     ledger("Crash", f"{where}: {case}", tried=tried.points, lost=len(tried.faults), sample=sample)
 
 
-@pytest.mark.parametrize("case", [ONE_PROCESS[0], ONE_PROCESS[2], ONE_PROCESS[3]], ids=str)
+@pytest.mark.parametrize("case", ONE_PROCESS[2:], ids=str)
 def test_a_kill_now_and_then(case: Save, tmp_path: Path, ledger: Any) -> None:
     (tried,) = run_ranks(kill_on_disk, 1, tmp_path, case, SAMPLE, init=False, timeout_s=LIMIT_S)
     enter(ledger, "local disk", case, tried, sample=True)

@@ -23,7 +23,7 @@ LIMIT_S = 1200.0
 
 
 def cut(scratch: Path, case: Save, thorough: bool) -> Tried:
-    return cut_after_every_call(scratch, case, recorded(scratch, case), thorough=thorough)
+    return cut_after_every_call(scratch, case, recorded(scratch, case), thorough=thorough, every=1 if thorough else 3)
 
 
 CASES = [Save(FIRST), Save(BESIDE), Save(IN_NEW_FOLDERS), Save(FIRST, asynchronous=True)]
@@ -32,7 +32,7 @@ RANKS = [Save(FIRST, 2), Save(IN_NEW_FOLDERS, 2), Save(FIRST, 2, asynchronous=Tr
 
 def enter(ledger: Any, case: Save, tried: Tried, *, sample: bool = False) -> None:
     print(*tried.faults, sep="\n")
-    note = f"images of the disk, after each of {tried.calls} calls"
+    note = f"images of the disk, after {'some' if sample else 'each'} of {tried.calls} calls"
     ledger("Power loss", str(case), tried=tried.images, lost=len(tried.faults), note=note, sample=sample)
 
 

@@ -115,7 +115,8 @@ def test_plain_tensors_meet_sharded_parameters_between_steps() -> None:
     assert_trains_alike(Drawn, batches, "dp2")
 
 
-@pytest.mark.parametrize("module", [Drawn, pytest.param(Module, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("module", [Drawn, Module])
 def test_plain_tensors_meet_split_parameters_between_steps(module: Any) -> None:
     assert_trains_alike(module, batches, "tp2", tensor_parallel_plan=PLAN)
 
