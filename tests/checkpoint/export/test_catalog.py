@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -198,37 +197,3 @@ def test_the_command_line_lists(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "step=1" / "manifest.json").write_text("{")
     assert main(["list", str(tmp_path)]) == 1
     assert "damaged" in capsys.readouterr().out
-
-
-class Keeping(MemoryFileSystem):
-    """What is in memory://, by listings that it keeps, as file systems of object stores do."""
-
-    protocol = "keeping"
-    answers = threading.Event()
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return super()._strip_protocol(path.replace("keeping://", "memory://"))
-
-    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
-        self.answers.wait(20)
-        path = self._strip_protocol(path)
-        if path not in self.dircache:
-            self.dircache[path] = super().ls(path, detail=True, **options)
-        return self.dircache[path] if detail else [entry["name"] for entry in self.dircache[path]]
-
-    def info(self, path: str, **options: Any) -> Any:
-        known = self._ls_from_cache(self._strip_protocol(path))
-        return known[0] if known else super().info(path, **options)
-
-    def invalidate_cache(self, path: str | None = None) -> None:
-        self.dircache.clear()
-
-
-@pytest.fixture
-def keeping() -> Iterator[type[Keeping]]:
-    fsspec.register_implementation("keeping", Keeping, clobber=True)
-    Keeping.answers.set()
-    yield Keeping
-    Keeping.answers.set()
-    fsspec.filesystem("memory").store.clear()

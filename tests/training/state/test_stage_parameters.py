@@ -133,23 +133,6 @@ def test_each_hook_that_takes_a_part_is_told_once_and_its_errors_have_it_in_a_no
     assert "iterates over parameters() of net. With pipeline stages" in caught.value.__notes__[0]
 
 
-def test_who_goes_over_an_optimizers_groups_is_told() -> None:
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = torch.optim.AdamW(parameters)
-    held = optimizer.param_groups[0]["params"]
-    guarded = Guarded()
-    with warnings.catch_warnings(), guarded.guard.warning_of_groups([optimizer]):
-        warnings.simplefilter("error")
-        optimizer.zero_grad()
-        with pytest.raises(UserWarning, match=r"optimizer's groups.*only its own stage's"), guarded.hook():
-            sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        assert [*optimizer.param_groups[0]["params"]] == parameters
-        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
-    assert optimizer.param_groups[0]["params"] is held
-    assert type(held) is list
-    assert len(held) == 3
-
-
 def test_after_a_run_all_code_is_told_until_the_next_is_set_up() -> None:
     module = nn.Linear(2, 2)
     guarded = Guarded(_=module)

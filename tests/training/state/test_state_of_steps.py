@@ -6,7 +6,6 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -168,41 +167,6 @@ def test_a_number_set_on_another_stages_block_is_refused() -> None:
         on_stages(seeded(SetsBlocks), loss, batches(2), 2)
 
 
-class OnlyAfter(Counter):
-    """What is read after the network only may be anything, as hand-kept outputs are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: dict[str, list[Any]] = {"inputs": [], "losses": []}
-        self.meter = Meter()
-
-    def before(self) -> Any:
-        self.outputs["inputs"].append(self.training)
-        return 0
-
-    def after(self, logits: Tensor) -> None:
-        self.steps += 1
-        self.meter.update(logits.mean().item())
-        self.outputs["losses"].append(self.meter.total * self.steps)
-
-
-def test_state_of_the_end_of_a_step_is_the_last_stages() -> None:
-    made: list[OnlyAfter] = []
-
-    def make() -> nn.Module:
-        made.append(OnlyAfter())
-        return made[-1]
-
-    assert_alike(seeded(make), loss, batches(), 2, microbatches=2)
-    plain, first, last = made
-    assert len(plain.outputs["losses"]) == len(plain.outputs["inputs"]) == 4
-    for stage in (first, last):
-        torch.testing.assert_close(stage.outputs, plain.outputs)
-        torch.testing.assert_close(vars(stage.meter), vars(plain.meter))
-        assert stage.steps == 4
-    assert type(first) is OnlyAfter or type(first).__name__ == "OnlyAfter"
-
-
 # -- a stage that runs its part again
 
 
@@ -335,14 +299,6 @@ class Detaches(Net):
         return self.head(self.norm(hidden if x[0, 0] < 0 else hidden.detach()))
 
 
-class DetachesFirst(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden if x[0, 0] > WORDS // 2 else hidden.detach()))
-
-
 class PartlyDetached(Net):
     """A second table that only an undifferentiated value comes from."""
 
@@ -366,33 +322,3 @@ def test_a_parameter_without_a_gradient_has_none(network: type[Net]) -> None:
         for name in set(dict(network().named_parameters())) - {name.removeprefix("net.") for name in expected.gradients}
     )
     assert_alike(seeded(network), loss, batches(), 3)
-
-
-def test_a_gradient_that_only_later_microbatches_have() -> None:
-    parts = torch.stack([torch.zeros(2, 6).long(), torch.full((2, 6), WORDS - 1)]).unbind()
-    assert_alike(seeded(DetachesFirst), loss, parts, 2)
-
-
-# -- NaN
-
-
-# -- an object that the first microbatch completes, as transformers' models do with their config
-
-
-class Completes(Late):
-    """Reads its config before the network, and notes in it after the network what kind of problem it has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(scale=0.5, kind=None)
-
-    def before(self) -> Any:
-        return self.config.scale if self.config.kind is None else 2 * self.config.scale
-
-    def after(self, logits: Tensor) -> None:
-        if self.config.kind is None:
-            self.config.kind = "tokens"
-
-
-def test_the_next_batch_finds_what_the_first_microbatch_has_completed() -> None:
-    assert_alike(seeded(Completes), loss, batches()[:2], 2, microbatches=1)
