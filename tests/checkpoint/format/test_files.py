@@ -317,9 +317,6 @@ def test_paths_of_all_kinds(tmp_path, monkeypatch):
     assert not (tmp_path / "url").exists()
 
 
-# -- gather -----------------------------------------------------------------------------------------------------------
-
-
 # -- the bytes, as docs/format.md says --------------------------------------------------------------------------------
 
 GOLDEN_MANIFEST = """\
