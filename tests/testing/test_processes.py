@@ -168,6 +168,7 @@ def never_exit():
     threading.Thread(target=time.sleep, args=(1000,)).start()
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_exit_is_an_error(monkeypatch):
     monkeypatch.setattr(processes, "EXIT_GRACE_S", 1.0)
     with pytest.raises(RanksFailed, match="didn't exit"):

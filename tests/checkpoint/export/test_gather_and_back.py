@@ -60,7 +60,7 @@ def saved(tmp_path: Path) -> Path:
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(placed(), st.integers(1, 2), st.sampled_from([None, torch.bfloat16]), st.sampled_from([16, 40, 1000]))
 def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
     shape, mesh_shape, placements = where

@@ -353,9 +353,8 @@ def stop_in_hooks(sizes: dict[str, int]) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(
-    "sizes", [pytest.param(layout(pipeline=2), marks=pytest.mark.long), layout(data=2)], ids=["pp2", "dp2"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [PIPELINE, layout(data=2)], ids=["pp2", "dp2"])
 def test_a_hook_of_the_module_that_stops_one_rank_stops_all(sizes: dict[str, int]) -> None:
     assert run_ranks(stop_in_hooks, 2, sizes, elastic=True) == [[1, 2, 3]] * 2
 
