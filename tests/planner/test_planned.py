@@ -25,7 +25,7 @@ from lightning_shard.pipeline.schedules.schedule import to_csv
 from recipes import plans
 from recipes.gpt import LanguageModel
 from recipes.text import TextFolder
-from tests.training.mixtures import ListedMixture, Mixture
+from tests.training.mixtures import Mixture
 
 TOKENS = torch.zeros(8, 17, dtype=torch.long)
 
@@ -286,17 +286,6 @@ class OfMixtures(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-class Residual(nn.Module):
-    """A block around a router and a list of experts."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.mixture = ListedMixture(16, how)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mixture(x)
-
-
 class TestExperts:
     STATES = torch.zeros(2, 8, 16)
     PLAN: ClassVar = {"blocks.*.experts": "experts"}
@@ -313,28 +302,6 @@ class TestExperts:
         rows = 2 * 2 * 8
         half_of_what_is_sent = (2 * rows * 16 + rows) * 4 // 2
         assert block.plain.forward.traffic == {"expert": half_of_what_is_sent}
-
-    @pytest.mark.long
-    @pytest.mark.parametrize("how", ["chosen", "dense"])
-    def test_of_lists_are_gathered_by_their_owner_and_pick_rows_evenly(self, how: str) -> None:
-        sizes = {"data_parallel_size": 4, "expert_parallel_size": 2}
-        build = partial(OfMixtures, partial(Residual, how))
-        made = planned(build, self.STATES, expert_parallel_plan={"blocks.*.mixture.experts": "experts"}, **sizes)
-        assert made.counts.counted, made.counts.reason
-        assert "over its experts" in made.counts.assumed[0]
-        whole = sum(p.numel() for p in OfMixtures(partial(Residual, how)).parameters())
-        assert 4 * made.stages[0].parameters == pytest.approx(whole, rel=0.05)  # padded where 4 doesn't divide
-        block = made.counts.blocks[1]
-        listed = [p for p in block.parameters if p.is_listed]
-        assert {p.name for p in block.parameters} - {p.name for p in listed} == {
-            "blocks.1.mixture.router.weight",
-            "blocks.1.mixture.router.bias",
-        }
-        # a rank's half of the experts stays gathered, and each row is kept before, between and after its layers
-        rows = (4 if how == "dense" else 2) * 16
-        assert block.plain.kept >= 4 * (sum(p.numel for p in listed) // 2 + rows * (16 + 24 + 16))
-        assert block.plain.forward.flops >= 2 * rows * 2 * 16 * 24
-        assert block.plain.forward.flops < 3 * rows * 2 * 16 * 24
 
     def test_of_stacks_that_pick_their_rows_find_as_many_for_each(self) -> None:
         sizes = {"data_parallel_size": 2, "expert_parallel_size": 2}
