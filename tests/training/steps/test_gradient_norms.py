@@ -217,3 +217,19 @@ def test_a_gradient_of_another_stages_parameter_is_refused_where_it_has_to_be_a_
     said = "asks for the gradient of model.token_embedding.weight, which stage 0 holds, as a number"
     with pytest.raises(RanksFailed, match=f"StepError: .* {said}"):
         run_ranks(walk, 2, OfAnotherStage, elastic=True)
+
+
+class Weights(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        model: Any = self.model
+        model.token_embedding.weight.detach().norm().item()
+
+
+@pytest.mark.long
+def test_a_value_of_another_stages_parameter_is_refused_in_a_hook_with_the_way_to_have_it() -> None:
+    said = "A hook asks for what is computed from model.token_embedding.weight, .*gather_full_parameters"
+    with pytest.raises(RanksFailed, match=f"StepError: {said}"):
+        run_ranks(walk, 2, Weights, elastic=True)
