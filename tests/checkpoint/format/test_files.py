@@ -267,6 +267,11 @@ def test_every_kind_of_tensor_in_the_trainer_state(tmp_path):
     assert type(back["parameter"]) is torch.Tensor
 
 
+def test_names_that_meet_when_joined_are_refused(tmp_path):
+    with pytest.raises(UnsupportedStateError, match=r"named 'a\.b'"):
+        checkpoint.save({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, tmp_path / "c")
+
+
 @pytest.mark.parametrize("name", ["../../etc/x", "/abs", "a/b", "", "ünï", "__metadata__x", "a\nb", "x#2"])
 def test_any_name_is_only_a_name(tmp_path, name):
     checkpoint.save({name: torch.ones(3), "x": torch.zeros(1)}, tmp_path / "c")
