@@ -18,25 +18,22 @@ def run(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("module", ["checkpoint", "cli"])
-def test_checkpoints_and_the_command_line_import_neither_lightning_nor_the_compiler(module):
+def test_checkpoints_and_the_command_line_import_neither_lightning_nor_the_compiler_and_lightning_may_follow():
+    """LightningCLI refuses a name that two known classes have: its ModelCheckpoint stays the only one."""
     # what torch imports on its own is torch's affair
-    code = f"import sys, torch; own = set(sys.modules); import lightning_shard.{module}; print(*set(sys.modules) - own)"
-    imported = run(code).split()
-    assert f"lightning_shard.{module}" in imported
-    assert not set(HEAVY) & set(imported)
+    imports = "import sys, torch; own = set(sys.modules); import lightning_shard.checkpoint, lightning_shard.cli"
+    lightning = "import lightning as L; Trainer = L.Trainer"
+    subclasses = "print([kind.__module__ for kind in L.pytorch.callbacks.ModelCheckpoint.__subclasses__()])"
+    code = f"{imports}; print(*set(sys.modules) - own)\n{lightning}\n{MAKE_A_TRAINER}\n{subclasses}"
+    imported, *_, known = run(code).strip().splitlines()
+    assert {"lightning_shard.checkpoint", "lightning_shard.cli"} <= set(imported.split())
+    assert not set(HEAVY) & set(imported.split())
+    assert known == "[]"
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import lightning_shard.checkpoint, lightning as L; Trainer = L.Trainer",
-        "from lightning.pytorch import Trainer; import lightning_shard",
-    ],
-    ids=["ours first", "Lightning first"],
-)
-def test_lightning_knows_the_strategy_in_any_order_of_imports(imports):
-    run(imports + MAKE_A_TRAINER)
+@pytest.mark.long  # imports all of it once more
+def test_lightning_knows_the_strategy_where_it_was_imported_first():
+    run("from lightning.pytorch import Trainer; import lightning_shard" + MAKE_A_TRAINER)
 
 
 def test_an_import_of_lightning_that_failed_may_be_tried_again(tmp_path):
@@ -66,13 +63,3 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="no attribute 'Strategy'"):
         lightning_shard.Strategy  # noqa: B018
-
-
-def test_lightnings_own_model_checkpoint_stays_the_only_one_of_its_name_until_ours_is_asked_for():
-    """LightningCLI refuses a name that two known classes have."""
-    code = """
-import lightning.pytorch as pl, lightning_shard
-lightning_shard.HybridShardStrategy()
-print([kind.__module__ for kind in pl.callbacks.ModelCheckpoint.__subclasses__()])
-"""
-    assert run(code).strip().endswith("[]")

@@ -48,12 +48,6 @@ def test_any_nesting_is_cut_alike_and_keeps_its_types() -> None:
     assert first["label"] == "train"
 
 
-def test_a_bare_tensor_and_a_tuple() -> None:
-    x = torch.arange(4)
-    assert [part.tolist() for part in tree.split(x, 2)] == [[0, 1], [2, 3]]
-    assert [part[1].tolist() for part in tree.split((x, x + 1), 2)] == [[1, 2], [3, 4]]
-
-
 @pytest.mark.parametrize(
     ("batch", "parts", "says"),
     [
@@ -134,16 +128,6 @@ def test_numbers_in_lists_are_not_asked_for_samples(monkeypatch: pytest.MonkeyPa
     assert len(asked) < 20
 
 
-def test_a_part_may_be_written_to_while_another_waits_for_its_backward() -> None:
-    weight = torch.ones(2, requires_grad=True)
-    first, second = tree.split(torch.arange(4.0), 2)
-    loss = (weight * first).sum()
-    second.mul_(2)
-    loss.backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [0, 1]
-
-
 def test_sparse_tensors_are_cut_too() -> None:
     x = torch.eye(4)
     assert all(torch.equal(part.to_dense(), own) for part, own in zip(tree.split(x.to_sparse(), 2), x.split(2)))
@@ -155,19 +139,6 @@ def test_packed_sequences_take_what_stands_for_tensors() -> None:
     assert type(shapes) is type(packed)
     assert pickle.loads(pickle.dumps(shapes)) == shapes == ("(5,)", "(3,)", None, None)
     assert torch.equal(pickle.loads(pickle.dumps(packed)).data, packed.data)
-
-
-def test_a_mapping_may_have_a_key_that_hides_its_methods() -> None:
-    batch = type("Easy", (dict,), {})(values=torch.ones(2))
-    batch.values = batch["values"]  # as dicts whose keys are attributes too
-    assert [id(leaf) for leaf in tree.leaves(batch)] == [id(batch["values"])]
-
-
-def test_leaves_are_mapped_and_listed_in_order() -> None:
-    nested = [torch.tensor(1), {"a": (torch.tensor(2), "text")}]
-    doubled = tree.map_leaves(lambda leaf: leaf * 2, nested)
-    assert [int(t) for t in tree.tensors(doubled)] == [2, 4]
-    assert doubled[1]["a"][1] == "texttext"
 
 
 class Checked:
@@ -188,13 +159,6 @@ class Checked:
 @dataclass
 class Picture:
     image: Any = Checked()
-
-
-def test_fields_that_check_their_values_hold_slots_in_messages() -> None:
-    picture = Picture(torch.ones(2))
-    skeleton = tree.map_leaves(lambda leaf: leaf.shape, picture)
-    assert skeleton.image == (2,)
-    assert torch.equal(tree.map_leaves(torch.zeros, skeleton).image, torch.zeros(2))
 
 
 def test_an_outline_has_what_shapes_may_depend_on_wherever_it_lies() -> None:

@@ -19,7 +19,6 @@ from lightning_shard.pipeline.schedules.schedule import Action, Schedule
 BLOCKS, OUTPUT, KEPT, FREED, NUMEL = 8, 100, 1000, 100, 5
 OWED = 300
 GLOO = Held(sends_stay=True)
-NOTHING = Cost()
 
 
 def network(shared: str = "") -> Counts:
@@ -95,30 +94,6 @@ def test_between_both_parts_of_a_backward_its_products_alone_keep_something_by_h
     assert sent == [0, OUTPUT, OUTPUT, OUTPUT, OUTPUT]  # its gradient is among what the last block owes
 
 
-def test_gradients_that_come_in_two_parts_are_reduced_when_all_are_there() -> None:
-    schedule = Schedule("by hand", (tuple(Action(0, kind, i) for i in range(2) for kind in "FIW"),))
-    layout = Layout(data_parallel_size=2)
-    whole, padded, shard = 4 * 5, 4 * 6, 4 * 3
-    for each in (False, True):
-        held = Held(reduce_each_microbatch=each)
-        [memory] = stage_memories(stages_of(network(), layout, [range(BLOCKS)], held), schedule)
-        gradients = [m.bytes["gradients"] for m in memory.moments if str(m.action) == "0W1"]
-        assert gradients[-1] == (BLOCKS - 1) * shard + padded + max(whole, shard) + each * shard
-        assert memory.moments[-1].bytes["gradients"] == BLOCKS * shard
-    kinds = [m.bytes["gathered"] for m in memory.moments]
-    assert kinds[-1] == 0
-
-
-def test_what_a_later_block_was_the_last_to_use_is_free_in_a_backward() -> None:
-    [memory] = memories(build("GPipe", 1, 1), Held())
-    forward, backward = (
-        [m.bytes["activations"] for m in memory.moments if m.action and m.action.kind == kind and m.part != LOSS]
-        for kind in "FB"
-    )
-    assert forward[-1] == (BLOCKS - 1) * KEPT
-    assert max(backward) == BLOCKS * KEPT - FREED
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 @settings(max_examples=10, deadline=None)
 @given(ranks=st.sampled_from([1, 2, 4]), more=st.integers(0, 5), held=st.sampled_from([Held(), GLOO]))
@@ -142,63 +117,5 @@ def test_every_order_keeps_what_is_in_flight_and_ends_with_nothing(
         assert gradients >= 4 * memory.parameters
 
 
-def test_a_weight_of_two_stages_of_a_rank_is_held_once() -> None:
-    first, last = memories(build("Interleaved1F1B", 2, 4), Held(), network(shared="tied"))
-    assert first.parameters == last.parameters == BLOCKS // 2 * NUMEL + NUMEL
-
-
-def test_reducing_makes_shards_when_whole_gradients_are_gone() -> None:
-    layout = Layout(data_parallel_size=2)
-    [memory] = stage_memories(stages_of(network(), layout, [range(BLOCKS)], Held()), build("1F1B", 1, 1))
-    whole, shard = 4 * 5, 4 * 3  # 5 elements on 2 ranks: 3 on the first, padded to 6 in the buffer
-    first = next(moment for moment in memory.moments if moment.bytes["gradients"])
-    assert first.bytes["gradients"] == 2 * shard + max(whole, shard)
-
-
-def one_block(parameters: tuple[ParameterCount, ...], cost: Cost, loss: Cost = NOTHING) -> Counts:
-    return Counts((PartCount("block", parameters, OUTPUT, cost),), loss=PartCount(LOSS, plain=loss))
-
-
 def weight(name: str = "w", **what: object) -> ParameterCount:
     return ParameterCount(name, (NUMEL,), (NUMEL,), torch.float32, **what)  # type: ignore[arg-type]
-
-
-def steps_of(counts: Counts, layout: Layout, microbatches: int = 1) -> list[tuple[str, dict[str, int]]]:
-    """Each moment's action and part, with its bytes."""
-    [memory] = stage_memories(stages_of(counts, layout, [range(1)], Held()), build("GPipe", 1, microbatches))
-    return [(f"{m.action.kind} {m.part}" if m.action else "step", dict(m.bytes)) for m in memory.moments]
-
-
-def test_values_at_hand_count_while_the_part_after_them_runs() -> None:
-    """Logits, say: nothing keeps them for a backward."""
-    moments = dict(steps_of(one_block((), Cost(), loss=Cost(forward_peak=3, carried=40)), Layout()))
-    assert moments[f"F {LOSS}"]["working"] == 43
-
-
-def test_gradients_that_a_part_makes_are_no_working_memory() -> None:
-    cost = Cost(backward_peak=50, adding_peak=50, of_gradients=20)
-    steps = steps_of(one_block((weight(),), cost), Layout(), microbatches=2)
-    first, _, second, *_ = [held for what, held in steps if what == "B block"]
-    assert (first["gradients"], first["working"]) == (20, 30 + OUTPUT)
-    assert (second["gradients"], second["working"]) == (4 * NUMEL, 50 + OUTPUT)  # whole ones, to which it adds
-
-
-def test_the_last_block_is_being_gathered_while_the_loss_has_its_backward() -> None:
-    moments = dict(steps_of(one_block((weight(),), Cost()), Layout(data_parallel_size=2)))
-    assert moments[f"B {LOSS}"]["gathered"] == 4 * 6  # the buffer: 5 elements on 2 ranks, padded
-    assert moments[f"F {LOSS}"]["gathered"] == 4 * 6
-
-
-def test_experts_are_gathered_and_reduced_apart_from_their_block() -> None:
-    """Dealt to two ranks, which share nothing then: their copy needs no buffer, and they are done first."""
-    counts = one_block((weight(), weight("e", is_expert=True)), Cost(kept=1000, experts_done=-800 - OUTPUT))
-    steps = steps_of(counts, Layout(data_parallel_size=2, expert_parallel_size=2))
-    whole, padded, shard = 4 * 5, 4 * 6, 4 * 3
-    [forward] = [held for what, held in steps if what == "F block"]
-    assert forward["gathered"] == padded + whole
-    working, experts, block, *_ = [held for what, held in steps if what == "B block"]
-    assert working["gathered"] == padded + whole
-    assert (experts["gathered"], experts["gradients"]) == (padded, whole + whole)  # a buffer, and what is in it
-    assert experts["activations"] == 1000 - 800
-    assert (block["gathered"], block["activations"]) == (0, 0)
-    assert block["gradients"] == whole + padded + max(whole, shard)  # the experts' are done, and their buffer is free

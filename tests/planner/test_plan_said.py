@@ -55,10 +55,9 @@ class TestWhatIsSaid:
         with pytest.raises(ConfigurationError, match=said):
             plan(**{"module": gpt, "batch": TOKENS, "layout": {}, "device_type": "cpu", **settings})
 
-    @pytest.mark.parametrize(("given", "named"), [("bf16", "bf16-mixed"), (32, "32-true"), (None, "32-true")])
-    def test_a_precision_may_have_any_name_that_a_trainer_takes(self, given: Any, named: str) -> None:
-        made = plan(gpt, TOKENS, layout={}, device_type="cpu", precision=given)
-        assert made.to_json() == plan(gpt, TOKENS, layout={}, device_type="cpu", precision=named).to_json()
+    def test_a_precision_may_have_any_name_that_a_trainer_takes(self) -> None:
+        made, named = (plan(gpt, TOKENS, layout={}, device_type="cpu", precision=one) for one in ("bf16", "bf16-mixed"))
+        assert made.to_json() == named.to_json()
 
 
 def small() -> tuple[LanguageModel, Tensor]:
@@ -99,7 +98,6 @@ def test_a_plan_on_the_command_line_splits_a_module_of_ones_own_and_a_search_wri
     assert "HybridShardStrategy(" in (tmp_path / "found.html").read_text()
     assert "<svg" in (tmp_path / "found.html").read_text()
     assert json.loads((tmp_path / "found.json").read_text())["traceEvents"]
-    assert "needs a plan" not in say(*search, "--tensor-parallel-plan", "plan.yaml")
 
 
 @pytest.mark.parametrize(
@@ -131,12 +129,3 @@ def test_a_command_that_cant_be_understood_says_why(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["plan", *arguments.split()]) == 1
     assert said in capsys.readouterr().err
-
-
-def test_what_a_module_prints_isnt_the_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "prints.py").write_text(_MODULES["fine"])
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["plan", "prints:build", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["module"] == "LanguageModel"

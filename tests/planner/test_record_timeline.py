@@ -17,6 +17,7 @@ def train_recorded(sizes: dict[str, int], folder: str) -> Seen:
     return train("gpt", sizes, steps=4, callbacks=[RecordTimeline(folder, after=1, steps=2)])
 
 
+@pytest.mark.long
 def test_two_steps_of_a_run_are_recorded_in_the_schedules_order(tmp_path: Path) -> None:
     run_ranks(train_recorded, 2, layout(pipeline=2), str(tmp_path), elastic=True)
     recording = Recording.read(tmp_path / "timeline.json")

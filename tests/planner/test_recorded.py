@@ -101,19 +101,6 @@ def test_a_simulations_own_costs_are_found_in_it_and_give_it_again(data: st.Data
     assert again.duration == pytest.approx(timeline.duration)
 
 
-def test_sends_are_told_where_something_waited_for_them() -> None:
-    timeline = simulate(build("1F1B", 3, 6), Costs([2.0, 1.0, 3.0], [1.0] * 3, [1.0] * 3, transfer=0.5))
-    assert measured_costs([timeline, timeline]).transfer == pytest.approx(0.5)
-    assert simulate(timeline.schedule, measured_costs([timeline])).duration == pytest.approx(timeline.duration)
-
-
-def test_whole_backwards_beside_parts_cost_what_these_do() -> None:
-    timeline = simulate(build("DualPipeV", 2, 4), Costs([1.0] * 4, [3.0] * 4, [2.0] * 4))
-    kinds = {event.action.kind for event in timeline.events}
-    assert {"B", "W"} <= kinds
-    assert simulate(timeline.schedule, measured_costs([timeline])).duration == pytest.approx(timeline.duration)
-
-
 def recording() -> Recording:
     schedule = build("1F1B", 2, 3)
     steps = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.dryrun.counting.count import count_each, count_two_parts
-from lightning_shard.dryrun.counting.counts import AROUND, LOSS, Cost, Counts, ParameterCount, PartCount, TwoParts
+from lightning_shard.dryrun.counting.counts import Counts
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.moments import stage_memories
 from lightning_shard.dryrun.memory.optimizer import OptimizerState, ask
@@ -233,18 +233,7 @@ def test_of_small_devices_those_that_fit_are_listed(model: Model, optimizer: Opt
     assert none.dropped[Why.DOESNT_FIT] == len(everything.choices)
 
 
-def test_what_surely_doesnt_fit_needs_no_order_and_nothing_else_changes(
-    model: Model, optimizer: OptimizerState, everything: Found, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    peaks = sorted(choice.peak_bytes for choice in everything.choices)
-    for memory in (peaks[len(peaks) // 3], peaks[len(peaks) // 10]):
-        quick = search(model, optimizer, space(memory), rates(), most=3)
-        with monkeypatch.context() as patched:
-            patched.setattr(workshop, "_least", lambda *_: 0)
-            assert search(model, optimizer, space(memory), rates(), most=3) == quick
-        assert quick.dropped[Why.DOESNT_FIT] > 0
-
-
+@pytest.mark.long
 def test_a_bound_is_below_the_step_of_every_candidate(model: Model, optimizer: OptimizerState) -> None:
     made = Workshop(model, optimizer, replace(space(), most_samples=4), rates())
     ways = list(made.bounded(Counter()))
@@ -252,16 +241,6 @@ def test_a_bound_is_below_the_step_of_every_candidate(model: Model, optimizer: O
     for way in ways:
         assert made.peak(way)
         assert 0 < way.bound <= made.timing(way).simulated().step
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_an_order_for_fewer_microbatches_has_the_same_ranks_and_ends(name: str) -> None:
-    """All that a bound takes of an order."""
-    for ranks, microbatches in ((2, 12), (4, 33), (8, 64)):
-        many, few = build(name, ranks, microbatches), build(name, ranks, SCHEDULES[name].microbatches * ranks)
-        assert (many.rank_of, many.splits_backwards) == (few.rank_of, few.splits_backwards)
-        ends = [[(row[-1].stage, row[-1].kind) for row in order.rows] for order in (many, few)]
-        assert ends[0] == ends[1] or many.splits_backwards  # where it counts nothing
 
 
 def test_the_best_is_a_line_for_the_recipe() -> None:
@@ -328,15 +307,6 @@ def test_what_cant_be_counted_is_thrown_out_with_its_reason(
     assert tried.count(2) == 1  # whatever the microbatch
 
 
-def test_rows_that_differ_by_their_schedules_name_alone_are_one(everything: Found) -> None:
-    first = next(choice for choice in everything.choices if choice.schedule == "1F1B")
-    again = replace(first, schedule="Eager1F1B")
-    slower = replace(first, microbatches=2 * first.microbatches)
-    said = str(replace(everything, choices=(first, again, slower)))
-    assert sum("1F1B or Eager1F1B" in line for line in said.splitlines()) == 1
-    assert said.count(" × ") == str(replace(everything, choices=(first, slower))).count(" × ")
-
-
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -373,25 +343,3 @@ def test_a_search_with_an_optimizer_that_cant_be_asked_is_refused() -> None:
     batch = torch.zeros(8, 32, dtype=torch.long)
     with pytest.raises(ConfigurationError, match=r"optimizer's state isn't known \(RuntimeError: needs a cluster\)"):
         searching.search_module(Unasked, batch, devices=2, device="h100", global_batch=8)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 12), (4, 32), (4, 33)])
-def test_a_shorter_order_keeps_as_much(name: str, ranks: int, microbatches: int) -> None:
-    """Also where a backward's second part needs more than all that its forward kept."""
-    schedule = build(name, ranks, microbatches)
-    layout = Layout(pipeline_parallel_size=ranks)
-    for owed in (100, 2000):
-        parts = TwoParts(owed=owed, late=(0,))
-        weights = [(ParameterCount(f"{i}.weight", (5,), (5,), torch.float32),) for i in range(8)]
-        blocks = tuple(PartCount(str(i), own, 100, Cost(kept=1000, parts=parts)) for i, own in enumerate(weights))
-        counts = Counts(blocks, everywhere=(PartCount(AROUND),), loss=PartCount(LOSS), in_two_parts=True)
-        each = 8 // schedule.stages
-        own = [range(stage * each, (stage + 1) * each) for stage in range(schedule.stages)]
-        stages = stages_of(counts, layout, own, Held())
-        whole = stage_memories(stages, schedule)
-        flights = workshop._flights(name, ranks, microbatches)
-        for rank, memory in enumerate(whole):
-            shorter = workshop._shorter(schedule, flights[rank])
-            again = stage_memories(stages, shorter)[rank]
-            assert again.peak.total == memory.peak.total

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_shard.dryrun.counting.counts import AROUND, LOSS, TENSOR, Cost, Counts, ParameterCount, PartCount, Work
-from lightning_shard.dryrun.memory.optimizer import OptimizerState, StateTensor
+from lightning_shard.dryrun.memory.optimizer import OptimizerState
 from lightning_shard.dryrun.memory.peak import Held, stages_of
 from lightning_shard.dryrun.timing.devices import Achieved, Device, Link, device
 from lightning_shard.dryrun.timing.layout import IDLE, Timing
 from lightning_shard.dryrun.timing.links import Group, Groups, Links
 from lightning_shard.dryrun.timing.rates import PRODUCTS, Rates
-from lightning_shard.dryrun.timing.stage import DATA, REPLICAS
+from lightning_shard.dryrun.timing.stage import DATA
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.schedules.named import build
 
@@ -92,11 +92,6 @@ def test_one_layer_of_gpt_3_by_hand() -> None:
     assert "optimizer's state" in found.unknown[0]
 
 
-def test_small_products_are_bounded_by_memory() -> None:
-    work = Work(flops=10, moved=10**12)
-    assert Rates(device("h100"), "bfloat16").spent(work, Groups(Layout(), 8))[PRODUCTS] == 10**12 / (0.8 * 3.35e12)
-
-
 def test_a_pipeline_of_equal_stages_by_hand() -> None:
     counts = network(8, output=10**7)
     layout = Layout(pipeline_parallel_size=4)
@@ -125,25 +120,6 @@ def test_offloaded_shards_are_copied_where_the_profile_says_how_fast() -> None:
     assert any("host_bandwidth" in text for text in unknown.unknown)
 
 
-def test_a_rank_sends_what_its_stages_do() -> None:
-    counts, layout = network(8, output=10**7, numel=10**6), Layout(pipeline_parallel_size=2, data_parallel_size=2)
-    blocks, rates = even(8, 4), Rates(PLAIN, "bfloat16")
-    order = build("Interleaved1F1B", 2, 4)
-    found = Timing.of(stages_of(counts, layout, blocks, Held()), order, rates).simulated()
-    one_each = timing(counts, layout, microbatches=4).simulated()
-    assert found.sent[DATA] == one_each.sent[DATA]  # as many blocks
-    assert one_each.sent["pipeline"] == 4 * 10**7
-    assert found.sent["pipeline"] == 4 * 3 * 10**7  # each rank has an end of each of the three cuts
-
-
-def test_recomputation_costs_a_forward() -> None:
-    held = Held(activation_checkpointing=True)
-    plain, again = (timing(network(), Layout(), held=h).simulated().step for h in (Held(), held))
-    assert (plain, again) == (pytest.approx(4 * 3), pytest.approx(4 * 4))
-    every_other = timing(network(), Layout(), held=Held(activation_checkpointing=2)).simulated().step
-    assert every_other == pytest.approx(2 * 3 + 2 * 4)
-
-
 def test_gathering_goes_on_beside_computation_or_after_it() -> None:
     """4 blocks of 4 GB: of two ranks each sends 2 GB for one, 2 s of a link; a forward takes 1 s, a backward 2 s."""
     counts = network(4, numel=10**9)
@@ -159,58 +135,12 @@ def test_gathering_goes_on_beside_computation_or_after_it() -> None:
     assert once.step == pytest.approx(4 * 3 + 4 * 2 * 2)
 
 
-def test_a_pipeline_gathers_and_reduces_once_a_step_or_for_each_microbatch() -> None:
-    counts = network(2, numel=10**9)
-    layout = Layout(pipeline_parallel_size=2, data_parallel_size=2)
-
-    def sent(held: Held) -> float:
-        return timing(counts, layout, held=held, microbatches=4).simulated().sent[DATA]
-
-    assert sent(Held()) == 2e9 + 2e9
-    assert sent(Held(reduce_each_microbatch=True)) == 2e9 + 4 * 2e9
-    assert sent(Held(reshard_after_forward=True)) == 8 * 2e9 + 2e9
-    assert sent(Held(accumulates=3)) == 3 * 2e9 + 2e9
-
-
-def test_replicas_add_up_shards() -> None:
-    counts = network(2, numel=10**9)
-    layout = Layout(data_parallel_size=4, data_parallel_replicas=2)
-    found = timing(counts, layout, overlaps=False).simulated()
-    assert found.sent[REPLICAS] == 2 * 2e9  # an all-reduce of 2 ranks sends what it is given
-    assert found.step == pytest.approx(2 * 3 + 2 * 3 * 2 + 2 * 2)
-
-
-def test_accumulated_batches_reduce_once() -> None:
-    counts = network(2, numel=10**9)
-    layout = Layout(data_parallel_size=2)
-    one, three = (timing(counts, layout, held=Held(accumulates=n), overlaps=False).simulated().step for n in (1, 3))
-    assert three == pytest.approx(3 * one - 2 * 2 * 2)
-
-
 def test_tensor_parallel_collectives_are_waited_for() -> None:
     counts = network(1, traffic=10**9, tensor_parallel_size=2)
     found = timing(counts, Layout(tensor_parallel_size=2)).simulated()
     assert found.step == pytest.approx(3 + 3 * 1)
     assert found.spent[TENSOR] == pytest.approx(3)
     assert found.sent == {TENSOR: 3 * 10**9}
-
-
-def test_the_optimizer_reads_and_writes_its_state() -> None:
-    state = StateTensor("exp_avg", (0, 1), torch.float32, True)
-    optimizer = OptimizerState(("AdamW",), {"blocks.0.weight": (state, state)})
-    slow = replace(PLAIN, memory_bandwidth=1e6)
-    found = timing(network(1, numel=10**6), Layout(), slow, optimizer=optimizer).simulated()
-    assert found.optimizer == pytest.approx((2 * 2 + 3) * 4)
-    assert found.unknown == ()
-
-
-def test_weights_of_two_stages_are_added_over_their_link() -> None:
-    parameter = ParameterCount("tied", (10**8, 1), (10**8, 1), torch.float32)
-    ends = tuple((place, PartCount(f"end{place}", (parameter,))) for place in (0, 2))
-    counts = replace(network(2, numel=1), parts=ends)
-    found = timing(counts, Layout(pipeline_parallel_size=2), microbatches=2)
-    assert found.ties == pytest.approx(2 * 0.4)
-    assert timing(counts, Layout()).ties == 0
 
 
 # -- links
@@ -291,35 +221,3 @@ def test_no_step_goes_below_its_bound(run: Any) -> None:
     counts, layout, options = run
     made = timing(counts, layout, **options)
     assert made.bound() <= made.simulated().step * (1 + 1e-9)
-
-
-@some
-@given(run=runs())
-def test_where_links_cost_nothing_computation_is_left(run: Any) -> None:
-    counts, layout, options = run
-    free = replace(PLAIN, inside=FREE, between=FREE)
-    found = timing(counts, layout, free, **options).simulated()
-    assert found.spent.keys() >= {PRODUCTS, IDLE}
-    assert sum(found.spent[what] for what in found.spent if what not in (PRODUCTS, IDLE)) == pytest.approx(
-        found.spent["memory"] + found.optimizer
-    )
-
-
-@some
-@given(stages=st.sampled_from([1, 2, 4]), few=st.integers(4, 10), more=st.integers(0, 10), output=st.integers(0, 10**8))
-def test_more_microbatches_never_lower_the_bound_of_1f1b(stages: int, few: int, more: int, output: int) -> None:
-    def bound(microbatches: int) -> float:
-        counts = network(4, output=output)
-        return timing(counts, Layout(pipeline_parallel_size=stages), microbatches=microbatches).bound()
-
-    assert bound(few + more) >= bound(few)
-
-
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_schedules_of_several_stages_on_a_rank_are_timed_too(schedule: str) -> None:
-    counts, layout = network(8, output=10**7), Layout(pipeline_parallel_size=2)
-    order = build(schedule, 2, 8)
-    made = Timing.of(stages_of(counts, layout, even(8, order.stages), Held()), order, Rates(PLAIN, "bfloat16"))
-    found = made.simulated()
-    assert made.bound() <= found.step
-    assert found.step >= 8 * (4 + 8)

@@ -28,32 +28,6 @@ def saved(tmp_path):
     return path
 
 
-def test_inspect_prints_a_table_that_fits(saved, capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
-    monkeypatch.setenv("TERM", "dumb")
-    assert main(["inspect", str(saved)]) == 0
-    out = capsys.readouterr().out
-    assert "3, epoch counter 1" in out
-    assert "tensor_parallel_size 2" in out
-    assert "12,000 elements" in out
-    assert max(map(len, out.splitlines())) <= 80
-
-
-def test_in_a_file_names_are_whole_and_a_row_is_a_line(saved, capsys):
-    assert main(["inspect", str(saved)]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("model.layers.")]
-    assert len(rows) == 10
-    assert all(" 50 × 20 " in row and ".a_rather_long_module_name.gate_projection.weight " in row for row in rows)
-    long = saved.parent / ("a" * 100)
-    long.mkdir()
-    saved.rename(long / saved.name)
-    renamed = (long / saved.name).rename(long / f"{'b' * 100}.ckpt")
-    assert main(["list", str(long)]) == 0
-    [_, row] = capsys.readouterr().out.splitlines()
-    assert row.startswith(renamed.name)
-    assert row.split()[1] == "3"
-
-
 def test_errors_of_gather_name_flags(saved, tmp_path, capsys):
     folder = str(tmp_path / "base=x")
     for arguments, says in {
@@ -128,15 +102,6 @@ def test_names_and_attempts_are_shown_as_they_are_and_command_no_terminal(tmp_pa
     assert "\x1b" not in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "f" / names[1]), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["biggest"][0]["name"] == tensor
-
-
-def test_a_damaged_checkpoint_in_a_folder_is_an_exit_code_for_machines_too(tmp_path, capsys):
-    checkpoint.save({"t": torch.ones(2)}, tmp_path / "a")
-    (tmp_path / "a" / "manifest.json").write_text("{")
-    assert main(["list", str(tmp_path)]) == 1
-    capsys.readouterr()
-    assert main(["list", str(tmp_path), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)[0]["fault"]
 
 
 @pytest.mark.parametrize(

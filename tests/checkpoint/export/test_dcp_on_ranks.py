@@ -7,13 +7,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_shard import checkpoint
@@ -69,31 +65,6 @@ def assert_same(state, expected):
         assert raw(state[name]) == raw(tensor), name
 
 
-class Net(nn.Module):
-    """Sizes that neither 2 nor 4 divide; equal on all ranks."""
-
-    def __init__(self, seed):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.up, self.down, self.norm = nn.Linear(7, 18), nn.Linear(18, 7), nn.LayerNorm(7)
-
-    def forward(self, x):
-        return self.norm(self.down(self.up(x).relu()))
-
-
-def trained(shape, seed=0):
-    """FSDP2 over tensor parallelism, and over replicas where there are three axes; after a step of AdamW."""
-    names = ("replicas", "data", "tensor")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    net = Net(seed)
-    parallelize_module(net, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(net, mesh=mesh[names[:-1]])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1 * (seed + 1))
-    net(torch.ones(4, 7)).square().sum().backward()
-    optimizer.step()
-    return net, optimizer
-
-
 @ranks(4, timeout_s=120)
 def test_dcp_and_we_read_each_others_states_back_alike_on_any_layout(tmp_path):
     names = list(LAYOUTS)
@@ -106,7 +77,7 @@ def test_dcp_and_we_read_each_others_states_back_alike_on_any_layout(tmp_path):
         if dist.get_rank() == 0:
             assert checkpoint.verify(ours).ok
             assert checkpoint.diff(ours, plain).ok
-        for target in (names[index - 1], names[index - 2]):
+        for target in (names[index - 1],):
             loaded = [laid_out(target, fill=0) for _ in range(4)]
             dcp.load(loaded[0], checkpoint_id=by_dcp)
             dcp.load(loaded[1], storage_reader=checkpoint.DcpReader(ours))
@@ -114,45 +85,6 @@ def test_dcp_and_we_read_each_others_states_back_alike_on_any_layout(tmp_path):
             checkpoint.load(ours, loaded[3])
             for other in (*loaded[1:], state):
                 assert_same(other, loaded[0])
-
-
-@ranks(4, timeout_s=120)
-def test_training_moves_between_layouts_through_dcp(tmp_path):
-    net, optimizer = trained((2, 2))
-    weights, moments = get_state_dict(net, optimizer)
-    state = {**weights, "optimizer": moments, "step": 1, f"of rank {dist.get_rank()}": dist.get_rank()}
-    by_dcp, ours = tmp_path / "dcp", tmp_path / "ours"
-    dcp.save(state, checkpoint_id=by_dcp)
-    dcp.save(state, storage_writer=checkpoint.DcpWriter(ours, fsync=False))
-    stored = checkpoint.read(ours)
-    assert stored.manifest.world_size == 4
-    assert set(stored) == set(Net(0).state_dict())
-    assert {f"of rank {rank}": rank for rank in range(4)}.items() <= stored.trainer_state().items()
-    # as one process has it
-    plain = Net(0)
-    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    plain(torch.ones(4, 7)).square().sum().backward()
-    plain_optimizer.step()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(stored[name].full(), value)
-    for shape in ((1, 2, 2), (2, 2, 1), (4, 1)):
-        results = []
-        for reader in (dcp.FileSystemReader(by_dcp), checkpoint.DcpReader(ours)):
-            other, other_optimizer = trained(shape, seed=1)
-            weights, moments = get_state_dict(other, other_optimizer)
-            into = {**weights, "optimizer": moments, "step": 0}
-            dcp.load(into, storage_reader=reader)
-            assert into["step"] == 1
-            set_state_dict(
-                other,
-                other_optimizer,
-                model_state_dict={name: into[name] for name in weights},
-                optim_state_dict=into["optimizer"],
-            )
-            assert other_optimizer.param_groups[0]["lr"] == 0.1
-            results.append({**weights, **other_optimizer.state[other.up.weight]})
-        assert_same(*results)
-        assert torch.equal(results[0]["up.weight"].full_tensor(), stored["up.weight"].full())
 
 
 @ranks(4, timeout_s=120)

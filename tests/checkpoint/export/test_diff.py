@@ -1,6 +1,5 @@
 """``checkpoint.diff`` and its verb: every kind of difference is told, equal chunks aren't read, any layouts will do."""
 
-import dataclasses
 import json
 import math
 import sys
@@ -138,23 +137,6 @@ def test_trainer_states_differ_by_key_path(tmp_path):
     assert [d.name for d in checkpoint.diff(a, save(tmp_path / "c", {})).differences] == ["the state"]
 
 
-def test_rank_states_are_a_section_of_their_own(tmp_path):
-    a = save(tmp_path / "a", rank_state={"seed": torch.tensor(1)})
-    b = save(tmp_path / "b", rank_state={"seed": torch.tensor(2), "more": torch.tensor(2)})
-    assert found(checkpoint.diff(a, b)) == [("rank 0", "more", "only in b"), ("rank 0", "seed", "value")]
-    assert checkpoint.diff(a, b, sections=["model", "optimizer", "trainer"]).ok
-
-
-def test_tied_tensors_are_compared_once_and_untied_ones_by_value(tmp_path):
-    w = torch.randn(8, 4)
-    tied = save(tmp_path / "a", {"embed": w, "head": w})
-    assert checkpoint.diff(tied, save(tmp_path / "b", {"embed": w.clone(), "head": w.clone()})).ok
-    other = w + 1
-    assert found(checkpoint.diff(tied, save(tmp_path / "c", {"embed": other, "head": other}))) == [
-        ("model", "embed", "value")
-    ]
-
-
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_elements_of_every_dtype_are_compared_as_numbers(dtype):
     data = torch.arange(24 * dtype.itemsize, dtype=torch.int64).remainder(2 if dtype is torch.bool else 60)
@@ -205,8 +187,8 @@ def reshard(source, target, cuts):
     commit.commit(store, manifest, Earlier(), durable=False)
 
 
-@pytest.mark.parametrize("batch_bytes", [256, 4096, 2**24])
-def test_layouts_do_not_matter_and_memory_is_bounded(tmp_path, monkeypatch, batch_bytes):
+def test_layouts_do_not_matter_and_memory_is_bounded(tmp_path, monkeypatch):
+    batch_bytes = 256
     module = sys.modules[differing.__module__]
     monkeypatch.setattr(module, "BATCH_BYTES", batch_bytes)
     monkeypatch.setattr(module, "STEP_ELEMENTS", 100)
@@ -255,15 +237,6 @@ def test_damage_and_nonsense_are_errors(tmp_path):
         checkpoint.diff(c, c, verify=False)
 
 
-def test_two_stores_with_options_of_their_own(tmp_path):
-    state = {"w": torch.randn(11, 3), "b": torch.ones(2)}
-    reshard(save(tmp_path / "a", state), "memory://diff/b.ckpt", 2)
-    report = checkpoint.diff(tmp_path / "a", "memory://diff/b.ckpt", b_storage_options={"skip_instance_cache": True})
-    assert report.ok
-    # "b" is one chunk in both; of "w", the one block of "a" is read for both of the chunks of "b"
-    assert report.bytes_read == 2 * state["w"].nbytes
-
-
 # -- the verb ---------------------------------------------------------------------------------------------------------
 
 
@@ -291,20 +264,3 @@ def test_the_verb_tells_by_its_exit_code_in_a_table_that_fits(tmp_path, capsys, 
     assert (difference["section"], difference["name"]) == ("trainer", "epoch")
     assert main(["diff", a, str(tmp_path / "nothing")]) == 1
     assert capsys.readouterr().err.startswith("lightning-shard: ")
-
-
-def test_the_verb_gives_valid_json_for_infinite_differences(tmp_path, capsys):
-    a, b = save(tmp_path / "a", {"n": torch.tensor([math.nan])}), save(tmp_path / "b", {"n": torch.tensor([1.0])})
-    assert dataclasses.asdict(checkpoint.diff(a, b))["differences"][0]["max_difference"] == math.inf
-    assert main(["diff", str(a), str(b), "--json"]) == 1
-    report = json.loads(capsys.readouterr().out, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
-    assert report["differences"][0]["max_difference"] is None
-
-
-@pytest.mark.parametrize(
-    "argv", [["a"], ["a", "b", "--rtol", "-1"], ["a", "b", "--atol", "x"], ["a", "b", "--only", "weights"],
-             ["a", "b", "--other-storage-option", "novalue"]], ids=" ".join,
-)  # fmt: skip
-def test_a_command_line_that_is_not_understood_exits_with_2(argv, capsys):
-    assert main(["diff", *argv]) == 2
-    assert "usage:" in capsys.readouterr().err

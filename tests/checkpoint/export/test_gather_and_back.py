@@ -60,7 +60,7 @@ def saved(tmp_path: Path) -> Path:
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(placed(), st.integers(1, 2), st.sampled_from([None, torch.bfloat16]), st.sampled_from([16, 40, 1000]))
 def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
     shape, mesh_shape, placements = where
@@ -283,13 +283,6 @@ def test_torch_files_of_other_shapes(tmp_path):
 
 class Custom:
     pass
-
-
-@pytest.mark.parametrize("name", [0, "\ud800"])
-def test_a_torch_file_with_other_names_is_refused(tmp_path, name):
-    torch.save({"state_dict": {name: torch.ones(2)}}, tmp_path / "m.ckpt")
-    with pytest.raises(CheckpointError, match="names must be strings"):
-        checkpoint.read(tmp_path / "m.ckpt")
 
 
 def test_a_torch_file_runs_no_code(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import fsspec
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, distributed
@@ -96,6 +97,7 @@ def gather_one_file(source: str, url: str, options: dict[str, Any]) -> tuple[Par
     return parts, error, seen
 
 
+@pytest.mark.long
 def test_ranks_put_one_large_file_on_s3_together(tmp_path: Path) -> None:
     source = tmp_path / "c"
     checkpoint.save(large_state(), source)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint.store.protocol import adjacent
 from lightning_shard.errors import CheckpointError, ConfigurationError, UnsupportedStateError
 
 
@@ -139,10 +138,3 @@ def test_a_url_that_was_made_a_path_is_no_local_folder(tmp_path, monkeypatch, ur
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(CheckpointError, match="control character"):
         checkpoint.save({"w": torch.ones(1)}, "memory://a\tb")
-
-
-def test_gaps_are_read_over_only_within_a_span():
-    buffers = [memoryview(bytearray(10)) for _ in range(4)]
-    segments = list(zip((0, 15, 30, 1000), buffers))
-    assert [(start, stop) for start, stop, _ in adjacent(segments, 5, 25)] == [(0, 25), (30, 40), (1000, 1010)]
-    assert [(start, stop) for start, stop, _ in adjacent(segments)] == [(0, 10), (15, 25), (30, 40), (1000, 1010)]

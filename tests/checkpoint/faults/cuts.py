@@ -58,13 +58,22 @@ def recorded(scratch: Path, case: Save, system: System = OURS) -> Log:
 
 
 def cut_after_every_call(
-    scratch: Path, case: Save, log: Log, *, system: System = OURS, thorough: bool = False, until_fault: bool = False
+    scratch: Path,
+    case: Save,
+    log: Log,
+    *,
+    system: System = OURS,
+    thorough: bool = False,
+    until_fault: bool = False,
+    every: int = 1,
 ) -> Tried:
-    """See what may be found after each call of the log."""
+    """See what may be found after each call of the log, or after one of so many and the last."""
     tried = Tried(calls=len(log.calls))
     seen: dict[bool, set[frozenset[tuple[str, bytes | None]]]] = {False: set(), True: set()}
     for calls in range(len(log.calls) + 1):
         returned = calls == len(log.calls)
+        if calls % every and not returned:
+            continue
         for tree in images(log, calls, thorough=thorough):
             image = frozenset(tree.items())
             if image in seen[returned]:

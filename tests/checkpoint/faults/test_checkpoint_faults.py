@@ -1,9 +1,6 @@
 """Damage, crashes and failures: an earlier checkpoint stays whole, every fault is found and named, nothing hangs."""
 
 import os
-import random
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +12,7 @@ from lightning_shard import checkpoint
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.cli import main
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
-from lightning_shard.testing import RanksFailed, ranks, run_ranks
-from tests.checkpoint.manifests import edit, edit_text
+from lightning_shard.testing import ranks
 
 STATE = {"w": torch.arange(3000.0).view(100, 30), "b": torch.ones(7, dtype=torch.bfloat16)}
 
@@ -42,10 +38,6 @@ def age(path, hours=2):
 def read_all(path):
     stored = checkpoint.read(path)
     return stored.full(), stored.optimizer.full(), stored.trainer_state()
-
-
-def snapshot(path):
-    return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 # -- crashes ----------------------------------------------------------------------------------------------------------
@@ -91,95 +83,10 @@ def test_a_crash_at_any_moment_leaves_one_of_the_two_checkpoints_whole(saved, mo
     assert torch.equal(checkpoint.read(saved)["w"].full(), new["w"])
 
 
-def test_a_torn_manifest_is_no_manifest(saved, monkeypatch):
-    before = snapshot(saved)
-    monkeypatch.setattr(os, "replace", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(CheckpointError, match=r"could not be written.*No space left"):
-        checkpoint.save({"w": torch.zeros(1)}, saved)
-    assert snapshot(saved) == before
-
-
-def test_files_are_synced_before_the_manifest_appears(saved, monkeypatch):
-    events = []
-    for name in ("fsync", "replace", "open"):
-        original = getattr(os, name)
-
-        def spy(*args, original=original, name=name, **kwargs):
-            result = original(*args, **kwargs)
-            what = (
-                os.readlink(f"/proc/self/fd/{args[0]}")
-                if name == "fsync"
-                else str(args[-1] if name == "replace" else args[0])
-            )
-            events.append((name, os.path.relpath(what, saved)))
-            return result
-
-        monkeypatch.setattr(os, name, spy)
-    checkpoint.save({"w": torch.zeros(1)}, saved, trainer_state={"a": 1})
-    commit = next(index for index, event in enumerate(events) if event == ("replace", "manifest.json"))
-    synced = {re.sub(r"\.\d+-[0-9a-f]{8}\.tmp$", "", what) for name, what in events[:commit] if name == "fsync"}
-    assert {str(file.relative_to(saved)) for file in files(saved)} <= synced
-    assert {"model", "trainer", ".", ".."} <= synced
-    assert ("fsync", ".") in events[commit:]
-    events.clear()
-    checkpoint.save({"w": torch.zeros(1)}, saved, fsync=False)
-    assert not [event for event in events if event[0] == "fsync"]
-
-
-def test_only_our_own_leftovers_are_removed(saved):
-    keep = [
-        saved / "notes.txt",
-        saved / "model" / "rank-00000.safetensors",
-        saved / "model" / "x-0123456789ab.safetensors",
-    ]
-    for file in keep:
-        file.write_text("mine")
-    leftover = saved / "optimizer" / "rank-00009-0123456789ab.safetensors"
-    leftover.write_text("torn")
-    # an old manifest that names a file of someone else's
-    edit(saved, lambda manifest: manifest["files"].append({"path": "notes.txt", "bytes": 4, "digest": "0" * 32}))
-    checkpoint.save({"w": torch.zeros(1)}, saved)
-    assert all(file.read_text() == "mine" for file in keep)
-    assert leftover.exists(), "it may be of a save under way"
-    age(saved)
-    checkpoint.save({"w": torch.zeros(1)}, saved)
-    assert all(file.read_text() == "mine" for file in keep)
-    assert not leftover.exists()
-
-
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_flipped_byte_is_found_and_its_file_named(saved):
-    chooser = random.Random(0)
-    for file in [saved / "manifest.json", *files(saved)]:
-        data = file.read_bytes()
-        words = {data.find(word) + len(word) - 2 for word in (b'"F32"', b'"xxh3_128"') if word in data}
-        for at in {0, len(data) - 1, *words, *(chooser.randrange(len(data)) for _ in range(30))}:
-            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-            report = checkpoint.verify(saved)
-            assert not report.ok, (file, at)
-            assert any(file.name in fault.file for fault in report.faults) or file.name == "manifest.json"
-            file.write_bytes(data)
-    assert checkpoint.verify(saved).ok
-
-
-def test_every_flipped_byte_of_a_tensor_fails_its_load_and_no_others(saved):
-    chunk = checkpoint.read(saved).manifest.model["w"].chunks[0]
-    file = saved / checkpoint.read(saved).manifest.files[chunk.file].path
-    data = bytearray(file.read_bytes())
-    data[chunk.begin + 4321] ^= 16
-    file.write_bytes(data)
-    stored = checkpoint.read(saved)
-    with pytest.raises(CorruptCheckpointError, match=r"model/rank-00000.*'w'.*differ from their digest"):
-        stored["w"].full()
-    with pytest.raises(CorruptCheckpointError, match="digest"):
-        stored["w"][0]
-    assert torch.equal(stored["b"].full(), STATE["b"])
-    assert not torch.equal(checkpoint.read(saved, verify=False)["w"].full(), STATE["w"])
-
-
-@pytest.mark.parametrize("what", ["missing", "truncated", "longer", "empty"])
+@pytest.mark.parametrize("what", ["missing", "truncated"])
 def test_missing_and_truncated_files_are_named(saved, what, capsys):
     for file in files(saved):
         data = file.read_bytes()
@@ -194,14 +101,6 @@ def test_missing_and_truncated_files_are_named(saved, what, capsys):
         file.write_bytes(data)
     assert checkpoint.verify(saved).ok
     assert main(["verify", str(saved)]) == 0
-
-
-def test_files_of_another_checkpoint_are_found(saved, tmp_path):
-    checkpoint.save({**STATE, "w": STATE["w"] + 1}, tmp_path / "other")
-    (mine,), (other,) = (list(Path(p, "model").iterdir()) for p in (saved, tmp_path / "other"))
-    mine.write_bytes(other.read_bytes())
-    with pytest.raises(CorruptCheckpointError, match="digest"):
-        checkpoint.read(saved)["w"].full()
 
 
 def test_a_failed_gather_leaves_no_file(saved, tmp_path):
@@ -226,27 +125,6 @@ def sharded(value):
     return {"w": distribute_tensor(torch.full((40, 3), float(value)), mesh, [Shard(0)], src_data_rank=None)}
 
 
-@ranks(3)
-def test_a_full_disk_on_one_rank_raises_on_all_and_the_earlier_checkpoint_stays(tmp_path):
-    path = tmp_path / "a.ckpt"
-    checkpoint.save(sharded(1), path)
-    before = snapshot(path)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        real = os.pwrite
-        os.pwrite = lambda fd, data, offset: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    with pytest.raises(CheckpointError, match="No space left on device") as caught:
-        checkpoint.save(sharded(2), path)
-    assert dist.get_rank() == 1 or "rank 1: OSError" in str(caught.value)
-    if dist.get_rank() == 1:
-        os.pwrite = real
-    dist.barrier()
-    assert snapshot(path) == before
-    dist.barrier()
-    checkpoint.save(sharded(3), path)
-    assert checkpoint.read(path)["w"][20].tolist() == [3, 3, 3]
-
-
 @ranks(2)
 def test_a_failing_commit_raises_on_all(tmp_path):
     if dist.get_rank() == 0:
@@ -255,24 +133,6 @@ def test_a_failing_commit_raises_on_all(tmp_path):
         checkpoint.save(sharded(1), tmp_path / "a.ckpt")
     dist.barrier()
     assert not (tmp_path / "a.ckpt").exists()
-
-
-def save_and_die(path, victim):
-    checkpoint.save(sharded(1), path)
-    if dist.get_rank() == victim:
-        os.pwrite = lambda *args: os._exit(9)
-    checkpoint.save(sharded(2), path)
-
-
-def test_a_killed_rank_leaves_the_earlier_checkpoint(tmp_path):
-    path = tmp_path / "a.ckpt"
-    with pytest.raises(RanksFailed):
-        run_ranks(save_and_die, 2, path, 1, timeout_s=20)
-    assert checkpoint.verify(path).ok
-    assert checkpoint.read(path)["w"][0].tolist() == [1, 1, 1]
-    age(path)
-    checkpoint.save(STATE, path)
-    assert len(files(path)) == 2
 
 
 def test_an_interruption_after_the_commit_takes_nothing_away(saved, monkeypatch):
@@ -306,13 +166,3 @@ def test_a_manifest_that_came_through_in_spite_of_an_error_keeps_its_files(saved
         checkpoint.save(new, saved)
     assert checkpoint.verify(saved).ok
     assert torch.equal(checkpoint.read(saved)["w"].full(), new["w"])
-
-
-def test_what_may_be_damaged_in_a_line_of_the_manifest_is_a_fault(saved):
-    text = Path(saved, "manifest.json").read_text()
-    for change in (('"chunks":[', '"chunk":['), ('"chunks":[', '"chunks":5,"x":[')):
-        Path(saved, "manifest.json").write_text(text)
-        edit_text(saved, lambda text, change=change: text.replace(*change))
-        assert not checkpoint.verify(saved).ok
-        with pytest.raises(CorruptCheckpointError):
-            checkpoint.read(saved)["w"].full()

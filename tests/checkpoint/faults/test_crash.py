@@ -14,6 +14,8 @@ from tests.checkpoint.faults.saves import OURS
 from tests.servers import serve
 
 LIMIT_S = 1200.0
+SAMPLE = 8
+"""Points of those that the long tests try, from a save's first to its last."""
 SMALL_PART_BYTES = 2**16
 
 # -- on the local disk ------------------------------------------------------------------------------------------------
@@ -38,11 +40,15 @@ def enter(ledger: Any, where: str, case: Save, tried: Tried, *, sample: bool = F
     ledger("Crash", f"{where}: {case}", tried=tried.points, lost=len(tried.faults), sample=sample)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=pytest.mark.long if c.asynchronous and not c.overwrite else []) for c in ONE_PROCESS],
-    ids=str,
-)
+@pytest.mark.parametrize("case", ONE_PROCESS[2:], ids=str)
+def test_a_kill_now_and_then(case: Save, tmp_path: Path, ledger: Any) -> None:
+    (tried,) = run_ranks(kill_on_disk, 1, tmp_path, case, SAMPLE, init=False, timeout_s=LIMIT_S)
+    enter(ledger, "local disk", case, tried, sample=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("case", ONE_PROCESS, ids=str)
 def test_a_kill_at_any_call_leaves_a_whole_checkpoint(case: Save, tmp_path: Path, ledger: Any) -> None:
     (tried,) = run_ranks(kill_on_disk, 1, tmp_path, case, init=False, timeout_s=LIMIT_S)
     enter(ledger, "local disk", case, tried)
@@ -56,9 +62,9 @@ def test_a_kill_of_a_rank_at_any_call_leaves_a_whole_checkpoint(case: Save, tmp_
     enter(ledger, "local disk", case, tried)
 
 
-@pytest.mark.parametrize("case", [RANKS[-3], *(pytest.param(c, marks=pytest.mark.long) for c in RANKS[-2:])], ids=str)
+@pytest.mark.parametrize("case", [RANKS[-3]], ids=str)
 def test_a_kill_of_a_rank_now_and_then(case: Save, tmp_path: Path, ledger: Any) -> None:
-    (tried,) = run_ranks(kill_on_disk, 1, tmp_path, case, 5, init=False, timeout_s=LIMIT_S)
+    (tried,) = run_ranks(kill_on_disk, 1, tmp_path, case, 4, init=False, timeout_s=LIMIT_S)
     enter(ledger, "local disk", case, tried, sample=True)
 
 
@@ -81,5 +87,5 @@ def test_a_kill_at_any_request_leaves_a_whole_checkpoint(case: Save, tmp_path: P
 
 @pytest.mark.parametrize("case", [Save(overwrite=True, asynchronous=True)], ids=str)
 def test_a_kill_at_a_request_now_and_then(case: Save, tmp_path: Path, ledger: Any) -> None:
-    (tried,) = run_ranks(kill_on_s3, 1, tmp_path, case, 4, init=False, timeout_s=LIMIT_S)
+    (tried,) = run_ranks(kill_on_s3, 1, tmp_path, case, 3, init=False, timeout_s=LIMIT_S)
     enter(ledger, "S3", case, tried, sample=True)

@@ -167,14 +167,6 @@ def test_a_load_starts_over_where_the_checkpoint_is_replaced(saved: Path, monkey
     assert into["w"].tolist() == [1] * 12
 
 
-def test_a_report_of_a_save(tmp_path: Path) -> None:
-    report = checkpoint.save(STATE, tmp_path / "c", optimizer=STATE, trainer_state={"step": 1})
-    manifest = checkpoint.read(tmp_path / "c").manifest
-    assert (report.path, report.attempt) == (str(tmp_path / "c"), manifest.attempt)
-    assert report.bytes == report.rank_bytes == sum(file.bytes for file in manifest.files)
-    assert report.seconds > 0
-
-
 def test_a_link_that_was_made_although_its_answer_was_lost_is_no_conflict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

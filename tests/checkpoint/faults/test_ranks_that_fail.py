@@ -107,7 +107,7 @@ def fail_in_turn(operation: str, root: Path) -> list[tuple[str, str, float]]:
     return ends
 
 
-@pytest.mark.parametrize("operation", FAULTY)
+@pytest.mark.parametrize("operation", ["save", *(pytest.param(o, marks=pytest.mark.long) for o in ("load", "merge"))])
 def test_a_rank_that_raises_is_stopped_or_hangs_is_named_and_nothing_is_lost(
     tmp_path: Path, operation: str, ledger: Callable[..., None]
 ) -> None:

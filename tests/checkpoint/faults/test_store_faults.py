@@ -136,6 +136,11 @@ def attempt(work: Callable[[], object]) -> Exception | None:
     return error
 
 
+def sample_of(total: int, full_run: bool, every: int, first: int = 1) -> range:
+    """The numbers of the requests that are tried: all in the full run, or one of so many."""
+    return range(1, total + 1) if full_run else range(first, total + 1, every)
+
+
 def in_ci(*faults: Fault, of: Sequence[Fault]) -> list[Any]:
     """These are tried by default, the others in the long run."""
     return [fault if fault in faults else pytest.param(fault, marks=pytest.mark.long) for fault in of]
@@ -170,11 +175,12 @@ def save_under(place: Place, faults: list[tuple[int, FaultOf]], saver: Place | N
 
 
 @pytest.mark.parametrize("fault", in_ci("lost", of=PASSING))
-def test_a_save_outlasts_a_fault_at_any_request(fault: Fault, place: Place, ledger: Ledger) -> None:
+def test_a_save_outlasts_a_fault_at_any_request(fault: Fault, place: Place, ledger: Ledger, full_run: bool) -> None:
     place.save(0)
     total = count_requests(place, lambda: place.save(0))
+    numbers = sample_of(total, full_run, every=3)
     lost = []
-    for number in range(1, total + 1):
+    for number in numbers:
         place.proxy.arm(once(number, fault))
         error = attempt(lambda step=number: place.save(step))
         assert place.proxy.faults
@@ -183,25 +189,26 @@ def test_a_save_outlasts_a_fault_at_any_request(fault: Fault, place: Place, ledg
             lost.append(f"request {number}: {error!r}")
     if uploads := place.uploads():
         lost.append(f"uploads are left over: {uploads}")
-    entered(ledger, f"S3, a save: {fault} at one request, each in turn", total, lost)
+    what = f"S3, a save: {fault} at one request, each in turn"
+    entered(ledger, what, len(numbers), lost, sample=not full_run)
 
 
 @pytest.mark.parametrize("fault", in_ci("expired", of=[*PASSING, *FINAL]))
 def test_a_fault_that_stays_leaves_the_earlier_checkpoint_or_the_new_one(
-    fault: Fault, place: Place, ledger: Ledger
+    fault: Fault, place: Place, ledger: Ledger, full_run: bool
 ) -> None:
     place.save(0)
     total = count_requests(place, lambda: place.save(0))
-    faults = [(number, from_then_on(number, fault)) for number in range(1, total + 1)]
-    entered(ledger, f"S3, a save: {fault} from one request on, each in turn", total, save_under(place, faults))
+    faults = [(number, from_then_on(number, fault)) for number in sample_of(total, full_run, every=3)]
+    what = f"S3, a save: {fault} from one request on, each in turn"
+    entered(ledger, what, len(faults), save_under(place, faults), sample=not full_run)
 
 
-@pytest.mark.parametrize("fault", in_ci("shifted", 404, "cut", of=[*FINAL, *WRONG, "cut"]))
+@pytest.mark.parametrize("fault", in_ci("shifted", of=[*FINAL, *WRONG, "cut"]))
 def test_answers_that_are_wrong_once(fault: Fault, place: Place, ledger: Ledger, full_run: bool) -> None:
     place.save(0)
     total = count_requests(place, lambda: place.save(0))
-    numbers = range(1, total + 1) if full_run else range(1, total + 1, 4)
-    faults = [(number, once(number, fault)) for number in numbers]
+    faults = [(number, once(number, fault)) for number in sample_of(total, full_run, every=4)]
     lost = save_under(place, faults)
     entered(ledger, f"S3, a save: {fault} at one request, each in turn", len(faults), lost, sample=not full_run)
 
@@ -212,8 +219,7 @@ def test_a_save_under_a_stall(fault: Fault, place: Place, ledger: Ledger, full_r
     """It may fail on a busy machine, which answers no sooner than a stalled one."""
     place.save(0)
     total = count_requests(place, lambda: place.save(0))
-    numbers = range(1, total + 1) if full_run else range(4, total + 1, 8)
-    faults = [(number, once(number, fault)) for number in numbers]
+    faults = [(number, once(number, fault)) for number in sample_of(total, full_run, every=12, first=4)]
     lost = save_under(place, faults, hasty(place))
     entered(ledger, f"S3, a save: {fault} at one request, each in turn", len(faults), lost, sample=not full_run)
 
@@ -222,20 +228,20 @@ def test_a_save_under_a_stall(fault: Fault, place: Place, ledger: Ledger, full_r
 def test_a_stall_that_stays_ends_in_time(place: Place, ledger: Ledger, full_run: bool) -> None:
     place.save(0)
     total = count_requests(place, lambda: place.save(0))
-    numbers = range(1, total + 1) if full_run else (1, total // 3, 2 * total // 3)
+    numbers = range(1, total + 1) if full_run else (total // 2,)
     faults = [(number, from_then_on(number, "stall")) for number in numbers]
     lost = save_under(place, faults, hasty(place))
     what = "S3, a save: no answer from one request on, each in turn"
     entered(ledger, what, len(faults), lost, sample=not full_run)
 
 
-@pytest.mark.parametrize("fault", ["expired", 500, "reset"])
+@pytest.mark.parametrize("fault", in_ci("expired", of=["expired", 500, "reset"]))
 def test_a_first_save_that_fails_leaves_no_checkpoint(
     fault: Fault, place: Place, ledger: Ledger, full_run: bool
 ) -> None:
     path = place.path
     total = count_requests(place, lambda: place.save(0, f"{path}-0"))
-    numbers = range(1, total + 1) if full_run else range(1, total + 1, 4)
+    numbers = sample_of(total, full_run, every=4)
     lost = []
     for number in numbers:
         place.proxy.arm(from_then_on(number, fault))
@@ -248,8 +254,8 @@ def test_a_first_save_that_fails_leaves_no_checkpoint(
     entered(ledger, what, len(numbers), lost, sample=not full_run)
 
 
-@pytest.mark.parametrize("fault", in_ci("lost", 500, "cut", 403, *WRONG, of=[*PASSING, *FINAL, *WRONG]))
-def test_a_load_is_right_or_refused(fault: Fault, place: Place, ledger: Ledger) -> None:
+@pytest.mark.parametrize("fault", in_ci("cut", *WRONG, of=[*PASSING, *FINAL, *WRONG]))
+def test_a_load_is_right_or_refused(fault: Fault, place: Place, ledger: Ledger, full_run: bool) -> None:
     place.save(3)
 
     def load() -> None:
@@ -258,21 +264,22 @@ def test_a_load_is_right_or_refused(fault: Fault, place: Place, ledger: Ledger) 
         assert all(torch.equal(into[name], tensor) for name, tensor in state(3).items()), "a wrong value"
         assert checkpoint.read(place.path, storage_options=place.options).trainer_state() == {"step": 3}
 
-    total = count_requests(place, load)
+    numbers = sample_of(count_requests(place, load), full_run, every=2)
     lost = []
-    for number in range(1, total + 1):
+    for number in numbers:
         place.proxy.arm(once(number, fault))
         error = attempt(load)
         if error is not None and fault in PASSING:
             lost.append(f"request {number}: {error!r}")
-    entered(ledger, f"S3, a load: {fault} at one request, each in turn", total, lost)
+    what = f"S3, a load: {fault} at one request, each in turn"
+    entered(ledger, what, len(numbers), lost, sample=not full_run)
 
 
 @pytest.mark.parametrize("fault", in_ci("late", of=HANGING))
 def test_a_load_under_a_stall(fault: Fault, place: Place, ledger: Ledger, full_run: bool) -> None:
     place.save(3)
     total = count_requests(place, lambda: load_all(place, 3))
-    numbers = range(1, total + 1, 1 if full_run else 2)
+    numbers = sample_of(total, full_run, every=4)
     for number in numbers:
         place.proxy.arm(once(number, fault))
         attempt(lambda: load_all(hasty(place), 3))
@@ -289,10 +296,20 @@ def load_all(place: Place, step: int) -> None:
 
 # -- gather ------------------------------------------------------------------------------------------------------------
 
+GATHERS_IN_CI = [("lost", False), ("expired", True)]
 
-@pytest.mark.parametrize("fault", in_ci("lost", "expired", of=[*PASSING, *FINAL]))
-@pytest.mark.parametrize("lasting", [False, True])
-def test_a_gather_replaces_a_file_as_a_whole(fault: Fault, lasting: bool, place: Place, ledger: Ledger) -> None:
+
+@pytest.mark.parametrize(
+    ("fault", "lasting"),
+    [
+        pytest.param(fault, lasting, marks=[] if (fault, lasting) in GATHERS_IN_CI else pytest.mark.long)
+        for lasting in (False, True)
+        for fault in (*PASSING, *FINAL)
+    ],
+)
+def test_a_gather_replaces_a_file_as_a_whole(
+    fault: Fault, lasting: bool, place: Place, ledger: Ledger, full_run: bool
+) -> None:
     """The earlier file is of the same length, so that it could be taken for a lost upload's success."""
     base = place.path.rpartition("/")[0]
     out = f"{base}/model.safetensors"
@@ -313,7 +330,8 @@ def test_a_gather_replaces_a_file_as_a_whole(fault: Fault, lasting: bool, place:
     assert whole[0] != whole[1]
     lost = []
     before = 1
-    for number in range(1, total + 1):
+    numbers = sample_of(total, full_run, every=2)
+    for number in numbers:
         place.proxy.arm((from_then_on if lasting else once)(number, fault))
         error = attempt(lambda step=1 - before: gather(step))
         place.proxy.arm(no_fault)
@@ -329,7 +347,8 @@ def test_a_gather_replaces_a_file_as_a_whole(fault: Fault, lasting: bool, place:
     if not lasting and len(uploads := place.uploads()) > 1:
         lost.append(f"uploads are left over: {uploads}")
     when = "from one request on" if lasting else "at one request"
-    entered(ledger, f"S3, a gather: {fault} {when}, each in turn", total, lost)
+    what = f"S3, a gather: {fault} {when}, each in turn"
+    entered(ledger, what, len(numbers), lost, sample=not full_run)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -378,12 +397,12 @@ def gather_to(place: Place, out: str) -> None:
 
 
 @pytest.mark.timeout(LONG_S)
-@pytest.mark.parametrize("faulty", [0, 1])
+@pytest.mark.parametrize("faulty", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_one_rank_of_two_meets_the_faults(
     faulty: int, s3_server: Server, tmp_path: Path, ledger: Ledger, full_run: bool
 ) -> None:
     faults: list[Fault] = [*PASSING, *FINAL] if full_run else ["reset", "expired"]
-    numbers = range(1, 20) if full_run else (2, 5)
+    numbers = range(1, 20) if full_run else (3,)
     cases = [(number, fault, stays) for fault in faults for number in numbers for stays in (False, True)]
     path = f"{s3_server.url}/{tmp_path.name}/c"
     arguments = (path, s3_server.endpoint, s3_server.options, str(s3_server.folder), faulty, cases)

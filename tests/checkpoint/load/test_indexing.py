@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.boxes import Box
-from lightning_shard.checkpoint.loading.index import select
 from lightning_shard.errors import CorruptCheckpointError
 
 MASK = torch.tensor([True, False, True, False, True, False])
@@ -110,12 +108,6 @@ def test_a_list_that_numpy_takes_for_an_array_and_torch_for_a_tuple_is_refused(
         stored["torch.int32"][index]
 
 
-def test_the_remedy_for_a_list_of_lists(stored: checkpoint.Checkpoint) -> None:
-    index = [[0, 1], [1, 2]]
-    for said in (torch.tensor(index), tuple(index), (index,)):
-        assert torch.equal(stored["torch.int32"][said], values(torch.int32)[said])
-
-
 def test_a_scalar_has_no_dims(stored: checkpoint.Checkpoint) -> None:
     assert stored["scalar"][()] == stored["scalar"][...] == 7
     assert stored["scalar"][None].shape == (1,)
@@ -148,47 +140,6 @@ def test_what_numpy_and_torch_do_not_agree_on_is_refused(stored: checkpoint.Chec
 
 
 ROWS, ROW_BYTES = 40_000, 2000
-
-
-@pytest.mark.parametrize("digests", [True, False])
-def test_rows_are_read_and_not_what_lies_between(tmp_path: Path, digests: bool) -> None:
-    tensor = torch.arange(ROWS * 500, dtype=torch.int32).view(ROWS, 500)
-    checkpoint.save({"w": tensor}, tmp_path / "c", digests=digests, fsync=False)
-    stored = checkpoint.read(tmp_path / "c")
-    asked: list[int] = []
-    reading = stored.store.reading
-    stored.store.mapped = lambda name, begin, end: None  # type: ignore[method-assign]
-
-    @contextlib.contextmanager
-    def counted(name: str) -> Any:
-        with reading(name) as inner:
-
-            def read(segments: Any) -> None:
-                asked.append(sum(buffer.nbytes for _, buffer in segments))
-                inner(segments)
-
-            yield read
-
-    stored.store.reading = counted  # type: ignore[method-assign]
-    mask = torch.zeros(ROWS, dtype=torch.bool)
-    mask[[3, 9]] = mask[30_000] = True
-    for index, runs in (([39_000, 5, 6, 5], 2), (mask, 2), (slice(None, None, -39_999), 2), ((25_000, [1, 3]), 1)):
-        asked.clear()
-        found = stored["w"][index]
-        expected = tensor[::39_999].flip(0) if isinstance(index, slice) else tensor[index]
-        assert torch.equal(found, expected)
-        assert sum(asked) <= runs * (stored.manifest.block_bytes * 2 if digests else 10 * ROW_BYTES)
-
-
-def test_one_dim_is_cut_where_that_saves_most() -> None:
-    rows = torch.tensor([0, 999])
-    selection = select((rows, rows), (1000, 1000), "w", item_bytes=4, max_gap_bytes=0)
-    assert selection.boxes == (Box((0, 0), (1, 1000)), Box((999, 0), (1, 1000)))
-    selection = select((slice(0, 1000, 2), rows), (1000, 1000), "w", item_bytes=4, max_gap_bytes=0)
-    assert selection.boxes == (Box((0, 0), (999, 1)), Box((0, 999), (999, 1)))
-    near = select([3, 5, 900], (1000, 10), "w", item_bytes=4, max_gap_bytes=40)
-    assert near.boxes == (Box((3, 0), (3, 10)), Box((900, 0), (1, 10)))
-    assert near.sizes == (4, 10)
 
 
 def test_a_box_that_reaches_beyond_a_tensor_is_refused(tmp_path: Path) -> None:

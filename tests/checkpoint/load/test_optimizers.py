@@ -245,46 +245,6 @@ def test_names_that_continue_others_by_a_slash_are_refused(tmp_path: Path) -> No
         checkpoint.save(module, tmp_path / "c", optimizer=torch.optim.SGD(module.parameters()))
 
 
-def test_a_prefix_may_be_that_of_one_optimizers_parameters_only(tmp_path: Path) -> None:
-    module = nn.ModuleDict({"model": nn.Linear(2, 2), "critic": nn.Linear(2, 2)})
-    saved = [pulled(list(part.parameters())) for part in module.values()]
-    for number, optimizer in enumerate(saved):
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = torch.full_like(parameter, 1.0 + number)
-        optimizer.step()
-    checkpoint.save(module, tmp_path / "c", optimizer=saved)
-    into = nn.Linear(2, 2)
-    into.critic = nn.Linear(2, 2)
-    fresh = [pulled([into.weight, into.bias]), pulled(list(into.critic.parameters()))]
-    checkpoint.load(tmp_path / "c", into, optimizer=fresh, strip_prefix="model.")
-    assert [same(new.state_dict(), old.state_dict()) for new, old in zip(fresh, saved)] == [True, True]
-
-
-def pulled(*groups: list[nn.Parameter], lr: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD([{"params": list(group)} for group in groups], lr=lr, momentum=0.9)
-
-
-@pytest.mark.parametrize("prefix", ["", "model."])
-def test_one_saved_by_name_beside_a_numbered_one_comes_back_by_name(tmp_path: Path, prefix: str) -> None:
-    def parameters() -> nn.ParameterDict:
-        return nn.ParameterDict({name: torch.ones(2) for name in "abc"})
-
-    saved = parameters()
-    for number, parameter in enumerate(saved.values()):
-        parameter.grad = torch.full((2,), 1.0 + number)
-    by_name, numbered = pulled([saved["a"], saved["b"]]), pulled([saved["c"]])
-    for optimizer in (by_name, numbered):
-        optimizer.step()
-    whole_model = nn.ModuleDict({"model": saved}) if prefix else saved
-    checkpoint.save(whole_model, tmp_path / "c", optimizer=[by_name, numbered.state_dict()])
-    into = parameters()
-    fresh = [pulled([into["b"], into["a"]]), pulled([into["c"]])]
-    checkpoint.load(tmp_path / "c", into, optimizer=fresh, strip_prefix=prefix or None)
-    momenta = [fresh[number].state[into[name]]["momentum_buffer"][0].item() for number, name in ((0, "a"), (0, "b"))]
-    assert momenta == [1.0, 2.0]
-    assert fresh[1].state[into["c"]]["momentum_buffer"].tolist() == [3.0, 3.0]
-
-
 def test_a_ckpt_whose_optimizer_state_is_by_names_is_taken_by_position_as_torch_does(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
@@ -306,46 +266,6 @@ def test_a_ckpt_whose_optimizer_state_is_by_names_is_taken_by_position_as_torch_
     assert found["state"].keys() == state["state"].keys()
     for number, entries in state["state"].items():
         assert all(torch.equal(found["state"][number][key], value) for key, value in entries.items())
-
-
-def test_a_group_of_new_parameters_keeps_its_settings(tmp_path: Path) -> None:
-    module = nn.Linear(2, 2)
-    checkpoint.save(module, tmp_path / "c", optimizer=pulled([module.weight], [module.bias], lr=0.9))
-    module.new = nn.Parameter(torch.ones(2))
-    fresh = pulled([module.weight], [module.new], lr=0.003)
-    checkpoint.load(tmp_path / "c", module, optimizer=fresh, strict=False)
-    assert [group["lr"] for group in fresh.param_groups] == [0.9, 0.003]
-    some_new = pulled([module.weight], [module.new, module.bias], lr=0.003)
-    checkpoint.load(tmp_path / "c", module, optimizer=some_new, strict=False)
-    assert [group["lr"] for group in some_new.param_groups] == [0.9, 0.9]
-    none_anywhere = pulled([module.weight], [], lr=0.003)
-    checkpoint.load(tmp_path / "c", module, optimizer=none_anywhere, strict=False)
-    assert [group["lr"] for group in none_anywhere.param_groups] == [0.9, 0.003]
-
-
-def save_with_empty_parts(folder: str) -> None:
-    """Of two pairs of tensors of one shape the second rank's part is empty."""
-    torch.manual_seed(1)
-    module = nn.ModuleDict({"body": nn.Linear(3, 4), "value": nn.Linear(3, 1), "cost": nn.Linear(3, 1)})
-    for part in module.values():
-        fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = pulled(list(module.parameters()))
-    for parameter, number in zip(module.parameters(), itertools.count(1)):
-        parameter.grad = torch.full_like(parameter, float(number))
-    optimizer.step()
-    checkpoint.save(module.state_dict(), f"{folder}/c", optimizer=optimizer)
-    fresh = pulled(list(module.parameters()))
-    checkpoint.load(f"{folder}/c", module.state_dict(), optimizer=fresh)
-    for number, parameter in enumerate(module.parameters(), 1):
-        found = full_tensor(fresh.state[parameter]["momentum_buffer"])
-        assert torch.equal(found, torch.full_like(found, number))
-    tied = {**module.state_dict(), "again": module["cost"].bias.detach()}
-    with pytest.raises(UnsupportedStateError, match=r"cost\.bias', 'again.*pass the module"):
-        checkpoint.save(tied, f"{folder}/tied", optimizer=optimizer)
-
-
-def test_a_rank_knows_its_empty_parts_by_their_storage(tmp_path: Path) -> None:
-    run_ranks(save_with_empty_parts, 2, str(tmp_path))
 
 
 def test_what_does_not_fit_is_refused_and_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:

@@ -84,16 +84,25 @@ class Scored(lightning_shard.ModelCheckpoint):
 
 
 def train_both(folder: str) -> list[list[str]]:
-    fit(f"{folder}/waited", False, 3, [])
+    fit(f"{folder}/waited", False, 2, [])
     with mock.patch.object(LocalStore, "write", slow_write):
-        fit(f"{folder}/background", True, 3, [])
+        fit(f"{folder}/background", True, 2, [])
         committed = Committed(f"{folder}/one")
         fit(f"{folder}/one", True, 4, [committed], keep=1)
+    return committed.seen
+
+
+def train_with_equal_names(folder: str) -> None:
     keep_the_best_and_the_newest(f"{folder}/own", lightning_shard.ModelCheckpoint)
     keep_the_best_and_the_newest(f"{folder}/stock", ModelCheckpoint)
     fit_with(True, 2, [Scored(f"{folder}/scored", "{score:.1f}", monitor="score", every_n_train_steps=1)])
     assert [path.name for path in Path(folder, "scored").iterdir()] == ["score=0.3.ckpt"]
-    return committed.seen
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_callbacks_that_give_equal_names_save_in_the_background(tmp_path: Path) -> None:
+    run_ranks(train_with_equal_names, 2, str(tmp_path), elastic=True)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -106,7 +115,7 @@ def test_what_training_changes_meanwhile_is_not_saved_and_nothing_is_removed_bef
     assert seen[:2] == [[], []]
     assert all(seen[2:])
     assert [path.parent.name for path in tmp_path.glob("one/*/manifest.json")] == ["step=4.ckpt"]
-    for step in (1, 2, 3):
+    for step in (1, 2):
         waited = checkpoint.read(tmp_path / "waited" / f"step={step}.ckpt")
         background = checkpoint.read(tmp_path / "background" / f"step={step}.ckpt")
         assert list(background) == list(waited)
@@ -124,23 +133,17 @@ def fail_on_rank_1(self: LocalStore, name: str, *args: Any, original: Any = Loca
     original(self, name, *args, **kwargs)
 
 
-def train_until_the_disk_is_full(folder: str) -> list[str]:
-    errors = []
-    with mock.patch.object(LocalStore, "write", fail_on_rank_1):
-        for steps in (3, 2):  # noticed by the next save, and at the end of the fit
-            try:
-                fit(f"{folder}/{steps}", True, steps, [])
-            except CheckpointError as error:
-                errors.append(str(error))
-    return errors
+def train_until_the_disk_is_full(folder: str, steps: int) -> str:
+    with mock.patch.object(LocalStore, "write", fail_on_rank_1), pytest.raises(CheckpointError) as caught:
+        fit(folder, True, steps, [])
+    return str(caught.value)
 
 
-def test_a_failure_in_the_background_is_raised_on_every_rank(tmp_path: Path) -> None:
-    for errors in run_ranks(train_until_the_disk_is_full, 2, str(tmp_path), elastic=True):
-        assert len(errors) == 2
-        assert all("No space left" in error for error in errors)
-    for steps in (2, 3):
-        assert [path.parent.name for path in tmp_path.glob(f"{steps}/*/manifest.json")] == ["step=1.ckpt"]
+@pytest.mark.parametrize("steps", [2, pytest.param(3, marks=pytest.mark.long)], ids=["at the end", "by the next save"])
+def test_a_failure_in_the_background_is_raised_on_every_rank(steps: int, tmp_path: Path) -> None:
+    for error in run_ranks(train_until_the_disk_is_full, 2, str(tmp_path), steps, elastic=True):
+        assert "No space left" in error
+    assert [path.parent.name for path in tmp_path.glob("*/manifest.json")] == ["step=1.ckpt"]
 
 
 class Stop(L.Callback):
@@ -170,6 +173,7 @@ def test_a_save_under_way_is_finished_when_the_job_is_terminated(tmp_path: Path)
     assert checkpoint.verify(tmp_path / "step=1.ckpt").ok
 
 
+@pytest.mark.long
 def test_a_save_under_way_is_finished_when_one_rank_fails(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed):  # the other one waits for it, and is stopped
         run_ranks(train_until_stopped, 2, str(tmp_path), "error", elastic=True)

@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 
-from lightning_shard.checkpoint import content
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.content import content_sum
 from lightning_shard.checkpoint.format.header import DTYPES
@@ -125,44 +124,6 @@ def test_sums_do_not_depend_on_cuts_and_see_every_element(dtype):
     swapped = tensor.clone()
     swapped[0, :1], swapped[0, 1:2] = tensor[0, 1:2], tensor[0, :1]
     assert content_sum([piece("t", (6, 40), (0, 0), swapped)]) != whole
-
-
-def test_sums_in_steps_are_the_same(monkeypatch):
-    part = rows("w", A)
-    whole = content_sum([part])
-    monkeypatch.setattr(content, "_SLAB_ELEMENTS", 7)
-    assert content_sum([part]) == whole
-
-
-def test_ranks_of_a_mesh_are_compared_with_one_of_them_and_not_each_with_each():
-    """The latter grows with the cube of the mesh's ranks, since each has a list of them."""
-    compared = 0
-
-    class Mesh(tuple):
-        __slots__ = ()
-        __hash__ = tuple.__hash__
-
-        def __eq__(self, other):
-            nonlocal compared
-            compared += 1
-            return tuple.__eq__(self, other)
-
-        def __ne__(self, other):
-            return not self == other
-
-    def merge():
-        return Merged([joined(accounts[start : start + 20]) for start in range(0, len(accounts), 20)])
-
-    ranks = 60
-    accounts = [Account(rank, Mesh(range(ranks))) for rank in range(ranks)]
-    merge()
-    assert compared <= 6 * ranks
-    accounts[7].fingerprint = (1, "other")
-    with pytest.raises(CheckpointError, match=r"Rank 0 .* and rank 7 .* must hold the same tensors"):
-        merge()
-    del accounts[7]
-    with pytest.raises(CheckpointError, match="shares its tensors with rank 7, which isn't saving"):
-        merge()
 
 
 def test_ranks_of_a_mesh_that_hold_a_tensor_in_other_shapes_are_refused(tmp_path):

@@ -23,8 +23,6 @@ from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Piece, arranged, write_file
 from lightning_shard.checkpoint.saving.part import my_cuts, outlined
 from lightning_shard.checkpoint.shards import (
-    LocalBox,
-    Split,
     local_boxes,
     local_shape,
     shard,
@@ -124,26 +122,6 @@ def test_strided_shards_are_what_fsdp_cuts(case):
         assert _boxes(shape, splits, tuple(expected.shape)) == tuple(local_boxes(runs))
 
 
-@given(placed())
-@settings(max_examples=80, deadline=None)
-def test_the_boxes_of_all_ranks_make_up_the_tensor(case):
-    shape, mesh_shape, placements = case
-    boxes = set()
-    for coordinate in coordinates(mesh_shape):
-        boxes |= {place.box for place in local_boxes(shard(shape, _splits("t", placements, mesh_shape, coordinate)))}
-    assert coverage_fault(shape, list(boxes)) is None
-
-
-def test_a_local_shape_that_the_placements_do_not_give_is_refused():
-    assert _boxes((8, 4), (Split(0, 2, 0),), (3, 4)) is None
-
-
-def test_torchs_documented_strided_example():
-    # torch's docstring of _StridedShard: 9 elements, split_factor 2, 4 chunks
-    held = [shard((9,), [Split(0, 4, index, split_factor=2)]) for index in range(4)]
-    assert held == [(((0, 2), (5, 6)),), (((2, 4), (6, 7)),), (((4, 5), (7, 8)),), (((8, 9),),)]
-
-
 # -- sharing ----------------------------------------------------------------------------------------------------------
 
 boxes = shapes.flatmap(lambda shape: st.tuples(st.just(shape), st.sampled_from([1, 2, 4, 8])))
@@ -166,21 +144,6 @@ def test_shares_make_up_every_tensor_once(items, holders, min_part):
         assert coverage_fault(item.box.sizes, [part for part in parts if part is not None]) is None
 
 
-def test_shares_are_even_to_a_row():
-    items = [Shared(Box.whole((1000, 300)), 4), Shared(Box.whole((17,)), 4), Shared(Box.whole((1, 5000, 100)), 2)]
-    for holders in (2, 3, 4, 7):
-        sizes = [
-            sum(part.numel * item.item_bytes for item, part in zip(items, share(items, holders, index)) if part)
-            for index in range(holders)
-        ]
-        assert max(sizes) - min(sizes) <= 2 * (sharing.MIN_PART_BYTES + 1200), sizes
-
-
-def test_an_empty_tensor_has_one_writer():
-    parts = [share([Shared(Box.whole((0, 3)), 4)], 3, index)[0] for index in range(3)]
-    assert [part is not None for part in parts].count(True) == 1
-
-
 # -- coverage ---------------------------------------------------------------------------------------------------------
 
 
@@ -200,13 +163,6 @@ def test_an_empty_tensor_has_one_writer():
 def test_coverage(boxes, fault):
     found = coverage_fault((4, 4), [Box(*box) for box in boxes])
     assert (found is None) if fault is None else (fault in found)
-
-
-def test_coverage_of_a_scalar():
-    assert coverage_fault((), [Box((), ())]) is None
-    assert "overlap" in coverage_fault((), [Box((), ()), Box((), ())])
-    assert coverage_fault((), []) is not None
-    assert coverage_fault((0, 3), []) is None
 
 
 # -- any layout to any layout -----------------------------------------------------------------------------------------
@@ -300,7 +256,3 @@ def test_a_mesh_that_does_not_fit_is_refused():
         frame.holders("t", torch.tensor([0, 3]), (0,))
     with pytest.raises(CheckpointError, match="this is rank 9"):
         Frame(torch.arange(4), 9)
-
-
-def test_a_scalar_is_one_box():
-    assert local_boxes(shard((), [])) == [LocalBox(Box((), ()), ())]

@@ -12,18 +12,16 @@ import fsspec
 import pytest
 import torch
 from s3fs import S3FileSystem
-from safetensors.torch import save_file
 
 from lightning_shard import ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint import carry as carry_module
 from lightning_shard.checkpoint.carry import carry as carry_files
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.store import LocalStore, open_store
-from lightning_shard.checkpoint.tiers import CARRIED, KEPT, LocalTier, Source
+from lightning_shard.checkpoint.tiers import CARRIED, LocalTier, Source
 from lightning_shard.errors import (
     CheckpointConflictError,
     CheckpointError,
-    CheckpointNotFoundError,
     ConfigurationError,
     CorruptCheckpointError,
 )
@@ -143,20 +141,6 @@ def test_another_save_that_came_first_stays(tmp_path: Path, tier: LocalTier) -> 
     assert checkpoint.verify(path).ok
 
 
-def test_the_newest_copies_stay_and_so_does_the_one_that_is_carried(tmp_path: Path, tier: LocalTier) -> None:
-    paths = [str(tmp_path / "store" / f"step={step}.ckpt") for step in range(5)]
-    for step, path in enumerate(paths):
-        save(tier.copy_of(path), step)
-        carry(tier, path)
-    assert KEPT == 2
-    assert names_of_copies(tier, tmp_path) == ["step=3.ckpt", "step=4.ckpt"]
-    assert [step_of(path) for path in paths] == [0, 1, 2, 3, 4]
-    save(tier.copy_of(paths[0]), 5)
-    aged(tier.copy_of(paths[0]), -3600)  # the clock was set back
-    carry(tier, paths[0])
-    assert step_of(paths[0]) == 5
-
-
 def names_of_copies(tier: LocalTier, tmp_path: Path) -> list[str]:
     folder = tier.folder(str(tmp_path / "store"))
     copies = sorted(name for name in os.listdir(folder) if name != CARRIED)
@@ -193,16 +177,6 @@ def test_a_copy_that_was_never_carried_stays_until_it_is_or_another_takes_its_pl
     assert names_of_copies(tier, tmp_path) == ["step=6.ckpt", "step=7.ckpt"]
 
 
-def test_what_was_carried_goes_even_where_it_is_gone_from_the_store(tmp_path: Path, tier: LocalTier) -> None:
-    save_and_carry(tier, tmp_path, 1)
-    checkpoint.remove(tmp_path / "store" / "step=1.ckpt")  # on another machine, whose copy was removed with it
-    save_and_carry(tier, tmp_path, 2, 3)
-    assert names_of_copies(tier, tmp_path) == ["step=2.ckpt", "step=3.ckpt"]
-    shutil.rmtree(f"{tier.folder(str(tmp_path / 'store'))}/{CARRIED}")  # then the store is asked
-    save_and_carry(tier, tmp_path, 4, 5)
-    assert names_of_copies(tier, tmp_path) == ["step=4.ckpt", "step=5.ckpt"]
-
-
 def test_a_copy_that_is_resumed_from_is_carried_first_or_that_is_warned_of(tmp_path: Path, tier: LocalTier) -> None:
     path = str(tmp_path / "store" / "step=2.ckpt")
     save(tier.copy_of(path), 2)
@@ -216,32 +190,6 @@ def test_a_copy_that_is_resumed_from_is_carried_first_or_that_is_warned_of(tmp_p
     found = source(tier, path)
     assert (found.local, found.worse) == (True, False)
     assert step_of(path) == 2
-
-
-def test_another_programs_folder_among_the_copies_stays_and_does_not_stop_the_others_removal(
-    tmp_path: Path, tier: LocalTier
-) -> None:
-    foreign = Path(tier.folder(str(tmp_path / "store"))) / "a-note"
-    foreign.mkdir(parents=True)
-    (foreign / "manifest.json").write_text('{"of": "another"}')
-    aged(foreign, -60)
-    save_and_carry(tier, tmp_path, 1, 2, 3, 4)
-    assert names_of_copies(tier, tmp_path) == ["a-note", "step=3.ckpt", "step=4.ckpt"]
-
-
-def test_of_a_removed_checkpoint_what_is_left_of_a_copy_on_other_machines_is_no_damage(
-    tmp_path: Path, tier: LocalTier
-) -> None:
-    path = str(tmp_path / "store" / "last.ckpt")
-    save(tier.copy_of(path), 1)
-    carry(tier, path)
-    checkpoint.remove(path)
-    for file in Path(tier.copy_of(path)).glob("trainer/*"):
-        file.unlink()  # it lay on the first rank's machine
-    found = source(tier, path)
-    assert (found.path, found.local) == (path, False)
-    with pytest.raises(CheckpointNotFoundError):
-        checkpoint.read(found.path)
 
 
 def test_a_copy_without_digests_is_taken_only_where_the_store_has_none(tmp_path: Path, tier: LocalTier) -> None:
@@ -329,24 +277,6 @@ def test_a_newer_copy_with_any_damage_is_passed_over_and_that_is_said(
     assert source(tier, path).path == str(copy)
 
 
-def test_a_disk_that_fails_while_a_copy_is_read_is_a_damaged_one(tmp_path: Path, tier: LocalTier) -> None:
-    path = str(tmp_path / "store" / "last.ckpt")
-    save(path, 1)
-    save(tier.copy_of(path), 2)
-    aged(tier.copy_of(path), 10)
-
-    def fail(self: LocalStore, name: str) -> None:
-        raise OSError(5, "Input/output error")
-
-    with mock.patch.object(LocalStore, "reading", fail):
-        found = source(tier, path)
-        assert (found.path, found.worse) == (path, True)
-        assert "Input/output error" in found.why
-        with pytest.raises(CorruptCheckpointError, match="Input/output error"):
-            carry(tier, path)
-    assert step_of(path) == 1
-
-
 def test_the_newest_copy_is_found_where_it_is_newer_than_what_the_store_has(tmp_path: Path, tier: LocalTier) -> None:
     store = str(tmp_path / "store")
 
@@ -382,6 +312,7 @@ def test_the_newest_copy_is_found_where_it_is_newer_than_what_the_store_has(tmp_
     assert newest("last.ckpt") is None
 
 
+@pytest.mark.long
 def test_copies_of_several_folders_and_stores_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
@@ -454,13 +385,6 @@ def test_without_a_strategy_saves_are_carried_before_they_return_and_removed_in_
     assert not checkpoint.exists(io.local.copy_of(path))
 
 
-def test_other_programs_files_are_read_where_they_are(tmp_path: Path) -> None:
-    io = ShardedCheckpointIO(local=tmp_path / "disk")
-    path = tmp_path / "model.safetensors"
-    save_file({"w": torch.ones(3)}, path)
-    assert torch.equal(io.load_checkpoint(path)["state_dict"]["w"], torch.ones(3))
-
-
 def test_a_carrying_that_was_cut_off_is_taken_up_and_what_another_has_carried_meanwhile_stays(
     tmp_path: Path, tier: LocalTier
 ) -> None:
@@ -528,20 +452,3 @@ def test_a_carrying_that_fails_takes_nothing_from_one_that_counts_on_it(
     assert not stalled
     assert checkpoint.verify(path).ok
     checkpoint.remove(path)
-
-
-def test_what_follows_a_save_in_the_background_belongs_to_it(tmp_path: Path) -> None:
-    done: list[str] = []
-
-    def fail(ranks: Ranks) -> None:
-        assert checkpoint.exists(tmp_path / "one")
-        raise CheckpointError("could not be carried")
-
-    with checkpoint.AsyncSaver() as saver:
-        saver.save({"w": torch.ones(3)}, tmp_path / "one", afterwards=fail)
-        saver.then(lambda: done.append("removed"))
-        with pytest.raises(CheckpointError, match="could not be carried"):
-            saver.wait()
-        saver.save({"w": torch.ones(3)}, tmp_path / "two", afterwards=lambda ranks: done.append("carried"))
-        saver.wait()
-    assert done == ["carried"]

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint.saving.save import Order
 from lightning_shard.checkpoint.store import calls, open_store, remote
-from lightning_shard.checkpoint.store.calls import Calls, is_transient
-from lightning_shard.checkpoint.store.credentials import redact, refuse_secrets
+from lightning_shard.checkpoint.store.calls import Calls
+from lightning_shard.checkpoint.store.credentials import redact
 from lightning_shard.checkpoint.store.remote import RemoteStore
 from lightning_shard.checkpoint.store.s3 import S3Store
 from lightning_shard.cli import main
@@ -53,7 +53,7 @@ def view(data: bytes) -> list[memoryview]:
 # -- no wait without end -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["s3", "webdav"])
+@pytest.mark.parametrize("kind", ["s3", pytest.param("webdav", marks=pytest.mark.long)])
 def test_a_server_that_never_answers_is_not_waited_for(kind: str) -> None:
     """It takes the connection, and not even says that a body may be sent."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -91,10 +91,7 @@ def fit_at(url: str, options: dict[str, Any]) -> None:
 
 
 LOOK_UPS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
-    "list": lambda url, options: checkpoint.list(url, storage_options=options),
     "latest": lambda url, options: checkpoint.latest(url, storage_options=options),
-    "prune": lambda url, options: checkpoint.prune(url, keep=1, storage_options=options),
-    "exists": lambda url, options: checkpoint.exists(url, storage_options=options),
     "remove": lambda url, options: checkpoint.remove(url, storage_options=options),
     "fit": fit_at,
 }
@@ -135,14 +132,7 @@ def test_a_file_system_without_a_loop_is_not_waited_for_either() -> None:
         Hanging.released.set()
 
 
-def test_what_may_pass_is_tried_again_and_what_cannot_is_not() -> None:
-    passing = (OSError("reset"), TimeoutError(), ConnectionResetError())
-    final = (FileNotFoundError(), PermissionError(), ValueError(), OSError(28, "no space"), CheckpointError("x"))
-    assert all(is_transient(error) for error in passing)
-    assert not any(is_transient(error) for error in final)
-
-
-@pytest.mark.parametrize(("word", "attempts"), [("slow down", 4), ("expired", 1), (403, 1), (429, 4), (501, 1)])
+@pytest.mark.parametrize(("word", "attempts"), [("slow down", 4), ("expired", 1), (403, 1)])
 def test_what_a_server_says_decides_how_often_it_is_asked(word: Any, attempts: int, s3_server: Server) -> None:
     with behind(s3_server.endpoint, lambda *_: word) as proxy:
         store = open_store(f"{s3_server.url}/c", through(s3_server.options, proxy))
@@ -259,7 +249,7 @@ def behind_proxy(s3_server: Server, tmp_path: Path) -> Iterator[tuple[S3Store, P
         yield store, proxy
 
 
-@pytest.mark.parametrize("fault", ["lost", "reset", 500, 503])
+@pytest.mark.parametrize("fault", ["lost", 503])
 def test_a_conditional_put_whose_answer_is_lost_is_no_conflict(fault: Any, behind_proxy: tuple[S3Store, Proxy]) -> None:
     store, proxy = behind_proxy
     store.publish("m", view(b"first"), 5, durable=False, replaces=None)
@@ -298,7 +288,7 @@ def test_a_save_that_is_told_of_a_conflict_with_itself_removes_nothing(monkeypat
     assert torch.equal(checkpoint.read(path)["w"].full(), tensor)
 
 
-@pytest.mark.parametrize("conditions", ["kept", "ignored", 501])
+@pytest.mark.parametrize("conditions", ["kept", "ignored"])
 def test_of_two_puts_that_saw_the_same_one_wins(conditions: Any, s3_server: Server, tmp_path: Path) -> None:
     """The other one comes between the look and the put; or, where a server has no conditions, before the look."""
     kept = {"kept": s3_server.folder, "ignored": None}.get(conditions, conditions)
@@ -366,48 +356,6 @@ def test_uploads_that_a_crash_left_are_found_and_freed(behind_proxy: tuple[S3Sto
 # -- secrets -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "s3://AKIA:secret-word@bucket/c",
-        "s3://AKIA:secret/word@bucket/c",
-        "https://secret-word@host/c",
-        "webdav://secret-word@host/c",
-        "https://host/c?token=secret-word",
-        "https://host?X-Amz-Signature=secret-word",
-        "https://host/c?x=1&sig=secret-word",
-        "https://host/c#access_token=secret-word",
-        "simplecache::https://host/c?api_key=secret-word",
-    ],
-)
-def test_a_secret_in_a_path_is_refused_and_not_repeated(path: str) -> None:
-    for work in (
-        lambda: checkpoint.read(path),
-        lambda: checkpoint.save({"w": torch.ones(1)}, path),
-        lambda: checkpoint.gather("nothing", path),
-    ):
-        with pytest.raises(CheckpointError, match="would be shown") as failure:
-            work()
-        assert "secret" not in str(failure.value)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "s3://bucket/epoch=1:loss=2@3",
-        "http://127.0.0.1:8000/c",
-        "http://[::1]:8000/@user/c",
-        "sftp://user@host/c",
-        "abfs://container@account.dfs.core.windows.net/c",
-        "https://host/c?download=true",
-        "/disk/a?token=b",
-        "s3://arn:aws:s3:us-east-1:123456789012:accesspoint/mine/c",
-    ],
-)
-def test_what_is_no_secret_passes(path: str) -> None:
-    refuse_secrets(path)
-
-
 def test_options_are_in_no_error_no_text_and_no_output(capsys: pytest.CaptureFixture[str]) -> None:
     options = {"key": "AKIA", "secret": "s3cret-1", "base_url": "https://me:s3cret-2@host/", "auth": ["me", "s3cret-3"]}
     shown = redact("AKIA s3cret-1 https://me:s3cret-2@host/ s3cret-3 endpoint", options)
@@ -460,16 +408,3 @@ def test_a_percent_escape_does_not_leave_the_folder_of_a_web_server(tmp_path: Pa
         for name in ("%2e%2e/private", "model/%2e%2e/%2e%2e/private"):
             with pytest.raises(FileNotFoundError):
                 store.read(name)
-
-
-def test_errors_that_are_each_others_cause_are_told_once():
-    """As a server's error is, that a library raises from its own timeout's handler."""
-    library, server = TimeoutError("no answer"), OSError("read timeout")
-    library.__cause__, server.__context__ = server, library
-
-    def fail() -> None:
-        raise server
-
-    made = Calls(MemoryFileSystem(), "here", {"secret": "hidden"})
-    with pytest.raises(OSError, match="read timeout"):
-        made.part(fail, moving_bytes=0)

@@ -90,10 +90,6 @@ class StoreContract:
         store.remove("model/a")
         store.remove_empty_folders()
 
-    def test_a_folder_is_no_file(self, store: Store) -> None:
-        store.write("model/a", [memoryview(SMALL)], len(SMALL), durable=False)
-        assert not store.exists("model")
-
     def test_publish_replaces(self, store: Store) -> None:
         for content in (SMALL, b"new"):
             store.publish("manifest.json", [memoryview(content)], len(content), durable=True)
@@ -124,24 +120,6 @@ class StoreContract:
         store.remove("manifest.json", only=second)
         publish(b"third", second)  # what has been removed is no hindrance
         assert store.names() == ["manifest.json"]
-
-    def test_files_have_times_by_one_clock(self, store: Store) -> None:
-        with pytest.raises(FileNotFoundError):
-            store.modified("a")
-        store.write("a", [memoryview(SMALL)], len(SMALL), durable=False)
-        store.write("b", [memoryview(SMALL)], len(SMALL), durable=False)
-        first, second = store.modified("a"), store.modified("b")
-        assert first is not None
-        assert second is not None
-        assert abs(second - first) < 600
-
-    def test_names_and_removal(self, store: Store) -> None:
-        for name in ("manifest.json", "model/a", "trainer/b"):
-            store.write(name, [memoryview(SMALL)], len(SMALL), durable=False)
-        assert store.names() == ["manifest.json", "model/a", "trainer/b"]
-        store.remove("model/a")
-        assert store.names() == ["manifest.json", "trainer/b"]
-        assert not store.exists("model/a")
 
     def test_a_write_that_fails_half_way_publishes_nothing(self, store: Store) -> None:
         def torn() -> Iterator[memoryview]:
@@ -248,16 +226,6 @@ class TestS3(StoreContract):
     def root(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         with serve("s3", tmp_path_factory.mktemp("s3") / "data") as server:
             yield server.url, server.options
-
-    def test_options_may_come_from_fsspec_s_own_configuration(
-        self, place: Place, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        import fsspec
-
-        path, options = place
-        monkeypatch.setitem(fsspec.config.conf, "s3", options)
-        checkpoint.save({"w": torch.ones(3)}, path)
-        assert torch.equal(checkpoint.read(path)["w"].full(), torch.ones(3))
 
     def test_credentials_are_in_no_file_and_no_error(
         self, place: Place, root: Place, caplog: pytest.LogCaptureFixture, tmp_path: Path

@@ -106,16 +106,17 @@ def batches() -> list[Tensor]:
     return list(torch.linspace(-3, 3, 3 * 8 * 8).sin().view(3, 8, 8))
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_averages_of_each_stage_and_data_rank_are_saved(whole: bool) -> None:
     assert_trains_alike(partial(Module, whole=whole), batches, ["pp2", "dp2"])
 
 
 def test_plain_tensors_meet_sharded_parameters_between_steps() -> None:
-    assert_trains_alike(Drawn, batches, ["dp2", "pp2"])
+    assert_trains_alike(Drawn, batches, "dp2")
 
 
-@pytest.mark.parametrize("module", [Module, Drawn])
+@pytest.mark.long
+@pytest.mark.parametrize("module", [Drawn, Module])
 def test_plain_tensors_meet_split_parameters_between_steps(module: Any) -> None:
     assert_trains_alike(module, batches, "tp2", tensor_parallel_plan=PLAN)
 
@@ -126,6 +127,5 @@ def test_a_buffer_of_all_parameters_is_refused_on_stages() -> None:
 
 
 def test_a_plain_tensor_of_a_data_ranks_samples_is_refused() -> None:
-    assert_trains_alike(OfSamples, batches, "pp2")
     with pytest.raises(StepError, match=r"of shape \(3,\) meets a sharded parameter, and has other values"):
         assert_trains_alike(OfSamples, batches, "dp2")

@@ -78,7 +78,7 @@ def save(layout: str, folder: Path) -> None:
     trainer.save_checkpoint(folder / f"{layout}.ckpt")
 
 
-@pytest.mark.parametrize("layout", ["pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("dp2", marks=pytest.mark.long)])
 def test_each_stages_averages_are_saved(layout: str, tmp_path: Path) -> None:
     run_ranks(save, 1, "one process", tmp_path, init=False)
     run_ranks(save, 2, layout, tmp_path, elastic=True)

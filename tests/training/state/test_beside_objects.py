@@ -205,9 +205,9 @@ STAGES = {"pipeline_parallel_size": 2, "microbatches": 2}
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (ListOfClass, "changes the list .*Block.losses"),
+        pytest.param(ListOfClass, "changes the list .*Block.losses", marks=pytest.mark.long),
         (GlobalList, "changes the list .*LOSSES"),
-        (GlobalSum, "sets .*TOTAL"),
+        pytest.param(GlobalSum, "sets .*TOTAL", marks=pytest.mark.long),
         (GlobalTable, "what the step before has left"),
     ],
 )

@@ -69,7 +69,7 @@ class Mixes(Averages):
             foreach._foreach_lerp_(old, [torch.zeros(each.shape) for each in new], weight=0.5)
 
 
-ALIKE: list[type[Plain]] = [Averages, AveragesByTwo, Copies]
+ALIKE: list[type[Plain]] = [AveragesByTwo, Copies]
 REFUSED: dict[type[Plain], str] = {Mixes: "mixed torch.Tensor and DTensor"}
 
 

@@ -90,12 +90,6 @@ class Seeing(Head):
         return super().forward(x)
 
 
-class OwnRates(Module):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.global_step == 2:
-            self.optimizers().param_groups[0]["lr"] = 0.1 / (1 + self.global_rank)  # type: ignore[union-attr, index]
-
-
 def fit(kind: type[Module], stages: int) -> tuple[list[float], float]:
     torch.manual_seed(1)
     module = kind()
@@ -115,11 +109,6 @@ def test_hooks_on_all_stages_read_what_the_head_has_kept() -> None:
     for seen, own_rate in run_ranks(fit, 2, Module, 2, elastic=True):
         assert seen == pytest.approx(sizes, rel=1e-5)
         assert own_rate == rate
-
-
-def test_stages_with_other_learning_rates_are_refused() -> None:
-    with pytest.raises(RanksFailed, match="The ranks' optimizers have different settings"):
-        run_ranks(fit, 2, OwnRates, 2, elastic=True)
 
 
 def test_code_before_the_network_that_reads_it_is_refused() -> None:

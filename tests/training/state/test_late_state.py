@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
-from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
 from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, loader, whole
 
@@ -230,35 +229,6 @@ def test_every_kind_of_change_after_the_network_is_on_all_stages() -> None:
     expected = change(None)
     for own in run_ranks(change, 2, {"pipeline_parallel_size": 2, "microbatches": 1}, elastic=True):
         assert own == pytest.approx(expected, rel=1e-5)
-
-
-class Averages(Counts):
-    """Of each weight by its name, kept by hand: on ranks these are sharded tensors, which steps' snapshots meet."""
-
-    def on_fit_start(self) -> None:
-        self.average = {name: p.detach().clone() for name, p in self.named_parameters()}
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                self.average[name].mul_(0.9).add_(parameter, alpha=0.1)
-
-
-def averages(sizes: dict[str, int] | None) -> dict[str, Tensor]:
-    L.seed_everything(3)
-    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
-    trainer = L.Trainer(strategy=strategy, devices=2 if sizes else 1, max_steps=3, **QUIET)
-    module = Averages()
-    trainer.fit(module, loader(GLOBAL_BATCH))
-    return {name: full_tensor(value) for name, value in module.average.items()}
-
-
-def test_averages_kept_by_name_are_each_stages_own() -> None:
-    expected = averages(None)
-    first, second = run_ranks(averages, 2, {"pipeline_parallel_size": 2, "microbatches": 2}, elastic=True)
-    assert {**first, **second}.keys() == expected.keys()
-    for name, value in {**first, **second}.items():
-        torch.testing.assert_close(value, expected[name], msg=name)
 
 
 class BeginsLater(L.LightningModule):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import lightning as L
-import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import MetricCollection
@@ -44,6 +43,5 @@ def batches() -> list[Tensor]:
     return [torch.randn(8, CLASSES, generator=made) for _ in range(3)]
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
-def test_it_is_called_or_updated(schedule: str) -> None:
-    assert_trains_alike(Module, batches, [{"pipeline_parallel_size": 2, "schedule": schedule}])
+def test_it_is_called_or_updated() -> None:
+    assert_trains_alike(Module, batches, [{"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ import pytest
 from torch import nn
 
 from lightning_shard.namespaces import namespaces
-from lightning_shard.state.walk import beside, reachable
+from lightning_shard.state.walk import beside
 
 CODE = """
 class Counts:
@@ -38,18 +37,6 @@ def test_globals_are_those_of_the_code_and_not_a_copy_that_sys_modules_has() -> 
     assert here["steps"] == of_module.held["steps"] == 6
     of_module.remove("steps")
     assert of_module.held == {}
-
-
-def test_classes_of_one_name_are_two() -> None:
-    def made() -> type[nn.Module]:
-        class Keeps(nn.Module):
-            losses: list[float] = []  # noqa: RUF012
-
-        return Keeps
-
-    first, second = made(), made()
-    found = [id(value) for _, value in reachable(nn.ModuleList([first(), second()]))]
-    assert {id(vars(first)["losses"]), id(vars(second)["losses"])} <= {*found}
 
 
 HELPER = """
@@ -201,22 +188,3 @@ def test_state_of_an_installed_package_is_not_followed(
     monkeypatch.setattr(sys.modules["a_helper"], "__file__", "/usr/lib/python3/site-packages/a_helper.py")
     assert not _held(model.Calls())
     assert not _held(model.Annealed())
-
-
-def test_what_a_decorator_closes_over_is_reached(files: Callable[[str], ModuleType]) -> None:
-    kind = files("project").Decorated
-    inner = vars(kind)["forward"]
-    inside = next(cell.cell_contents for cell in inner.__closure__ if isinstance(cell.cell_contents, list))
-    assert any(value is inside for _, value in reachable(kind()))
-
-
-def test_a_function_that_was_made_of_a_text_and_has_no_module_may_be_held() -> None:
-    made: dict[str, Any] = {}
-    exec("def scaled(x):\n    return 2 * x", made)
-    assert made["scaled"].__module__ != __name__
-    made["scaled"].__module__ = None  # as where the text was run without a __name__
-    net: Any = nn.ModuleList([nn.Linear(2, 2)])
-    net.functions = [made["scaled"], test_a_function_that_was_made_of_a_text_and_has_no_module_may_be_held]
-    net.both = types.FunctionType((lambda x: x).__code__, globals())
-    net.both.__module__ = None
-    assert any(value is net.functions for _, value in reachable(net))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -135,23 +133,6 @@ def test_each_hook_that_takes_a_part_is_told_once_and_its_errors_have_it_in_a_no
     assert "iterates over parameters() of net. With pipeline stages" in caught.value.__notes__[0]
 
 
-def test_who_goes_over_an_optimizers_groups_is_told() -> None:
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = torch.optim.AdamW(parameters)
-    held = optimizer.param_groups[0]["params"]
-    guarded = Guarded()
-    with warnings.catch_warnings(), guarded.guard.warning_of_groups([optimizer]):
-        warnings.simplefilter("error")
-        optimizer.zero_grad()
-        with pytest.raises(UserWarning, match=r"optimizer's groups.*only its own stage's"), guarded.hook():
-            sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        assert [*optimizer.param_groups[0]["params"]] == parameters
-        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
-    assert optimizer.param_groups[0]["params"] is held
-    assert type(held) is list
-    assert len(held) == 3
-
-
 def test_after_a_run_all_code_is_told_until_the_next_is_set_up() -> None:
     module = nn.Linear(2, 2)
     guarded = Guarded(_=module)
@@ -167,32 +148,3 @@ def test_after_a_run_all_code_is_told_until_the_next_is_set_up() -> None:
         StageParameters({"": module}).release()  # another Trainer's
         assert guard_of(module) is None
         assert len([*module.parameters()]) == 2
-
-
-def test_copies_have_their_own_parameters_and_state() -> None:
-    module = nn.Sequential(nn.Linear(2, 2))
-    guarded = Guarded(net=module)
-    others = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
-    with torch.no_grad():
-        module[0].weight.add_(1)
-    with warnings.catch_warnings(), guarded.hook():
-        warnings.simplefilter("error")
-        for other in others:
-            assert dict(other.named_parameters())["0.weight"] is other[0].weight
-            assert next(iter(other.parameters())) is other[0].weight
-            assert total(other) == 6
-            assert torch.equal(other.state_dict()["0.weight"], other[0].weight)
-
-
-def test_a_state_dict_of_the_users_own_is_kept() -> None:
-    module = nn.Linear(2, 2)
-    vars(module)["state_dict"] = own = lambda: {"mine": 1}
-    guard = StageParameters({"net": module}, has_stages=False)
-    guard.guard(is_after_run=True)
-    with pytest.warns(UserWarning, match="DTensors, of which each rank has a part"):
-        assert module.state_dict() == {"mine": 1}
-    StageParameters({"": module}, has_stages=False).release()  # another Trainer's
-    assert vars(module)["state_dict"] is own
-    vars(module)["state_dict"] = changed = lambda: {"mine": 2}
-    guard.release()
-    assert vars(module)["state_dict"] is changed

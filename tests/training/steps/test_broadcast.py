@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
-import lightning as L
-import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lightning_shard import HybridShardStrategy, tree
 from lightning_shard.plugin.broadcast import Broadcaster
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET, Model, layout, loader
 
 
 class Pair(NamedTuple):
@@ -69,99 +64,3 @@ def test_all_ranks_are_told_the_same() -> None:
             assert large[name].dtype == expected[name].dtype
             assert torch.equal(large[name], expected[name]), name
         assert torch.equal(large["sparse"].to_dense(), torch.eye(2))
-
-
-class Returns(Model):
-    """More than the loss."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return {"loss": loss, "many": torch.ones(len(batch["x"]), 200)}
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        super().validation_step(batch, batch_idx)
-        return torch.ones(len(batch["x"]), 200)
-
-
-class Heard(L.Callback):
-    """Whether it hears anything is decided by whether it has hooks."""
-
-    def __init__(self) -> None:
-        self.shapes: list[tuple[int, ...]] = []
-
-
-class Hears(Heard):
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.shapes.append(tuple(outputs["many"].shape))
-
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.shapes.append(tuple(outputs.shape))
-
-
-def told_of_both() -> list[tuple[int, list[tuple[int, ...]], dict[str, float]]]:
-    return [most_told(Heard()), most_told(Hears())]
-
-
-def most_told(callback: Heard) -> tuple[int, list[tuple[int, ...]], dict[str, float]]:
-    """The most elements of a tensor that was told in a run, what the callback heard, and the logs."""
-    sizes, tell = [0], Broadcaster.broadcast
-
-    def noted(self: Broadcaster, value: Any, device: torch.device) -> Any:
-        value = tell(self, value, device)
-        sizes.extend(leaf.numel() for _, leaf in tree.walk(value) if isinstance(leaf, Tensor))
-        return value
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Broadcaster, "broadcast", noted)
-        trainer = train(callback)
-    return max(sizes), callback.shapes, {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-def train(callback: Heard) -> L.Trainer:
-    strategy = HybridShardStrategy(**layout(pipeline=2))
-    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, limit_val_batches=1, callbacks=[callback], **QUIET)
-    trainer.fit(Returns("gpt"), loader(8), loader(8))
-    return trainer
-
-
-def pickled() -> list[bool]:
-    """Of each batch of a run, whether what was broadcast was pickled."""
-    found, plain, pickling = [], Broadcaster.broadcast, dist.broadcast_object_list
-
-    def noted(self: Broadcaster, value: Any, device: torch.device) -> Any:
-        found.append(False)
-        return plain(self, value, device)
-
-    def noted_broadcast(*args: Any, **kwargs: Any) -> None:
-        found[-1:] = [True]
-        pickling(*args, **kwargs)
-
-    # A rehearsal of the first batch broadcasts too, what its microbatches leave behind.
-    strategy = HybridShardStrategy(**layout(pipeline=2), rehearse=False)
-    trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, **QUIET)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Broadcaster, "broadcast", noted)
-        patch.setattr(dist, "broadcast_object_list", noted_broadcast)
-        trainer.fit(Model("gpt"), loader(8), loader(8))
-    return found
-
-
-def test_a_steady_step_is_broadcast_without_pickling() -> None:
-    for found in run_ranks(pickled, 2, elastic=True):
-        training, validation = found[-24:-12], found[-12:]  # before them is what setup broadcasts
-        for batches in (training, validation):
-            assert len(batches) == 12
-            assert batches[0]
-            assert not any(batches[1:-1])  # of the last one it is said that no other follows
-
-
-def test_what_steps_return_goes_to_all_stages_where_a_hook_is_given_it() -> None:
-    for (most, shapes, logs), (most_of_heard, shapes_of_heard, logs_of_heard) in run_ranks(
-        told_of_both, 2, elastic=True
-    ):
-        assert most == 1
-        assert shapes == []
-        assert most_of_heard > 1000
-        assert set(shapes_of_heard) == {(8, 200)}
-        assert logs == logs_of_heard
-        assert logs

@@ -294,12 +294,7 @@ def fit(kind: type[Module], settings: dict[str, Any], batch_size: int = 16, rank
 
 STAGES = {"pipeline_parallel_size": 2}
 ZBV = {**STAGES, "schedule": "ZBVZeroBubble"}
-INTERLEAVED = {**STAGES, "schedule": "Interleaved1F1B"}
-SCHEDULES = [
-    pytest.param(STAGES, id="1F1B"),
-    pytest.param(ZBV, id="ZBV"),
-    pytest.param(INTERLEAVED, id="Interleaved1F1B", marks=pytest.mark.long),
-]
+SCHEDULES = [pytest.param(STAGES, id="1F1B"), pytest.param(ZBV, id="ZBV", marks=pytest.mark.long)]
 
 
 Case = tuple[type[Module], int]
@@ -316,18 +311,14 @@ def reports(cases: list[Case], settings: dict[str, Any], ranks: int = 2) -> dict
     return {case: [text for rank in found for text in rank[place][0]] for place, case in enumerate(cases)}
 
 
-def assert_reported_once(cases: list[Case], settings: dict[str, Any], ranks: int = 2) -> None:
-    for case, texts in reports(cases, settings, ranks).items():
-        assert [NO_MEAN in text for text in texts] == [True], case
-
-
 NO_MEAN = "The training loss is no mean"
 
 
 @pytest.mark.parametrize("settings", SCHEDULES)
 def test_what_compares_samples_is_reported_once(settings: dict[str, Any]) -> None:
     comparing: list[Case] = [(kind, 16) for kind in (Contrastive, Dice, RootMeanSquare, Together)]
-    comparing += [(UndroppedContrastive, 4), (Dice, 4)]
+    comparing += [(ContrastiveTimeFirst, 16), (CentredFrames, 16)]  # wherever samples lie in what blocks get
+    comparing += [(Dice, 4), (ContrastiveViews, 4)]  # of one sample for each microbatch, and two rows
     *losses, logs = reports([*comparing, (CodesInBlock, 16)], settings).values()
     assert [[NO_MEAN in text for text in texts] for texts in losses] == [[True]] * len(comparing)
     assert ["self.log('number', …) is no mean" in text for text in logs] == [True]
@@ -335,9 +326,10 @@ def test_what_compares_samples_is_reported_once(settings: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("settings", SCHEDULES)
 def test_means_over_samples_are_not(settings: dict[str, Any]) -> None:
-    kinds = [Module, InOrder, Normalized, UndroppedMean, MeanInBlock]
-    ranks = run_ranks(fit_each, 2, [(kind, 16) for kind in kinds], settings, elastic=True, timeout_s=200)
-    assert [texts for rank in ranks for texts, _ in rank] == [[]] * 10
+    cases: list[Case] = [(kind, 16) for kind in (Module, InOrder, Normalized, MeanInBlock, Kendall, Recurrent, Views)]
+    cases += [(kind, 4) for kind in (BothWays, TimeFirst, Shared)]  # of one sample for each microbatch
+    ranks = run_ranks(fit_each, 2, cases, settings, elastic=True, timeout_s=200)
+    assert [texts for rank in ranks for texts, _ in rank] == [[]] * (2 * len(cases))
     assert 2 * 4 in [rank[0][1] for rank in ranks]  # runs of the check leave nothing
 
 
@@ -357,17 +349,6 @@ def test_without_rehearsals_a_step_runs_once_for_each_microbatch_and_nothing_is_
         assert sum(len(texts) for texts, _ in found) == says
         assert len((tmp_path / "runs").read_text()) == runs
         (tmp_path / "runs").unlink()
-
-
-def test_samples_are_compared_wherever_they_lie_in_what_blocks_get() -> None:
-    comparing: list[Case] = [
-        *((kind, 16) for kind in (ContrastiveTimeFirst, ContrastiveFrames, ContrastiveViews, VarianceOfViews)),
-        *((kind, 16) for kind in (CentredFrames, CentredTimeFirst)),
-        (ContrastiveViews, 4),  # of one sample for each microbatch, and two rows
-    ]
-    assert_reported_once(comparing, STAGES)
-    on_two = {**STAGES, "data_parallel_size": 2}  # which agree on each run
-    assert_reported_once([(ContrastiveViews, 16)], on_two, 4)
 
 
 class UndroppedContrastive(UndroppedMean):
@@ -401,10 +382,6 @@ class Frames(UndroppedMean):
         return self.loss(self.head(rows).unflatten(0, (-1, 3)).mean(1), batch[1])
 
 
-class ContrastiveFrames(Frames, UndroppedContrastive):
-    pass
-
-
 class Views(UndroppedMean):
     """Its blocks get all samples, and then another view of all of them."""
 
@@ -423,13 +400,6 @@ class ContrastiveViews(Views, UndroppedContrastive):
     pass
 
 
-class VarianceOfViews(Views):
-    """Compares the samples of each view by itself."""
-
-    def of_views(self, one: Tensor, other: Tensor, y: Tensor) -> Tensor:
-        return -(one.var(0).mean() + other.var(0).mean())
-
-
 class CentredRows(Undropped):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) - x.mean((0, 1) if x.ndim == 3 else 0)
@@ -441,23 +411,11 @@ class CentredFrames(Frames):
         self.blocks[0] = CentredRows()
 
 
-class CentredTimeFirst(TimeFirst):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0] = CentredRows()
-
-
 class Path(Undropped):
     """Drops a sample's whole path, so seldom that two runs are mostly equal."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(x).tanh() * torch.empty(len(x), 1).bernoulli_(0.9) / 0.9
-
-
-class StochasticDepth(UndroppedMean):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Path() for _ in range(4))
 
 
 class WithShared(Undropped):
@@ -486,13 +444,6 @@ class Shared(UndroppedMean):
         return self.loss(self.head(x), batch[1]) + 0.1 * total[0]
 
 
-ORDINARY = [Module, InOrder, UndroppedMean, MeanInBlock, Recurrent, BothWays, TimeFirst, Kendall, Shared]
-
-
-def test_means_over_microbatches_of_one_sample_are_not_reported() -> None:
-    assert not any(reports([(kind, 4) for kind in ORDINARY], STAGES).values())
-
-
 class ReturnsMeans(UndroppedMean):
     """Of each class, of as many as a microbatch has samples; and in prediction, which logs nothing."""
 
@@ -516,56 +467,23 @@ def predict(kind: type[Module]) -> None:
 def test_means_of_as_many_classes_as_samples_are_refused() -> None:
     with pytest.raises(RanksFailed, match=rf"\['means'\].* it has {WIDTH} entries for each, as many as samples"):
         run_ranks(fit, 2, ReturnsMeans, STAGES, 4 * WIDTH, elastic=True)
+
+
+@pytest.mark.long
+def test_means_of_as_many_classes_as_samples_are_refused_in_predictions() -> None:
     with pytest.raises(RanksFailed, match=rf"\['means'\].* it has {WIDTH} entries for each, as many as samples"):
         run_ranks(predict, 2, ReturnsMeans, elastic=True)
 
 
-def test_steps_that_call_data_ranks_are_not_joined() -> None:
-    settings = {**STAGES, "data_parallel_size": 2}
-    assert [texts for texts, _ in run_ranks(fit, 4, Shared, settings, 4, 4, elastic=True)] == [[]] * 4
+def test_steps_that_call_data_ranks_are_not_joined_and_run_equally_often_whatever_each_finds() -> None:
+    assert not any(reports([(Shared, 4), (Padded, 16)], {**STAGES, "data_parallel_size": 2}, 4).values())
 
 
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        best = self.router(x).argmax(-1)
-        rows = x.new_zeros(x.shape)
-        for index, expert in enumerate(self.experts):
-            of_this = torch.where(best == index)[0]
-            rows = rows.index_add(0, of_this, expert(x[of_this]))
-        return x + rows + self.router(x).mean(-1, keepdim=True)
-
-
-class OfExperts(Module):
-    first = Mixture  # type: ignore[assignment]
-
-
-class ContrastiveExperts(OfExperts):
-    loss = Contrastive.loss
-
-
-@pytest.mark.parametrize(
-    ("settings", "right", "kinds"),
-    [
-        ({"reshard_after_forward": True}, Module, [Contrastive, Together]),
-        (
-            {"expert_parallel_size": 2, "expert_parallel_plan": {"blocks.0.experts": "experts"}},
-            OfExperts,
-            [ContrastiveExperts],
-        ),
-    ],
-    ids=["resharding", "experts"],
-)
-def test_samples_are_compared_where_forwards_call_data_ranks(
-    settings: dict[str, Any], right: type[Module], kinds: list[type[Module]]
-) -> None:
-    on_two = {**STAGES, "data_parallel_size": 2, **settings}
-    assert not any(reports([(right, 16)], on_two, 4).values())
-    assert_reported_once([(kind, 16) for kind in kinds], on_two, 4)
+def test_samples_are_compared_where_forwards_call_data_ranks() -> None:
+    settings = {**STAGES, "data_parallel_size": 2, "reshard_after_forward": True}
+    nothing, *found = reports([(kind, 16) for kind in (Module, Contrastive, Together)], settings, 4).values()
+    assert nothing == []
+    assert [[NO_MEAN in text for text in texts] for texts in found] == [[True]] * 2
 
 
 class Scaled(UndroppedMean):
@@ -604,30 +522,12 @@ def said_of_each(kinds: list[type[Module]], batch_size: int) -> list[list[str]]:
     return [said(kind, batch_size) for kind in kinds]
 
 
-@pytest.mark.parametrize("batch_size", [16, 4 * WIDTH])  # microbatches of the second have as many samples as features
+@pytest.mark.parametrize(
+    "batch_size", [pytest.param(16, marks=pytest.mark.long), 4 * WIDTH]
+)  # microbatches of the second have as many samples as features
 def test_whether_a_loss_is_a_sum_is_measured(batch_size: int) -> None:
     expected = {Scaled: ["a sum"], Divided: [], Correlated: ["no mean"]}
     assert run_ranks(said_of_each, 2, [*expected], batch_size, elastic=True) == [[*expected.values()], [[]] * 3]
-
-
-def drop_paths(batch_size: int, seeds: range) -> list[str]:
-    found = []
-    for seed in seeds:
-        L.seed_everything(seed, verbose=False)
-        data = TensorDataset(torch.randn(batch_size, WIDTH), torch.randint(0, WIDTH, (batch_size,)))
-        strategy = HybridShardStrategy(microbatches=4, **STAGES)
-        trainer = L.Trainer(max_epochs=1, devices=2, strategy=strategy, **QUIET)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            trainer.fit(StochasticDepth(), DataLoader(data, batch_size=batch_size))
-        found += [text for each in said if TOLD in (text := str(each.message))]
-    return found
-
-
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 12), marks=pytest.mark.long)])
-@pytest.mark.parametrize("batch_size", [4, 16])
-def test_numbers_drawn_alike_by_chance_are_not_told_of(batch_size: int, seeds: range) -> None:
-    assert run_ranks(drop_paths, 2, batch_size, seeds, elastic=True, timeout_s=200) == [[], []]
 
 
 TOLD_FALSELY = (TOLD, "can't be sent")
@@ -650,7 +550,8 @@ def told_of_each(kinds: list[type[Module]], seeds: range) -> list[list[str]]:
     return [told_of(kind, seeds) for kind in kinds]
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 4), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("seeds", [range(2), range(2, 4)])
 def test_what_is_as_in_one_process_is_not_reported(seeds: range) -> None:
     kinds = [Dropping, Penalized, Kendall, Recurrent, BothWays, TimeFirst, Frames, Views]
     assert run_ranks(told_of_each, 2, kinds, seeds, elastic=True, timeout_s=300) == [[[]] * len(kinds)] * 2
@@ -724,6 +625,7 @@ def appended() -> int:
     return len(keeps.kept)
 
 
+@pytest.mark.long
 def test_runs_of_the_check_leave_nothing_in_callbacks() -> None:
     assert run_ranks(appended, 2, elastic=True)[0] == 32
 
@@ -733,7 +635,7 @@ def logs_told_of(settings: dict[str, Any], batch_size: int = 16) -> dict[str, li
     inputs, targets = torch.randn(32, WIDTH), torch.randint(0, WIDTH, (32,))
     loader: Any = DataLoader(TensorDataset(inputs, targets), batch_size=batch_size)
     settings = {"microbatches": 4, **settings}
-    trainer = L.Trainer(max_epochs=2, devices=2, strategy=HybridShardStrategy(**settings), **QUIET)
+    trainer = L.Trainer(max_epochs=1, devices=2, strategy=HybridShardStrategy(**settings), **QUIET)
     module, found = Logs(), {}
     for method, run in {"test": trainer.test, "fit": trainer.fit}.items():
         with warnings.catch_warnings(record=True) as said:
@@ -751,16 +653,15 @@ ODD_LOGS = ["!F1", "!codes", "!metric RMSE", "!metric sum", "!perplexity", "!roo
 
 
 WHOLE = {**STAGES, "microbatches": 1}
-ALWAYS = [(STAGES, 4), (ZBV, 16), (WHOLE, 16)]
-"""Settings and batch sizes; 4 samples are one for each microbatch. The others are long."""
 
 
 @pytest.mark.parametrize(
     ("settings", "batch_size"),
     [
-        pytest.param(settings, size, marks=[] if (settings, size) in ALWAYS else pytest.mark.long)
-        for settings in (STAGES, ZBV, INTERLEAVED, WHOLE)
-        for size in (16, 4)
+        pytest.param(STAGES, 16, id="1F1B"),
+        pytest.param(STAGES, 4, id="one sample each", marks=pytest.mark.long),
+        pytest.param(ZBV, 16, id="ZBV", marks=pytest.mark.long),
+        pytest.param(WHOLE, 16, id="whole", marks=pytest.mark.long),
     ],
 )
 def test_logs_that_are_no_means_are_told_of_once(settings: dict[str, Any], batch_size: int) -> None:
@@ -808,49 +709,8 @@ class Padded(UndroppedMean):
         return F.cross_entropy(x, y.where(y < (8 if self.global_rank % 2 else 4), -100), ignore_index=-100)
 
 
-def test_data_ranks_run_equally_often_whatever_each_finds() -> None:
-    settings = {**STAGES, "data_parallel_size": 2}
-    assert [len(texts) for texts, _ in run_ranks(fit, 4, Padded, settings, 16, 4, elastic=True)] == [0, 0, 0, 0]
-
-
-class WithBias(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        return x + self.linear(x + bias).tanh()
-
-
-class Settles(L.LightningModule):
-    """Computes something else in its first forward, before what later stages are sent too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(WithBias() for _ in range(4))
-        self.is_settled = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = batch
-        if not self.is_settled:
-            self.is_settled = True
-            x = x.double().float()
-        bias = self.enter(x).tanh()
-        for block in self.blocks:
-            x = block(x, bias)
-        return x.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def three_batches() -> list[Tensor]:
     return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)) for number in range(3)]
-
-
-def test_a_network_that_changes_itself_in_its_first_forward_trains_alike() -> None:
-    assert_trains_alike(Settles, three_batches, ["pp2"])
 
 
 class AttendsTimeFirst(UndroppedMean):

@@ -69,18 +69,6 @@ def test_of_several_microbatches_it_is_told_once_what_to_do(module: Module, caps
     assert capsys.readouterr().out.split("\n")[:3] == ["printed 1.0", "printed 2.0", "printed 3.0"]
 
 
-def test_reading_a_logger_and_a_single_microbatch_are_not_warned_of(module: Module) -> None:
-    output = DirectOutput(module, lambda: False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with output.watched(1):
-            module.step(1.0)
-        with output.watched(4):
-            assert module.logger is not None
-            assert module.logger.name == "memory"
-    assert given(module) == rows(1.0)
-
-
 def test_what_is_run_again_is_given_once(module: Module, capsys: Any) -> None:
     output = DirectOutput(module, lambda: False)
     with output.watched(1):

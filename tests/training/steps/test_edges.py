@@ -26,22 +26,6 @@ def on(sizes: dict[str, int], function: Any, *args: Any) -> Seen:
     return combine(run_ranks(function, world(sizes), sizes, *args, elastic=True), sizes)
 
 
-class GroupsOfOneStage(Model):
-    """Each parameter group lies on one stage as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__("gpt")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        groups = [{"params": [self.model.token_embedding.weight], "lr": 1e-2}, {"params": [self.model.head.weight]}]
-        return torch.optim.AdamW(groups, lr=1e-3)
-
-
-def groups_of_one_stage(sizes: dict[str, int] | None, folder: str) -> Seen:
-    seen = train("gpt", sizes, module=GroupsOfOneStage, callbacks=[SaveAtEnd(folder)] if sizes else [])
-    return seen
-
-
 class MadeEarly(Model):
     """As LightningCLI makes optimizers: from the module as it was built."""
 
@@ -58,25 +42,10 @@ def made_early(sizes: dict[str, int] | None) -> Seen:
     return train("gpt", sizes, module=MadeEarly)
 
 
-@pytest.mark.parametrize("sizes", [PIPELINE, pytest.param(layout(data=2), marks=pytest.mark.long)], ids=["pp2", "dp2"])
-def test_an_optimizer_made_before_the_module_was_sharded(sizes: dict[str, int]) -> None:
-    ours, plain = on(sizes, made_early), made_early(None)
+def test_an_optimizer_made_before_the_module_was_sharded() -> None:
+    ours, plain = on(PIPELINE, made_early), made_early(None)
     assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
     assert largest_difference(ours.parameters, plain.parameters) < 1e-4  # of steps of 1e-2
-
-
-class SaveAtEnd(L.Callback):
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(str(Path(self.folder, "end.ckpt")))
-
-
-def test_parameter_groups_that_lie_on_one_stage(tmp_path: Path) -> None:
-    ours = on(PIPELINE, groups_of_one_stage, str(tmp_path))
-    assert ours.losses == pytest.approx(groups_of_one_stage(None, "").losses, rel=2e-6)
-    assert (tmp_path / "end.ckpt" / "manifest.json").exists()
 
 
 class Counting(Model):
@@ -132,6 +101,10 @@ class Gathering(Model):
         return loss
 
 
+def gather_on_both() -> list[list[Any]]:
+    return [gather(sizes) for sizes in (layout(data=2, tensor=2), layout(pipeline=2, data=2))]
+
+
 def gather(sizes: dict[str, int]) -> list[Any]:
     L.seed_everything(3)
     module = Gathering(differentiates=sizes["pipeline_parallel_size"] == 1)
@@ -151,10 +124,10 @@ def gather(sizes: dict[str, int]) -> list[Any]:
 def test_all_gather_is_over_the_data_ranks() -> None:
     data: Any = loader(1).dataset
     expected = [[int(data[i]["x"][0]) for i in range(rank, GLOBAL_BATCH, 2)] for rank in range(2)]
-    assert run_ranks(gather, 4, layout(data=2, tensor=2), elastic=True) == [expected] * 4
+    tensors, stages = zip(*run_ranks(gather_on_both, 4, elastic=True))
+    assert tensors == (expected,) * 4
     # the last stage alone gets to the end of a step, with each microbatch: it gathers from the data ranks of its own
-    stages = run_ranks(gather, 4, layout(pipeline=2, data=2), elastic=True)
-    assert stages[:2] == [[row[-2:] for row in expected]] * 2
+    assert stages[:2] == ([row[-2:] for row in expected],) * 2
 
 
 class Extremes(Model):
@@ -174,6 +147,7 @@ def extremes(sizes: dict[str, int] | None) -> Seen:
     return train("gpt", sizes, module=Extremes, steps=2)
 
 
+@pytest.mark.long
 def test_metrics_that_hold_metrics() -> None:
     assert on(PIPELINE, extremes).metrics == pytest.approx(extremes(None).metrics, rel=1e-5)
 
@@ -191,19 +165,10 @@ def break_off(sizes: dict[str, int] | None) -> Seen:
     return train("gpt", sizes, callbacks=[BreaksOff()], trainer=settings, steps=2)
 
 
-@pytest.mark.parametrize("sizes", [PIPELINE, layout(data=2)], ids=["pp2", "dp2"])
-def test_an_accumulation_that_is_broken_off_leaves_nothing(sizes: dict[str, int]) -> None:
-    ours, plain = on(sizes, break_off), break_off(None)
+def test_an_accumulation_that_is_broken_off_leaves_nothing() -> None:
+    ours, plain = on(PIPELINE, break_off), break_off(None)
     assert ours.norm == pytest.approx(plain.norm, rel=1e-6)
     assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
-
-
-def odd_last_batch(sizes: dict[str, int] | None) -> Seen:
-    return train("gpt", sizes, steps=-1, samples=38, trainer={"max_epochs": 1, "val_check_interval": 1.0})
-
-
-def test_a_last_batch_that_the_microbatches_dont_divide() -> None:
-    assert on(PIPELINE, odd_last_batch).losses == pytest.approx(odd_last_batch(None).losses, rel=2e-6)  # 16, 16, 6
 
 
 class Drops(L.LightningModule):
@@ -247,6 +212,7 @@ def drop() -> list[Tensor]:
     return [mask for mask in noted if type(mask) is Tensor]  # those of the other stage are unknown
 
 
+@pytest.mark.long
 def test_no_two_blocks_or_microbatches_draw_the_same_mask() -> None:
     masks = [mask for masks in run_ranks(drop, 2, elastic=True) for mask in masks]
     assert len(masks) == 4 * 4
@@ -273,7 +239,7 @@ def by_sequence(sizes: dict[str, int]) -> Seen:
     return train("gpt", sizes, tensor_parallel_plan=BY_SEQUENCE)
 
 
-@pytest.mark.parametrize("pipeline", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("pipeline", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_sequence_parallelism_from_a_plan(pipeline: int) -> None:
     ours, plain = on(layout(pipeline=pipeline, tensor=2), by_sequence), train("gpt")
     assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
@@ -326,9 +292,8 @@ def train_in_place(sizes: dict[str, int] | None = None) -> Seen:
     return train("gpt", sizes, module=ChangesInPlace)
 
 
-@pytest.mark.parametrize("sizes", [layout(pipeline=2), layout(data=2)], ids=["pp2", "dp2"])
-def test_code_that_changes_a_blocks_output_in_place(sizes: dict[str, int]) -> None:
-    plain, ours = train_in_place(), combine(run_ranks(train_in_place, 2, sizes, elastic=True), sizes)
+def test_code_that_changes_a_blocks_output_in_place() -> None:
+    plain, ours = train_in_place(), on(PIPELINE, train_in_place)
     assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
     assert ours.metrics == pytest.approx(plain.metrics, rel=2e-6)
     assert largest_difference(ours.gradients, plain.gradients) < 2e-7
@@ -354,9 +319,8 @@ def stop(sizes: dict[str, int], accumulate: int) -> int:
     return len(train("gpt", sizes, steps=6, module=lambda: module, trainer=trainer).losses)
 
 
-@pytest.mark.parametrize(("sizes", "accumulate", "batches"), [(layout(pipeline=2), 2, 2), (layout(data=2), 4, 4)])
-def test_a_rank_that_stops_stops_all(sizes: dict[str, int], accumulate: int, batches: int) -> None:
-    assert run_ranks(stop, 2, sizes, accumulate, elastic=True) == [batches, batches]
+def test_a_rank_that_stops_stops_all() -> None:
+    assert run_ranks(stop, 2, layout(data=2), 4, elastic=True) == [4, 4]
 
 
 class StopsInAHook(Model):
@@ -389,7 +353,8 @@ def stop_in_hooks(sizes: dict[str, int]) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("sizes", [layout(pipeline=2), layout(data=2)], ids=["pp2", "dp2"])
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [PIPELINE, layout(data=2)], ids=["pp2", "dp2"])
 def test_a_hook_of_the_module_that_stops_one_rank_stops_all(sizes: dict[str, int]) -> None:
     assert run_ranks(stop_in_hooks, 2, sizes, elastic=True) == [[1, 2, 3]] * 2
 
@@ -400,20 +365,27 @@ class Predicts(Model):
         return [int(x[0] + 64 * x[1] + 64**2 * x[2]) for x in batch["x"]]
 
 
-def predict(sizes: dict[str, int], samples: int) -> tuple[int, list[int]]:
-    strategy = HybridShardStrategy(**sizes)
-    trainer = L.Trainer(strategy=strategy, devices=world(sizes), **QUIET)
-    predictions = trainer.predict(Predicts("gpt"), loader(2, samples=samples))
-    assert predictions is not None
-    return strategy.layout.data_rank, [sample for batch in predictions for sample in batch]  # type: ignore[union-attr]
+UNEVEN = (5, 7)
+"""Samples, of which a rank repeats a whole batch; or a rank's last batch is smaller."""
+
+
+def predict(sizes: dict[str, int]) -> list[tuple[int, list[int]]]:
+    found = []
+    for samples in UNEVEN:
+        strategy = HybridShardStrategy(**sizes)
+        trainer = L.Trainer(strategy=strategy, devices=world(sizes), **QUIET)
+        predictions: Any = trainer.predict(Predicts("gpt"), loader(2, samples=samples))
+        found.append((strategy.layout.data_rank, [sample for batch in predictions for sample in batch]))
+    return found
 
 
 def test_each_sample_is_predicted_once_where_data_ranks_dont_divide_them() -> None:
     sizes = layout(pipeline=2, data=2)
-    for samples in (5, 7):  # a rank repeats a whole batch; a rank's last batch is smaller
+    found = run_ranks(predict, 4, sizes, elastic=True)
+    for place, samples in enumerate(UNEVEN):
         expected = [int(x[0] + 64 * x[1] + 64**2 * x[2]) for x in loader(1, samples=samples).dataset.x]  # type: ignore[attr-defined]
         by_data_rank: dict[int, list[int]] = {}
-        for data_rank, own in run_ranks(predict, 4, sizes, samples, elastic=True):
+        for data_rank, own in (rank[place] for rank in found):
             assert by_data_rank.setdefault(data_rank, own) == own
         assert by_data_rank == {rank: expected[rank::2] for rank in range(2)}
 
@@ -442,11 +414,11 @@ class DropsOut(Model):
 
 def drop_out(sizes: dict[str, int]) -> list[Any]:
     """Keeping what blocks compute, recomputing in the user's code, and by the strategy's settings."""
-    kept, by_user = (train("gpt", sizes, steps=2, module=lambda r=r: DropsOut(r)) for r in (False, True))
-    settings = (True, 2, "selective")
+    kept, by_user = (train("gpt", sizes, steps=1, module=lambda r=r: DropsOut(r)) for r in (False, True))
+    settings = (2, "selective")
     return [
         *(kept, by_user),
-        *(train("gpt", sizes, steps=2, module=lambda: DropsOut(False), activation_checkpointing=n) for n in settings),
+        *(train("gpt", sizes, steps=1, module=lambda: DropsOut(False), activation_checkpointing=n) for n in settings),
     ]
 
 

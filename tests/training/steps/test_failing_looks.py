@@ -61,7 +61,7 @@ def fit(where: str, ranks: list[int]) -> None:
     trainer.fit(Fails(where, ranks), DataLoader(batches(), batch_size=None))
 
 
-@pytest.mark.parametrize(("where", "ranks"), [("around", [2, 3]), ("around", [1]), ("block", [3])])
+@pytest.mark.parametrize(("where", "ranks"), [pytest.param("around", [2, 3], marks=pytest.mark.long), ("block", [3])])
 def test_an_error_that_only_some_ranks_have_in_a_look_ends_all_with_it(where: str, ranks: list[int]) -> None:
     with pytest.raises(RanksFailed, match="failed first: ") as failed:
         run_ranks(fit, 4, where, ranks, elastic=True)

@@ -21,12 +21,15 @@ def fit(stages: int) -> None:
     trainer.fit(Model("gpt"), DataLoader(Tokens(48 if os.environ["RANK"] == "0" else 32), batch_size=8))
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_dataset_of_another_length_on_another_rank_is_refused_before_the_first_step(stages: int) -> None:
     first, other = {1: (3, 2), 2: (6, 4)}[stages]
     told = f"a Tokens gives {first} batches on rank 0 and {other} batches on rank 1"
     with pytest.raises(RanksFailed, match=f"ConfigurationError: A DataLoader of {told}"):
         run_ranks(fit, 2, stages, elastic=True)
+
+
+LONG = pytest.mark.long
 
 
 class Stream(IterableDataset[Any]):
@@ -49,17 +52,15 @@ def run_streamed(method: str, schedule: str, *sizes: int) -> int:
 
 def test_streams_alike_end_together_with_a_smaller_batch() -> None:
     assert run_ranks(run_streamed, 2, "fit", "1F1B", 28, 28, elastic=True) == [2, 2]
-    run_ranks(run_streamed, 2, "validate", "1F1B", 28, 28, elastic=True)  # batches are taken before their turn
 
 
 @pytest.mark.parametrize(
     ("method", "schedule", "sizes", "says"),
     [
         ("fit", "1F1B", (24, 16), "reads no more batch next, and the last pipeline stage a batch of 8 samples"),
-        ("fit", "Interleaved1F1B", (16, 24), "reads a batch of 8 samples .* and the last pipeline stage no more batch"),
-        ("fit", "1F1B", (24, 0), "reads no more batch next, and the last pipeline stage a batch of 8 samples"),
-        ("fit", "1F1B", (24, 20), "reads a batch of 4 samples .* and the last pipeline stage a batch of 8 samples"),
-        ("validate", "1F1B", (24, 16), "reads no more batch next, and the last pipeline stage a batch of 8 samples"),
+        pytest.param("fit", "Interleaved1F1B", (16, 24), "reads a batch of 8 .* and the last .* no more", marks=LONG),
+        pytest.param("fit", "1F1B", (24, 20), "reads a batch of 4 samples .* and the last .* 8 samples", marks=LONG),
+        pytest.param("validate", "1F1B", (24, 16), "reads no more batch next, and the last .* 8 samples", marks=LONG),
     ],
 )
 def test_a_stream_that_ends_elsewhere_on_another_stage_is_refused_where_it_does(

@@ -43,17 +43,6 @@ def test_floats_are_means_over_samples() -> None:
     assert combined([torch.tensor(1.0, dtype=torch.float64)] * 3).dtype == torch.float64
 
 
-def test_what_is_logged_twice_by_one_name_is_two_logs() -> None:
-    module = Module()
-    logs = HeldLogs(module)
-    with logs.holding(2):
-        for value in (1.0, 2.0):
-            logs.begin_microbatch()
-            module.log("x", value)
-            module.log("x", 10 * value)
-    assert [(name, float(value)) for name, value, _ in logs.combined()] == [("x", 1.5), ("x", 15.0)]
-
-
 def test_a_batch_size_of_some_microbatches_only_is_not_taken_for_the_batchs() -> None:
     module = Module()
     logs = HeldLogs(module)
@@ -152,12 +141,6 @@ def test_a_log_of_the_users_own_is_told_once_of_the_batch(on_object: bool) -> No
     logs.emit(logs.combined())
     assert own.__self__.said == ("val/x", 1.5, {})  # type: ignore[attr-defined]
     assert module.log == own
-
-
-def test_what_cant_be_logged_is_lightnings_to_say() -> None:
-    module = Module()
-    with HeldLogs(module).holding(2), pytest.raises(ValueError, match="`str` values cannot be logged"):
-        module.log("x", "text")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["step", "epoch"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import lightning as L
-import pytest
 import torch
 from torch import Tensor
 
@@ -40,12 +39,5 @@ def count(batch: dict[str, Tensor]) -> Tensor:
     return batch["mask"].sum()
 
 
-@pytest.mark.parametrize("layout", ["pp2", pytest.param("dp1", marks=pytest.mark.long)])
-def test_a_batch_of_which_nothing_counts_has_gradients_of_zero(layout: str) -> None:
-    """They were NaN."""
-    assert_trains_alike(Masked, batches, layout, loss_weight=count)
-
-
-def test_data_ranks_are_compared_by_how_much_their_losses_count() -> None:
-    """The hint was to use ``loss_weight``."""
-    assert_trains_alike(Masked, batches, "dp2", loss_weight=count)
+def test_batches_count_by_their_weight_and_one_of_which_nothing_counts_has_gradients_of_zero() -> None:
+    assert_trains_alike(Masked, batches, ["pp2", "dp2"], loss_weight=count)

@@ -34,6 +34,7 @@ def losses(sizes: dict[str, int] | None, **options: Any) -> list[float]:
     return seen.losses
 
 
+@pytest.mark.long
 def test_with_one_microbatch_it_is_stepped_once() -> None:
     plain = losses(None)
     for own in run_ranks(losses, 2, PIPELINE, microbatches=1, elastic=True, timeout_s=60):

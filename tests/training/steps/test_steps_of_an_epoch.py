@@ -63,7 +63,7 @@ def fit(schedule: str | None) -> tuple[list[float], dict[str, Tensor]]:
     return module.losses, {name: value.detach().clone() for name, value in (parameters or {}).items()}
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.long)])
 def test_what_crosses_is_looked_at_anew_in_each_epoch(schedule: str) -> None:
     losses, parameters = run_ranks(fit, 2, schedule, elastic=True)[0]
     expected = fit(None)

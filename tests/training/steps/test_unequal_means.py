@@ -69,13 +69,3 @@ def test_padding_that_begins_later_is_found_in_the_next_step_that_is_looked_at(g
             if means.warn():
                 told.append(step)
     assert told == [32]
-
-
-def test_each_of_a_steps_losses_is_compared_with_those_in_its_place(group: dist.ProcessGroup) -> None:
-    means = UnequalMeans(2, group, is_weighted=False)
-    x = torch.ones(4, requires_grad=True)
-    for number in (3, 5, 7, 8, 9, 10):  # more than are compared
-        means.note_next(x.sum() / number)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not means.warn()

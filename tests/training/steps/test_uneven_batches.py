@@ -90,10 +90,23 @@ def run(settings: dict[str, Any], data: str) -> tuple[dict[str, Tensor], float, 
     return module.trained, loss, torch.cat(predicted)
 
 
-@pytest.mark.parametrize("data", ["stream", "buckets"])
-def test_batches_of_different_sizes_train_and_evaluate_as_without_stages(data: str) -> None:
+RESHARDED = {"reshard_after_forward": True}
+REDUCED = {"reduce_each_microbatch": True}
+
+
+@pytest.mark.parametrize(
+    ("data", "settings"),
+    [
+        ("stream", [{}]),
+        pytest.param("stream", [RESHARDED, REDUCED], marks=pytest.mark.long),
+        pytest.param("buckets", [{}, RESHARDED, REDUCED], marks=pytest.mark.long),
+    ],
+)
+def test_batches_of_different_sizes_train_and_evaluate_as_without_stages(
+    data: str, settings: list[dict[str, bool]]
+) -> None:
     expected = run_ranks(run, 2, {"data_parallel_size": 2}, data, elastic=True)
-    for more in ({}, {"reshard_after_forward": True}, {"reduce_each_microbatch": True}):
+    for more in settings:
         found = run_ranks(run, 4, {**PP2_DP2, **more}, data, elastic=True)
         for rank, (weights, loss, predicted) in enumerate(found):
             plain_weights, plain_loss, plain_predicted = expected[rank % 2]
