@@ -353,10 +353,6 @@ def test_modules_optimizers_and_values_in_the_ways_of_fabric(tmp_path: Path) -> 
     assert plain.load(tmp_path / "two").keys() == state.keys() | {"tensor"}
 
 
-def test_is_known_by_its_name() -> None:
-    assert isinstance(Fabric(accelerator="cpu", strategy="hybrid_shard").strategy, HybridShardStrategy)
-
-
 def fails(world: int) -> None:
     start(world, {"tensor_parallel_size": 3})
 

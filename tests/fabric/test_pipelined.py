@@ -20,7 +20,6 @@ from tests.fabric.test_fabric import (
     GPT,
     TENSOR_PLAN,
     Text,
-    by_a_trainer,
     data_ranks,
     loss_of,
     start,
@@ -139,18 +138,6 @@ def test_one_file_of_stages_resumes_on_stages_and_on_one_process(
     for devices, settings in ((2, STAGES), (1, {})):
         for seen in run_ranks(resumed, devices, devices, settings, tmp_path / "two", elastic=True):
             assert seen == pytest.approx(expected[6:], rel=1e-4)
-
-
-def of_a_trainer(path: Path) -> float:
-    fabric = start(2, STAGES)
-    state = made(fabric)
-    fabric.load(path, {key: state[key] for key in ("model", "optimizer")})
-    return float(next(iter(state["optimizer"].optimizer.state.values()))["step"])
-
-
-def test_a_trainers_checkpoint_loads(tmp_path: Path) -> None:
-    run_ranks(by_a_trainer, 2, 2, {"pipeline_parallel_size": 2}, 2, tmp_path / "trainer", None, elastic=True)
-    assert run_ranks(of_a_trainer, 2, tmp_path / "trainer", elastic=True) == [2, 2]
 
 
 def refuses() -> None:

@@ -46,17 +46,6 @@ def test_two_networks_that_a_step_calls_once_each_are_both_cut() -> None:
     assert not said
 
 
-class Twice(Towers):
-    """Looks at two views of each image: a pipeline runs a network once in a step."""
-
-    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
-        return super().loss(batch) + self.image(batch[0].flip(-1)).sum()
-
-
-def test_of_a_network_that_a_step_calls_twice_nothing_is_cut_with_another() -> None:
-    assert len({name.partition(".")[0] for name in find_blocks(Twice()).names}) == 1
-
-
 class Parts(nn.Module):
     """Three modules that the code calls one after the other, or in a loop."""
 
@@ -77,16 +66,6 @@ class Looped(Parts):
         for part in (self.first, self.second, self.third):
             x = part(x)
         return x + self.small(x[..., :4]).sum()
-
-
-class Large(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.small = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-        self.large = nn.LSTM(4, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.large(self.small(x))[0]
 
 
 class Stepping(L.LightningModule):
@@ -116,10 +95,3 @@ def test_a_useless_cut_is_said_with_the_blocks_to_paste_that_share_the_cost() ->
     listed = ["network.first", "network.second", "network.third"]
     assert f"pipeline_blocks={listed} would leave no stage below 3" in said
     assert cut(module, path=listed)[1] == []
-
-
-def test_of_a_network_that_cant_be_cut_well_its_largest_module_is_named() -> None:
-    _, [said] = cut(Stepping(Large()))
-    assert (
-        "No other cut between modules is much better; the largest is network.large: use fewer stages, or data" in said
-    )

@@ -7,23 +7,17 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.torch_version import TorchVersion
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError, LayoutError, PlacementError, PlanError, StepError
 from lightning_shard.layout import Layout
-from lightning_shard.parallel.fsdp.units import class_name
 from lightning_shard.plugin.assembly.assemble import Assembly
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps.loss_weight import LossWeights
-from lightning_shard.testing import run_ranks
-from tests.parity import QUIET, Model, loader
-from tests.paths import SCHEDULE_IN_A_V
 
 PP2 = {"pipeline_parallel_size": 2}
 
@@ -83,11 +77,6 @@ def test_what_cannot_work_is_refused_at_once(settings: dict[str, Any], error: ty
         HybridShardStrategy(**settings)
 
 
-def test_a_schedule_may_be_a_path() -> None:
-    order = SCHEDULE_IN_A_V
-    HybridShardStrategy(**PP2, schedule=order, process_group_backend="cpu:gloo")
-
-
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -135,21 +124,6 @@ def test_what_has_no_effect_without_its_axis_is_warned_of(arguments: dict[str, A
         HybridShardStrategy(pipeline_parallel_size=2, tensor_parallel_size=2, schedule="GPipe", microbatches=4)
 
 
-def held_without_a_pipeline() -> list[list[tuple[str, ...]]]:
-    held = []
-    for schedule in ("1F1B", "Interleaved1F1B", "DualPipeV"):
-        strategy = HybridShardStrategy(schedule=schedule)
-        L.Trainer(strategy=strategy, devices=1, max_steps=1, **QUIET).fit(Model("gpt"), loader(4))
-        held.append([stage.names for stage in strategy.placement.stages])
-    return held
-
-
-def test_without_a_pipeline_one_stage_has_all_blocks_whatever_the_schedule() -> None:
-    [[plain, *others]] = run_ranks(held_without_a_pipeline, 1, elastic=True)
-    assert len(plain) == 1
-    assert others == [plain, plain]
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -170,16 +144,6 @@ def test_without_a_pipeline_one_stage_has_all_blocks_whatever_the_schedule() -> 
 def test_numbers_of_stages_and_microbatches_that_do_not_fit_are_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         HybridShardStrategy(**arguments)
-
-
-def test_errors_name_the_users_class_and_not_fsdps() -> None:
-    class Block(torch.nn.Linear):
-        pass
-
-    unit: Any = Block(2, 2)
-    unit.__class__ = type("FSDPBlock", (FSDPModule, Block), {})
-    assert class_name(unit) == "Block"
-    assert class_name(Block(2, 2)) == "Block"
 
 
 def test_another_trainer_with_other_settings_is_told_which_differ() -> None:

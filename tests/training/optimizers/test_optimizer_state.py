@@ -285,8 +285,8 @@ def plain() -> dict[str, Seen]:
     [
         pytest.param(["several"], layout(data=2), layout(tensor=2), marks=pytest.mark.long),
         (["LBFGS"], layout(data=2), layout()),
-        (SOME, layout(tensor=2), layout(pipeline=2)),
-        (SOME, layout(pipeline=2), layout(data=2, tensor=2)),
+        (["nested"], layout(tensor=2), layout(pipeline=2)),
+        pytest.param(SOME, layout(pipeline=2), layout(data=2, tensor=2), marks=pytest.mark.long),
     ],
     ids=["dp2 to tp2", "dp2 to one", "tp2 to pp2", "pp2 to dp2×tp2"],
 )

@@ -413,12 +413,3 @@ def test_the_first_cause_is_the_last_that_rank_0_prints_and_only_its_traceback_i
     *_, told, remedy = (line for line in lines if line.strip() and not line.startswith("[rank1]"))
     assert "rank 0 lost the others. The first failure was on rank 1: ValueError: a bad sample of one rank" in told
     assert 'started again with ckpt_path="last"' in remedy
-
-
-@pytest.mark.long
-def test_of_an_error_that_all_ranks_have_the_traceback_is_printed_for_rank_0(tmp_path: Path) -> None:
-    code, lines = run_script(tmp_path, "errors", "2")
-    assert code == 1
-    assert sum("Traceback" in line for line in lines) <= 2, lines
-    assert sum("ValueError: a bad sample of all" in line for line in lines) == 2
-    assert steps_saved(tmp_path) == [2, 3]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.model_summary import summarize
@@ -25,20 +24,6 @@ class Network(L.LightningModule):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-
-class Nested(L.LightningModule):
-    """Holds a module in two places, and parameters of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = Network()
-        self.head = self.network.head
-        self.scale = nn.Parameter(torch.ones(1))
-        self.example_input_array = torch.ones(2, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.network(x) * self.scale
 
 
 class NeedsValues(Network):
@@ -63,12 +48,6 @@ def test_operations_and_sizes_are_those_of_the_whole_module() -> None:
     assert "In sizes" in columns
     assert module.example_input_array is not None
     assert (module.training, module.norm.training) == (True, False)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3, 7, -1])
-def test_summaries_of_any_depth_come_of_one_run(depth: int) -> None:
-    columns, expected = dict(summary_of(Nested(), depth)._get_summary_data()), summarize(Nested(), max_depth=depth)
-    assert {title: columns[title] for title, _ in expected._get_summary_data()} == dict(expected._get_summary_data())
 
 
 def test_where_the_example_needs_values_they_are_left_out() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
@@ -16,11 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint as LightningsOwn
 from safetensors.torch import load_file
 
 from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
-from lightning_shard.checkpoint.loading import replicas
-from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.testing import run_ranks
-from tests.counting import reads
-from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, loader, train
+from tests.parity import QUIET, Model, Seen, combine, layout, loader, train
 from tests.servers import SECRET, serve
 
 STOPPED, TRAINED = 3, 5  # of the six steps of an epoch
@@ -91,39 +86,6 @@ def test_a_run_on_s3_goes_on_with_another_layout_and_is_gathered_to_one_file(tmp
         assert all(torch.equal(gathered[name], value) for name, value in after.parameters.items())
 
 
-def go_on_with_replicas(url: str, options: dict[str, Any]) -> tuple[list[Seen], list[int]]:
-    """Resumed runs whose ranks are two replicas, and what they read, without the other's help and with it."""
-    runs, read = [], []
-    for share_reads in (False, None):
-        with reads() as counted, mock.patch.object(replicas, "MIN_BYTES", 2**10):  # the model is small
-            seen = train(
-                "gpt",
-                SHARDS,
-                steps=TRAINED,
-                shuffle=True,
-                resume=url,
-                data_parallel_replicas=2,
-                checkpoint_io=ShardedCheckpointIO(options, share_reads=share_reads),
-            )
-        runs.append(seen)
-        read.append(sum(counted))
-    runs.append(train("gpt", SHARDS, steps=TRAINED, shuffle=True))
-    return runs, read
-
-
-def test_replicas_read_a_checkpoint_on_s3_once_between_them(tmp_path: Path) -> None:
-    with serve("s3", tmp_path / "served") as server:
-        run_ranks(run, 2, STAGES, f"{server.url}/run", server.options, STOPPED, elastic=True)
-        resumed = run_ranks(go_on_with_replicas, 2, f"{server.url}/run/last.ckpt", server.options, elastic=True)
-    apart, shared, curve = (combine(list(seen), SHARDS) for seen in zip(*(runs for runs, _ in resumed)))
-    assert shared.losses == apart.losses == pytest.approx(curve.losses[STOPPED:], rel=2e-6)
-    assert largest_difference(shared.parameters, apart.parameters) == 0
-    assert largest_difference(shared.parameters, curve.parameters) < 2e-5
-    (alone, first), (_, second) = (read for _, read in resumed)
-    assert first + second < 1.1 * alone, (alone, first, second)
-    assert max(first, second) < 0.7 * alone, (alone, first, second)  # the small tensors are all read by one
-
-
 def refused(url: str, options: dict[str, Any]) -> str:
     keep = ModelCheckpoint(url, save_top_k=1)
     io = ShardedCheckpointIO(options)
@@ -146,43 +108,6 @@ def test_every_rank_is_told_at_once_that_the_keys_are_wrong(tmp_path: Path) -> N
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-class WhereLastLeads(L.Callback):
-    """After every step: the checkpoint that the link leads to, if it is one."""
-
-    def __init__(self, link: Path) -> None:
-        self.link = link
-        self.seen: list[str] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        if self.link.exists():
-            self.seen.append(self.link.resolve().name if checkpoint.exists(self.link) else "nothing")
-
-
-def link_in_the_background(folder: str) -> list[str]:
-    seen = WhereLastLeads(Path(folder, "last.ckpt"))
-    keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_last="link", every_n_train_steps=1)
-    with mock.patch.object(LocalStore, "publish", slow_publish):
-        train(
-            "gpt",
-            layout(),
-            callbacks=[seen, keep],
-            trainer={"enable_checkpointing": True},
-            checkpoint_io=ShardedCheckpointIO(asynchronous=True, fsync=False),
-        )
-    return seen.seen
-
-
-def slow_publish(self: LocalStore, *args: Any, original: Any = LocalStore.publish, **kwargs: Any) -> None:
-    time.sleep(0.2)
-    original(self, *args, **kwargs)
-
-
-def test_a_link_never_leads_to_a_save_that_is_under_way(tmp_path: Path) -> None:
-    (tmp_path / "last.ckpt").mkdir()  # as an earlier run without links leaves it
-    (seen,) = run_ranks(link_in_the_background, 1, str(tmp_path), elastic=True)
-    assert seen == ["nothing", "step=1.ckpt", "step=2.ckpt"]
 
 
 def warned_of(callbacks: list[L.Callback], root: str) -> list[str]:
