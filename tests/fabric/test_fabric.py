@@ -177,7 +177,9 @@ def one_process() -> list[float]:
     return whole_run(1, None, None)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in ("tp2", "hsdp") else []) for name in LAYOUTS]
+)
 def test_trains_saves_and_resumes_as_one_process(name: str, one_process: list[float], tmp_path: Path) -> None:
     world, settings = LAYOUTS[name]
     for seen in run_ranks(whole_run, world, world, settings, tmp_path, elastic=True):

@@ -41,9 +41,7 @@ class Dropped(Block):
 KINDS: dict[str, tuple[type[nn.Module], dict[str, Any], str, float]] = {
     "tied embeddings": (Tied, {}, "32-true", 1e-4),
     "bf16-mixed": (GPT, {}, "bf16-mixed", 2e-2),
-    "bf16-true": (GPT, {}, "bf16-true", 4e-2),
     "interleaved": (Four, {"schedule": "Interleaved1F1B"}, "32-true", 1e-4),
-    "split backwards": (Four, {"schedule": "InterleavedZeroBubble"}, "32-true", 1e-4),
     "split backwards in a V": (Four, {"schedule": "ZBVZeroBubble", "microbatches": 4}, "32-true", 1e-4),
 }
 

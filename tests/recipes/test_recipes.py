@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from names import CONFIG, refuse_unknown_names, refuse_unknown_overrides
 from omegaconf import OmegaConf
-from text import TextFolder, Windows
+from text import TextFolder
 
 TRAIN = CONFIG.parent / "recipes" / "train.py"
 OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONFIG.glob("*/*.yaml"))
@@ -111,11 +111,6 @@ class TestConfiguration:
 
 
 class TestText:
-    def test_every_byte_but_the_first_is_predicted_once(self) -> None:
-        text = torch.arange(101, dtype=torch.uint8)
-        windows = Windows(text, context=10)
-        assert torch.equal(torch.cat([windows[i][1:] for i in range(len(windows))]), text[1:].long())
-
     def test_the_last_tenth_of_every_file_is_held_out(self, tmp_path: Path) -> None:
         (tmp_path / "b").mkdir()
         (tmp_path / "a.txt").write_bytes(b"a" * 900 + b"A" * 100)
@@ -140,11 +135,6 @@ class TestText:
         with pytest.raises(ValueError, match=r"data\.global_batch_size \(12\) must be a multiple of the 5 data ranks"):
             data.train_dataloader()
 
-    def test_the_entropy_of_single_bytes_is_that_of_their_shares(self) -> None:
-        data = TextFolder("unused")
-        data.held_out_text = torch.tensor([0, 0, 1, 2], dtype=torch.uint8)
-        assert data.byte_entropy() == pytest.approx(1.5 * math.log(2))
-
     def test_too_little_text_is_refused_with_the_remedy(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"data\.path"):
             TextFolder(str(tmp_path)).setup()
@@ -167,7 +157,8 @@ class TestModel:
 
 
 class TestTraining:
-    @pytest.mark.parametrize("strategy", [pytest.param("single", marks=pytest.mark.long), "hybrid_shard"])
+    @pytest.mark.long
+    @pytest.mark.parametrize("strategy", ["single", "hybrid_shard"])
     def test_a_folder_of_text_is_learned_and_the_run_resumed(self, tmp_path: Path, strategy: str) -> None:
         (tmp_path / "poem.txt").write_text(POEM)
         output = tmp_path / "output"

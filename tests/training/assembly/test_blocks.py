@@ -201,58 +201,6 @@ class Holder(nn.Module):
     """Of what is set on it."""
 
 
-def test_a_module_of_several_places_is_there_as_often_as_it_runs() -> None:
-    module = Holder()
-    module.embed, module.block, module.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
-    assert find_blocks(module, ["block"] * 3).names == ("block",) * 3
-    seen = ["embed", "block", "norm", "block", "norm"]
-    found = find_blocks(module, calls=lambda: seen)
-    assert found.names == ("block",)
-    ordered = found.ordered(seen)
-    assert ordered.names == ("block", "block")
-    assert dict(ordered.parts) == {"embed": 0, "norm": 1}
-    module.blocks = nn.ModuleList([module.block, nn.Linear(8, 8)] * 2)
-    assert find_blocks(module).names == ("block", "blocks.1") * 2
-    assert "block" not in dict(find_blocks(module).parts)
-
-
-class InPairs(nn.Module):
-    """Lists of containers that are never called, of which one holds a list in turn; a norm after each pair."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norms = nn.Linear(8, 8), nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
-        self.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8)]) for _ in range(2))
-        self.named = nn.ModuleList(
-            nn.ModuleDict({"first": nn.Linear(8, 8), "rest": nn.ModuleList([nn.Linear(8, 8), nn.BatchNorm1d(8)])})
-            for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for (before, activation, linear), norm in zip(self.layers, self.norms):
-            x = norm(x + linear(activation(before(x))))
-        for block in self.named:
-            x = block["first"](x)
-            for rest in block["rest"]:
-                x = rest(x)
-        return x
-
-
-def test_containers_that_are_never_called_are_replaced_by_what_they_hold() -> None:
-    module = Holder()
-    module.net = InPairs()
-    pairs = tuple(f"net.layers.{i}.{j}" for i in range(2) for j in (0, 2))
-    rest = tuple(f"net.named.{i}.{name}" for i in range(2) for name in ("first", "rest.0", "rest.1"))
-    found = find_blocks(module)
-    assert found.names == pairs + rest
-    assert dict(found.parts) == {"net.embed": 0, "net.norms.0": 0, "net.norms.1": 2}
-    assert find_blocks(module, calls=lambda: [*pairs, *rest]).names == pairs + rest
-    assert find_blocks(module, calls=lambda: pairs).names == pairs
-    assert find_blocks(module, "layers").names == pairs
-    assert find_blocks(module, ["named.1", "layers"]).names == (*rest[3:], *pairs)
-
-
 def test_what_cant_be_cut_says_what_could_be_named() -> None:
     module = Holder()
     module.net = Holder()

@@ -95,16 +95,6 @@ def test_the_order_of_the_first_release_is_kept():
     assert list(sampler) == [2, 1, 3, 0, 5, 4, 7, 6]
 
 
-def test_a_custom_sampler_draws_on_where_it_was_though_training_draws_between():
-    plain = list(samplers(lambda: Drawing(1000), 1)[0])
-    (sampler,) = samplers(lambda: Drawing(1000), 1)
-    seen = []
-    for index in sampler:
-        seen.append(index)
-        torch.rand(3), np.random.rand(3), random.random()
-    assert seen == plain
-
-
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 4))
 def test_with_drop_last_no_sample_is_repeated_and_the_steps_are_those_of_one_process(length, size, batch_size):
     def batches_of(sampler):
@@ -189,44 +179,7 @@ def test_where_it_does_not_divide_less_than_a_round_is_repeated(length, first, s
     assert state["position"] == length
 
 
-def test_a_place_in_another_epoch_is_not_gone_to_but_its_seed_is_kept():
-    _, state = train(None, 24, 4, 2, 2)
-    (sampler,) = samplers(lambda: ORDERS["random"](24), 1, seed=99)
-    sampler.load_state_dict(state)
-    sampler.begin(1, 8)
-    (fresh,) = samplers(lambda: ORDERS["random"](24), 1)
-    fresh.set_epoch(1)
-    assert list(sampler) == list(fresh)
-    assert sampler.position(5) == 5
-
-
-def test_a_loader_that_is_read_several_times_in_an_epoch_resumes_in_its_pass():
-    """Beside a longer loader: 5 batches of 2 × 1 samples per pass; after 12 batches it is 2 batches into its third."""
-    _, state = train(None, 10, 2, 1, 0)
-    (first, _) = samplers(lambda: ORDERS["random"](10), 2)
-    assert first.position(12) == 4
-    _, state = train({**state, "position": 4}, 10, 2, 1, 0, batches=12)
-    (sampler, _) = samplers(lambda: ORDERS["random"](10), 2)
-    sampler.load_state_dict(state)
-    sampler.begin(0, 12)
-    assert [sampler.position(12 + more) for more in range(10)] == [4, 6, 8, 10, 2, 4, 6, 8, 0, 2]
-    assert [len(list(sampler)) for _ in range(3)] == [3, 5, 5]
-
-
 def test_batches_are_not_taken_for_samples():
     (sampler,) = samplers(lambda: [[0], [1]], 1, unit="batches")
     with pytest.raises(StateMismatchError, match="counts samples, and this DataLoader deals batches"):
         sampler.load_state_dict({"epoch": 0, "position": 1, "unit": "samples", "seed": 3})
-
-
-def test_worker_seeds_differ_by_data_rank_epoch_and_place_only():
-    def seed_after(rank, epoch, place):
-        generator = torch.Generator()
-        sampler = ShardedSampler(range(100), data_rank=rank, data_size=2, seed=3, worker_generator=generator)
-        sampler.load_state_dict({"epoch": epoch, "position": place, "unit": "samples", "seed": 3})
-        sampler.begin(epoch, 0)
-        return generator.initial_seed()
-
-    places = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 8)]
-    assert len({seed_after(*place) for place in places}) == 4
-    assert [seed_after(*place) for place in places] == [seed_after(*place) for place in places]

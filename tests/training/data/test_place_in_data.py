@@ -3,14 +3,13 @@
 The data ranks are simulated one after the other in this process: nothing here talks to another rank.
 """
 
-import contextlib
 import math
 from itertools import chain, islice
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
@@ -306,45 +305,6 @@ def test_a_place_that_was_not_saved_is_guessed_aloud(tmp_path, uninterrupted, ep
     with pytest.warns(UserWarning, match=r"doesn't store the position in the data.*, 3 batches are skipped"):
         second, _, _ = fit(4, tmp_path, resume=path)
     assert samples_of(first, epoch) + samples_of(second, epoch) == uninterrupted[epoch]
-
-
-def test_a_validation_that_was_broken_off_is_run_as_a_whole(tmp_path, monkeypatch):
-    plain_step = Recorder.validation_step
-    saver = SaveAndStop(tmp_path / "in-validation.ckpt", "save", 3)
-
-    def validation_step(module, batch, batch_idx):
-        if batch_idx == 1:
-            saver.save(module.trainer)
-        plain_step(module, batch, batch_idx)
-
-    monkeypatch.setattr(Recorder, "validation_step", validation_step)
-    fit(1, tmp_path, val_check_interval=0.5, stop=("on_test_start", 0))
-    monkeypatch.setattr(Recorder, "validation_step", plain_step)
-    _, module, _ = fit(2, tmp_path, resume=saver.path, val_check_interval=0.5)
-    assert module.validated[0] == (0, 5, 2)
-
-
-def test_gradients_are_accumulated_as_scheduled_after_a_resume_in_mid_epoch(tmp_path):
-    accumulated = []
-
-    class Watch(Callback):
-        def on_train_batch_start(self, trainer, *_):
-            accumulated.append(trainer.accumulate_grad_batches)
-
-    def run(stop, resume=None):
-        accumulated.clear()
-        scheduled = [GradientAccumulationScheduler({0: 1, 1: 4}), Watch()]
-        trainer = pl.Trainer(
-            strategy=Dealt(0, 1), accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[*scheduled, SaveAndStop(tmp_path / "a.ckpt", "on_train_batch_end", stop)],
-        )  # fmt: skip
-        with contextlib.suppress(Stop):
-            trainer.fit(Recorder(), loader(), ckpt_path=resume, weights_only=False)
-        return list(accumulated)
-
-    assert run(stop=26) == [1] * 24 + [4] * 8
-    assert run(stop=99, resume=tmp_path / "a.ckpt") == [4] * 16
 
 
 class Stateful(DataLoader):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from lightning_shard.errors import RankFailure
@@ -33,17 +31,6 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureWatch]]:
     yield made
     for watch in made:
         watch.stop()
-
-
-def test_the_others_learn_the_first_cause(watches: list[FailureWatch]) -> None:
-    first, other = ValueError("a bad batch"), ValueError("not the first")
-    assert watches[0]._look() is None
-    watches[1].report(first)
-    assert watches[0]._look() == "rank 1: ValueError: a bad batch"
-    watches[0].report(other)
-    assert other.__notes__ == ["The first failure was on rank 1: ValueError: a bad batch"]
-    assert not hasattr(first, "__notes__")
-    assert watches[0].failure_elsewhere(other) is None  # it is an error of its own
 
 
 def test_a_lost_connection_is_laid_to_the_rank_that_failed(watches: list[FailureWatch]) -> None:
@@ -94,15 +81,6 @@ def fail_on_all(watches: list[FailureWatch], error: Exception | None = None) -> 
         watch.report(error or ValueError("on all"))
 
 
-def test_ranks_that_fail_at_the_same_step_save_together_again_and_again(watches: list[FailureWatch]) -> None:
-    fail_on_all(watches)
-    for _ in range(2):
-        assert asked(watches, *["in batch 4"] * 3) == [""] * 3
-    for watch in watches:
-        watch.leave(0)
-    assert asked(watches, *["after the run"] * 3) == [""] * 3
-
-
 def test_ranks_at_different_steps_save_nothing(watches: list[FailureWatch]) -> None:
     fail_on_all(watches)
     whys = asked(watches, "in batch 4", "in batch 4", "in batch 5")
@@ -118,15 +96,3 @@ def test_a_rank_that_has_not_failed_is_named_with_its_place(
     whys = asked(watches, "in batch 4", "in batch 4")
     assert whys[0] == whys[1]
     assert whys[0].startswith("rank 2 is at ")
-
-
-class HalfDone(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
-        raise ValueError("in the update")
-
-
-def test_weights_that_an_optimizer_may_have_half_updated_are_not_saved(watches: list[FailureWatch]) -> None:
-    with pytest.raises(ValueError, match="update") as raised:
-        HalfDone([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
-    fail_on_all(watches, raised.value)
-    assert asked(watches, *["in batch 4"] * 3)[0].startswith("rank 0 failed in an optimizer's update")

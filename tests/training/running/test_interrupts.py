@@ -30,20 +30,6 @@ def press(one: Interrupts) -> None:
     one.wait(1)
 
 
-def test_the_rank_that_is_behind_catches_up_with_the_other_and_both_end(pair: Pair) -> None:
-    store, (behind, ahead) = dist.HashStore(), pair
-    behind.passes((7,))
-    ahead.passes((7,))
-    ahead.passes((7, 0, 0))
-    press(behind)
-    for one in (behind, ahead, behind, ahead):
-        assert one.look(store) is None
-    behind.passes((7, 0, 0))
-    for one in pair:
-        with pytest.raises(KeyboardInterrupt):
-            one.passes((7, 0, 1))
-
-
 def test_the_same_press_that_comes_twice_at_once_counts_once_and_a_later_one_ends_at_once(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

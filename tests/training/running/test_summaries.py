@@ -14,7 +14,7 @@ from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
 from tests.parity import GLOBAL_BATCH, PLANS, QUIET, Model, layout, loader, world
 
-PIPELINE, DATA, TENSOR = layout(pipeline=2), layout(data=2), layout(tensor=2)
+PIPELINE, TENSOR = layout(pipeline=2), layout(tensor=2)
 
 
 class Summarized(Model):

@@ -80,21 +80,12 @@ class Drifts(L.Callback):
             self.change(local)
 
 
-class Stops(L.Callback):
-    def on_train_batch_end(self, *_: Any) -> None:
-        raise KeyboardInterrupt
-
-
 def parameter(name: str) -> Find:
     return lambda _, module: module.get_parameter(name)
 
 
 def buffer(name: str) -> Find:
     return lambda _, module: module.get_buffer(name)
-
-
-def moment(name: str) -> Find:
-    return lambda trainer, module: trainer.optimizers[0].state[module.get_parameter(name)]["exp_avg"]
 
 
 def fit(

@@ -195,48 +195,6 @@ def test_the_base_is_compared_named_and_found_again(tmp_path: Path, uninterrupte
     assert FROZEN & set(late) == {"model.blocks.0.layer.bias"}  # frozen, but not what it was
 
 
-class Tied(Adapted):
-    """With two names of one frozen weight, and a frozen NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.head.weight = self.model.embed.weight
-        self.unused = nn.Parameter(torch.tensor([float("nan"), -0.0]), requires_grad=False)
-
-
-def begin_with_files(folder: str) -> None:
-    module = Adapted(seed=2)
-    fit("dp2", 1, module, resume=f"{folder}/whole.safetensors", exclude_frozen=True)
-    fit("dp2", 1, module, save=f"{folder}/second.ckpt", exclude_frozen=True)
-    module = Adapted(seed=2)
-    module.strict_loading = False
-    paths: dict[str, Any] = {"resume": f"{folder}/part.safetensors", "save": f"{folder}/part.ckpt"}
-    fit("dp2", 1, module, exclude_frozen=True, **paths)
-    fit("dp2", 1, Tied(), save=f"{folder}/tied.ckpt", base=f"{folder}/tied", exclude_frozen=True)
-
-
-@pytest.mark.long
-def test_each_base_holds_what_is_left_out(tmp_path: Path) -> None:
-    def without_head(module: Adapted) -> dict[str, Tensor]:
-        return {name: value for name, value in module.state_dict().items() if name != "model.head.weight"}
-
-    for name, state in (("whole", Adapted().state_dict()), ("part", without_head(Adapted()))):
-        checkpoint.save(state, tmp_path / name)
-        checkpoint.gather(tmp_path / name, tmp_path / f"{name}.safetensors")
-    checkpoint.save(without_head(Tied()), tmp_path / "tied")
-    run_ranks(begin_with_files, 2, str(tmp_path), elastic=True)
-    for name, saved in (("second", set()), ("part", {"model.head.weight"}), ("tied", set())):
-        assert FROZEN & set(checkpoint.read(tmp_path / f"{name}.ckpt")) == saved, name
-        out = tmp_path / f"{name}.out.safetensors"
-        checkpoint.gather(tmp_path / f"{name}.ckpt", out)
-        gathered, began = checkpoint.read(out), Tied() if name == "tied" else Adapted()
-        for key in FROZEN - saved:
-            assert torch.equal(gathered[key].full(), began.state_dict()[key]), (name, key)
-    assert torch.equal(
-        checkpoint.read(tmp_path / "part.ckpt")["model.head.weight"].full(), Adapted(2).model.head.weight
-    )
-
-
 def test_other_strategies_refuse_it(tmp_path: Path) -> None:
     trainer = L.Trainer(
         max_steps=1, devices=1, plugins=[ShardedCheckpointIO(exclude_frozen=True)], **{**QUIET, "barebones": False}

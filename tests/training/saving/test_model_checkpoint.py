@@ -217,14 +217,6 @@ def test_a_torn_save_is_no_checkpoint_and_in_nobodys_way(place: Place) -> None:
         assert not list((place.folder / name).rglob("*-0123456789ab.safetensors"))  # nor do they stay
 
 
-def test_a_single_file_is_not_saved_over(place: Place) -> None:
-    place.folder.mkdir(parents=True)
-    (place.folder / "step=1.ckpt").write_bytes(b"of another strategy")
-    let_servers_forget()
-    place.fit(place.keep(every_n_train_steps=1), 1)
-    assert place.names() == ["step=1-v1.ckpt", "step=1.ckpt"]
-
-
 @pytest.mark.parametrize("spelling", ["{}", pytest.param("{}/manifest.json", marks=pytest.mark.long)])
 def test_what_a_run_was_resumed_from_is_never_removed(place: Place, spelling: str) -> None:
     place.fit(place.keep(every_n_train_steps=1), 2)
@@ -267,14 +259,6 @@ def test_checkpoints_that_are_gone_do_not_count_among_the_best(place: Place) -> 
     assert place.names() == ["last.ckpt", "step=2.ckpt", "step=3.ckpt", "step=4.ckpt"]
 
 
-def test_an_exception_leaves_a_checkpoint_where_asked_to(place: Place) -> None:
-    keep = place.keep(save_on_exception=True, every_n_train_steps=100, save_last=True)
-    with pytest.raises(ZeroDivisionError):
-        place.fit(keep, 6, module=Scripted(fails_at=3))
-    assert place.names() == ["last.ckpt", "step=3.ckpt"]
-    assert place.fit(place.keep(), 4, resume="last").ckpt_path == f"{place.dirpath}/last.ckpt"
-
-
 class Signalled(Scripted):
     """Asks for a checkpoint before the fourth step, as a signal does."""
 
@@ -300,16 +284,6 @@ def test_what_is_saved_out_of_turn_is_not_saved_over_the_best(tmp_path: Path, wh
     steps = {name: checkpoint.read(local.folder / name).trainer_state()["global_step"] for name in kept}
     assert steps["best.ckpt"] == 1
     assert steps["best-v1.ckpt"] == 3
-
-
-def test_the_default_directory_is_below_a_remote_root(on_s3: Place) -> None:
-    keep = ModelCheckpoint(filename="{step}", save_last=True, every_n_train_steps=1)
-    on_s3.fit(keep, 1, default_root_dir=on_s3.dirpath)
-    assert keep.dirpath == f"{on_s3.dirpath}/checkpoints"
-    assert sorted(path.name for path in (on_s3.folder / "checkpoints").iterdir()) == ["last.ckpt", "step=1.ckpt"]
-    again = ModelCheckpoint(filename="{step}", save_last=True, every_n_train_steps=1)
-    resumed = on_s3.fit(again, 2, resume="last", default_root_dir=on_s3.dirpath)
-    assert resumed.ckpt_path == f"{on_s3.dirpath}/checkpoints/last.ckpt"
 
 
 def test_credentials_are_seen_nowhere(on_s3: Place, caplog: pytest.LogCaptureFixture) -> None:
