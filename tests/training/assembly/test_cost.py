@@ -60,15 +60,6 @@ def test_operations_are_counted_part_by_part_on_tensors_without_data(device):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
 
 
-def test_an_estimate_without_a_run_has_the_shares_of_the_count():
-    cost = Network().cost()
-    assert not cost.counted
-    assert [block.flops * TOKENS for block in cost.blocks] == [MLP_FLOPS] * 3
-    assert by_name(cost.before)["embedding"].flops == 0
-    assert by_name(cost.before)["scale"].flops == 0
-    assert by_name(cost.after)["head"].flops == 2 * WIDTH * VOCABULARY
-
-
 def test_parameters_and_bytes_are_of_the_dtype_and_count_a_shared_parameter_once():
     network = Network().to(torch.bfloat16)
     network.blocks[0].down.weight = nn.Parameter(network.blocks[0].up.weight.T)
