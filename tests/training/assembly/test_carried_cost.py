@@ -68,6 +68,16 @@ class Looped(Parts):
         return x + self.small(x[..., :4]).sum()
 
 
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.large = nn.LSTM(4, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.large(self.small(x))[0]
+
+
 class Stepping(L.LightningModule):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -95,3 +105,10 @@ def test_a_useless_cut_is_said_with_the_blocks_to_paste_that_share_the_cost() ->
     listed = ["network.first", "network.second", "network.third"]
     assert f"pipeline_blocks={listed} would leave no stage below 3" in said
     assert cut(module, path=listed)[1] == []
+
+
+def test_of_a_network_that_cant_be_cut_well_its_largest_module_is_named() -> None:
+    _, [said] = cut(Stepping(Large()))
+    assert (
+        "No other cut between modules is much better; the largest is network.large: use fewer stages, or data" in said
+    )
