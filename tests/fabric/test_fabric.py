@@ -177,7 +177,9 @@ def one_process() -> list[float]:
     return whole_run(1, None, None)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name != "dp2 × tp2" else []) for name in LAYOUTS]
+)
 def test_trains_saves_and_resumes_as_one_process(name: str, one_process: list[float], tmp_path: Path) -> None:
     world, settings = LAYOUTS[name]
     for seen in run_ranks(whole_run, world, world, settings, tmp_path, elastic=True):
@@ -351,10 +353,6 @@ def test_modules_optimizers_and_values_in_the_ways_of_fabric(tmp_path: Path) -> 
     assert torch.equal(second[0].weight, stored["b.0.weight"])
     assert len(optimizer.optimizer.state) == len([*model.parameters()])
     assert plain.load(tmp_path / "two").keys() == state.keys() | {"tensor"}
-
-
-def test_is_known_by_its_name() -> None:
-    assert isinstance(Fabric(accelerator="cpu", strategy="hybrid_shard").strategy, HybridShardStrategy)
 
 
 def fails(world: int) -> None:

@@ -262,13 +262,22 @@ def test_python_that_makes_strategies_and_trainers_runs(tmp_path: Path, monkeypa
         del sys.modules[name]
 
 
+def shorter(command: Command, steps: int | None) -> Command:
+    """A training as it is typed, and then on two ranks, of few steps of a small model."""
+    if steps is None:
+        return command
+    few = f"trainer.devices=2 trainer.max_steps={steps} checkpoint.every_n_train_steps=2 trainer.limit_val_batches=1"
+    return Command(command.page, f"{command.line} {few} model=gpt_tiny data.context=32")
+
+
 @pytest.mark.timeout(600)
 def test_the_first_commands_of_the_readme_train_resume_elsewhere_and_gather(tmp_path: Path) -> None:
     first = [each for each in commands(PAGES[0]) if not each.makes_an_environment][:3]
     assert [each.line.split()[0] for each in first] == ["python", "python", "lightning-shard"]
+    assert all("trainer.devices=" in each.line and "trainer.max_steps=" in each.line for each in first[:2])
     folder = copy_of_the_repository(tmp_path / "clone")
-    shown = "".join(run(command, folder, plain_shell()) for command in first)
-    assert (folder / "model.safetensors").stat().st_size > 1_000_000
+    shown = "".join(run(shorter(command, steps), folder, plain_shell()) for command, steps in zip(first, (2, 4, None)))
+    assert (folder / "model.safetensors").stat().st_size > 100_000
     assert "Epoch 0:" in shown
     for noise in ("/-2", "FLOPs: 0", "Traceback", "deprecated"):
         assert noise not in shown

@@ -7,10 +7,8 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from moe import Mixture
 from names import CONFIG, refuse_unknown_names
 from torch.distributed.tensor import DTensor
 
@@ -65,30 +63,3 @@ def test_experts_on_ranks_of_their_own_take_the_same_steps(tmp_path: Path) -> No
             [step[name] for step in plain if name in step], rel=1e-5
         )
     assert all(1 <= step["train_balance"] < 4 for step in ours)
-
-
-def test_a_token_meets_as_many_parameters_as_in_the_demos_gpt() -> None:
-    with initialize_config_dir(str(CONFIG), version_base="1.3"):
-        mixture, gpt = (instantiate(compose("config", [f"model={name}"]).model) for name in ("moe", "gpt"))
-    all_of_them, experts = (
-        sum(p.numel() for name, p in mixture.named_parameters() if part in name) for part in ("", ".experts.")
-    )
-    active = all_of_them - experts + experts * mixture.hparams["chosen"] // mixture.hparams["experts"]
-    plain = sum(p.numel() for p in gpt.parameters())
-    routers = sum(block.mlp.router.weight.numel() for block in mixture.model.blocks)
-    assert active - routers == plain
-    assert routers < 0.005 * plain
-
-
-def test_choices_of_one_expert_for_all_are_told_from_even_ones() -> None:
-    torch.manual_seed(0)
-    mixture = Mixture(width=8, experts=4, chosen=1, inner=8, shared=8)
-    tokens = torch.randn(1, 64, 8)
-    with torch.no_grad():
-        mixture.router.weight.zero_()
-    mixture(tokens)
-    assert float(mixture.balance) == pytest.approx(1)  # type: ignore[arg-type]
-    with torch.no_grad():
-        mixture.router.weight[2] = 100 * tokens[0].sum(0)
-    mixture(tokens.abs())
-    assert float(mixture.balance) > 1.5  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from diffusion import Diffusion
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from names import CONFIG
@@ -60,28 +59,32 @@ SMALL = {
 }
 
 
-def on_stages(folder: Path) -> dict[str, Any]:
+def on_stages(recipe: str, folder: Path) -> tuple[list[float], dict[str, float], Any]:
     stages = ["trainer.devices=2", "strategy.pipeline_parallel_size=2"]
-    found: dict[str, Any] = {}
-    for recipe, small in SMALL.items():
-        texts = [f"data.path={folder}"] if recipe == "pretrain" else []
-        losses, logs, model = trained(recipe, folder, *small, *texts, *stages)
-        found[recipe] = (losses, logs, getattr(model, "sampled_T", None))
-    return found
+    losses, logs, model = trained(recipe, folder, *SMALL[recipe], *texts(recipe, folder), *stages)
+    return losses, logs, getattr(model, "sampled_T", None)
 
 
-def test_the_recipes_train_on_stages_as_on_one_rank(tmp_path: Path) -> None:
-    (tmp_path / "fox.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
-    found = run_ranks(on_stages, 2, tmp_path, elastic=True, timeout_s=200)[0]
-    for recipe in ("images", "pretrain"):
-        texts = [f"data.path={tmp_path}"] if recipe == "pretrain" else []
-        losses, logs, model = trained(recipe, tmp_path, *SMALL[recipe], *texts)
-        assert found[recipe][0] == pytest.approx(losses, rel=1e-4)
-        assert found[recipe][1] == pytest.approx(logs, rel=1e-4)
+def texts(recipe: str, folder: Path) -> list[str]:
+    if recipe != "pretrain":
+        return []
+    (folder / "fox.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
+    return [f"data.path={folder}"]
+
+
+@pytest.mark.parametrize("recipe", [pytest.param("images", marks=pytest.mark.long), "pretrain"])
+def test_a_recipe_trains_on_stages_as_on_one_rank(recipe: str, tmp_path: Path) -> None:
+    losses, logs, model = trained(recipe, tmp_path, *SMALL[recipe], *texts(recipe, tmp_path))
+    for own, logged, sampled in run_ranks(on_stages, 2, recipe, tmp_path, elastic=True, timeout_s=200):
+        assert own == pytest.approx(losses, rel=1e-4)
+        assert logged == pytest.approx(logs, rel=1e-4)
         if recipe == "pretrain":
-            assert found[recipe][2].tolist() == model.sampled_T.tolist()  # type: ignore[union-attr, operator]
-    losses, logs, _ = found["diffusion"]  # draws its noise anew for each microbatch
-    assert losses[-1] < losses[0]
+            assert sampled.tolist() == model.sampled_T.tolist()  # type: ignore[union-attr, operator]
+
+
+def test_diffusion_trains_on_stages(tmp_path: Path) -> None:
+    losses, logs, _ = run_ranks(on_stages, 2, "diffusion", tmp_path, elastic=True, timeout_s=200)[0]
+    assert losses[-1] < losses[0]  # it draws its noise anew for each microbatch
     assert logs.keys() == {"train_loss", "val_loss"}
 
 
@@ -91,10 +94,3 @@ def test_a_drawn_image_is_the_same_each_time_and_of_its_kind() -> None:
     assert torch.equal(once, again)
     assert kind == 5 % len(KINDS)
     assert images[4][0].mean() != once.mean()
-
-
-def test_samples_of_a_diffusion_model_are_images() -> None:
-    torch.manual_seed(0)
-    sampled = Diffusion(channels=8, size=16).sample(2, steps=4)
-    assert sampled.shape == (2, 1, 16, 16)
-    assert sampled.abs().max() <= 1

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.blocks import block_lists, find_blocks, tied_parameters
 from lightning_shard.parallel.plans import declared_plan, matches
-from lightning_shard.plugin.assembly.example import example_of
 from tests.parity import Model
 
 
@@ -39,15 +38,6 @@ def test_blocks_of_transformers_models(network: str, path: str, before: set[str]
     trained = {name for name, _ in module.named_parameters()}
     around = [*blocks.names, *blocks.before, *blocks.after]
     assert all(any(name.startswith(f"{part}.") for part in around) for name in trained)
-
-
-def test_only_a_network_that_embeds_tokens_is_run_on_some() -> None:
-    module = L.LightningModule()
-    module.embed = nn.Embedding(8, 8)
-    module.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2)
-    assert example_of(module, find_blocks(module)) is None
-    gpt = Model("gpt")
-    assert example_of(gpt, find_blocks(gpt)) is not None
 
 
 class Experts(nn.ModuleList):
@@ -176,145 +166,6 @@ def test_lists_that_run_one_after_the_other_and_parts_beside_the_network() -> No
     assert blocks.network == "net"
 
 
-def test_a_list_that_the_example_leaves_out_is_a_part() -> None:
-    module = Around()
-    del module.net.heads
-    both = find_blocks(module).names
-    assert {name.rpartition(".")[0] for name in both} == {"net.encoder", "net.decoder"}
-    blocks = find_blocks(module, calls=lambda: ["net.encoder.0", "net.encoder.1", "net.head"])
-    assert blocks.names == ("net.encoder.0", "net.encoder.1")
-    assert any(name.startswith("net.decoder") for name, _ in blocks.parts)
-
-
-def test_the_order_that_was_seen_in_a_run_corrects_the_guess() -> None:
-    blocks = find_blocks(Whole()).ordered(["head", "embed", "layers.1", "layers.0", "layers.2"])
-    assert blocks.names == ("layers.1", "layers.0", "layers.2")
-    assert dict(blocks.parts)["head"] == 0
-
-
-class Prepares(Whole):
-    """What it adds is registered after the blocks and used before; the loop uses a part between all blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.prepare = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.prepare(x))
-
-
-class UsesAPartBetween(Whole):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self._prepare(x)
-        for experts in self.layers:
-            x = self.norm(experts(x))
-        return self.head(x)
-
-
-class AddsATable(UsesAPartBetween):
-    """Its loop calls no part, and takes the weight of one, as DETR's decoder does of its queries."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self._prepare(x)
-        for experts in self.layers:
-            x = experts(x + self.norm.weight)
-        return self.head(x)
-
-    def freeze(self) -> None:
-        for one, other in zip(self.layers.parameters(), self.head.parameters()):
-            one.requires_grad = other.requires_grad = False
-
-
-class LooksFirst(UsesAPartBetween):
-    """Names its layers before it prepares, without running them; its loop is over a variable that holds them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(self.layers, nn.ModuleList) or self.layers is None:
-            raise TypeError
-        device = self.layers[0][0].weight.device
-        x = self._prepare(x).to(device)
-        pairs = (self.layers, range(3))
-        for experts, _ in zip(*pairs):
-            x = self.norm(experts(x))
-        return self.head(x)
-
-
-@pytest.mark.parametrize(
-    ("network", "part"), [(Prepares, "prepare"), (UsesAPartBetween, "norm"), (AddsATable, "norm"), (LooksFirst, "norm")]
-)
-def test_what_runs_before_an_inherited_forward_or_within_the_loop_comes_first(network: type[Whole], part: str) -> None:
-    places = dict(find_blocks(network()).parts)
-    assert places[part] == places["embed"] == 0
-    assert places["head"] == 3
-
-
-class ReturnsEarly(Whole):
-    """Parts of other branches than the first, as peft's prompts for a model that it may also call without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.condition = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
-        if condition is None:
-            with torch.no_grad():
-                return self.head(self._run(self._prepare(x)))
-        elif condition.dtype == torch.int64:
-            return self.last(self._run(self._prepare(x)))
-        return self.head(self._run(self._prepare(x) + self.condition(condition)))
-
-    def _run(self, x: Tensor) -> Tensor:
-        for experts in self.layers:
-            x = experts(x)
-        return x
-
-
-def test_what_runs_where_an_earlier_branch_has_returned_may_come_before_what_that_runs() -> None:
-    places = dict(find_blocks(ReturnsEarly()).parts)
-    assert places == {"position": 0, "embed": 0, "condition": 0, "head": 3, "last": 3}
-
-
-class CollectsFeatures(Whole):
-    """As timm's networks: a method that no step calls takes the norm within its loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self._features(self._prepare(x))))
-
-    def _features(self, x: Tensor) -> Tensor:
-        for experts in self.layers:
-            x = experts(x)
-        return x
-
-    def forward_intermediates(self, x: Tensor) -> list[Tensor]:
-        found = []
-        for experts in self.layers:
-            x = experts(x)
-            found.append(self.norm(x))
-        return found
-
-
-class OfFeatures(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = CollectsFeatures()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net.forward_intermediates(batch)[-1].sum()
-
-
-def test_loops_of_methods_that_no_step_calls_arent_looked_at() -> None:
-    assert dict(find_blocks(CollectsFeatures()).parts)["norm"] == 3
-    assert dict(find_blocks(OfFeatures()).parts)["net.norm"] == 0
-
-
 class Stage(nn.Module):
     """As timm's RegNet has: its blocks are attributes, and it loops over its children."""
 
@@ -350,64 +201,6 @@ class Holder(nn.Module):
     """Of what is set on it."""
 
 
-def test_a_module_of_several_places_is_there_as_often_as_it_runs() -> None:
-    module = Holder()
-    module.embed, module.block, module.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
-    assert find_blocks(module, ["block"] * 3).names == ("block",) * 3
-    seen = ["embed", "block", "norm", "block", "norm"]
-    found = find_blocks(module, calls=lambda: seen)
-    assert found.names == ("block",)
-    ordered = found.ordered(seen)
-    assert ordered.names == ("block", "block")
-    assert dict(ordered.parts) == {"embed": 0, "norm": 1}
-    module.blocks = nn.ModuleList([module.block, nn.Linear(8, 8)] * 2)
-    assert find_blocks(module).names == ("block", "blocks.1") * 2
-    assert "block" not in dict(find_blocks(module).parts)
-
-
-class InPairs(nn.Module):
-    """Lists of containers that are never called, of which one holds a list in turn; a norm after each pair."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norms = nn.Linear(8, 8), nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
-        self.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8)]) for _ in range(2))
-        self.named = nn.ModuleList(
-            nn.ModuleDict({"first": nn.Linear(8, 8), "rest": nn.ModuleList([nn.Linear(8, 8), nn.BatchNorm1d(8)])})
-            for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for (before, activation, linear), norm in zip(self.layers, self.norms):
-            x = norm(x + linear(activation(before(x))))
-        for block in self.named:
-            x = block["first"](x)
-            for rest in block["rest"]:
-                x = rest(x)
-        return x
-
-
-def test_containers_that_are_never_called_are_replaced_by_what_they_hold() -> None:
-    module = Holder()
-    module.net = InPairs()
-    pairs = tuple(f"net.layers.{i}.{j}" for i in range(2) for j in (0, 2))
-    rest = tuple(f"net.named.{i}.{name}" for i in range(2) for name in ("first", "rest.0", "rest.1"))
-    found = find_blocks(module)
-    assert found.names == pairs + rest
-    assert dict(found.parts) == {"net.embed": 0, "net.norms.0": 0, "net.norms.1": 2}
-    assert find_blocks(module, calls=lambda: [*pairs, *rest]).names == pairs + rest
-    assert find_blocks(module, calls=lambda: pairs).names == pairs
-    assert find_blocks(module, "layers").names == pairs
-    assert find_blocks(module, ["named.1", "layers"]).names == (*rest[3:], *pairs)
-
-
-def test_a_module_that_several_containers_hold_has_a_place_for_each() -> None:
-    module, shared = Holder(), nn.Linear(8, 8)
-    module.layers = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), shared]) for _ in range(2))
-    assert find_blocks(module).names == ("layers.0.0", "layers.0.1", "layers.1.0", "layers.0.1")
-
-
 def test_what_cant_be_cut_says_what_could_be_named() -> None:
     module = Holder()
     module.net = Holder()
@@ -417,47 +210,4 @@ def test_what_cant_be_cut_says_what_could_be_named() -> None:
     assert find_blocks(module, ["first", "second"]).names == ("net.first", "net.second")
     del module.net.first
     with pytest.raises(PlacementError, match=r"by pipeline_blocks\. .* single module, such as an nn\.LSTM, isn't cut"):
-        find_blocks(module)
-
-
-class LooksLikeAList(nn.Module):
-    """A block that runs three times, and holds a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Towers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = self.block(x)
-        return x
-
-
-def test_a_list_in_a_module_that_runs_several_times_isnt_cut() -> None:
-    module = Holder()
-    module.net = LooksLikeAList()
-    assert find_blocks(module, calls=lambda: ["net", "net.block", "net.block"]).names == ("net.block",)
-    assert find_blocks(module).names[0] == "net.block.encoder.0"
-
-
-class SelfSupervised(L.LightningModule):
-    """A backbone of four stages, and heads of more layers, whose parameters may be as many as a stage's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.ModuleList(nn.TransformerEncoderLayer(32, 2, 64) for _ in range(4))
-        self.projector = nn.Sequential(
-            nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 32)
-        )
-        self.predictor = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(9))
-        self.tables = nn.ModuleDict({str(size): nn.Embedding(size, 64) for size in range(100, 106)})
-
-
-def test_heads_and_tables_of_embeddings_are_not_what_is_cut() -> None:
-    module = SelfSupervised()
-    assert find_blocks(module).names == tuple(f"backbone.{number}" for number in range(4))
-    del module.backbone, module.predictor
-    assert find_blocks(module).names[0] == "projector.0"
-    del module.projector
-    with pytest.raises(PlacementError):
         find_blocks(module)

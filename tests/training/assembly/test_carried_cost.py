@@ -46,17 +46,6 @@ def test_two_networks_that_a_step_calls_once_each_are_both_cut() -> None:
     assert not said
 
 
-class Twice(Towers):
-    """Looks at two views of each image: a pipeline runs a network once in a step."""
-
-    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
-        return super().loss(batch) + self.image(batch[0].flip(-1)).sum()
-
-
-def test_of_a_network_that_a_step_calls_twice_nothing_is_cut_with_another() -> None:
-    assert len({name.partition(".")[0] for name in find_blocks(Twice()).names}) == 1
-
-
 class Parts(nn.Module):
     """Three modules that the code calls one after the other, or in a loop."""
 

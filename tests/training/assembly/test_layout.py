@@ -14,26 +14,6 @@ from lightning_shard.layout import Layout
 small = st.integers(1, 4)
 
 
-@given(data=small, replicas=small, context=small)
-def test_context_ranks_lie_inside_the_data_axis(data: int, replicas: int, context: int) -> None:
-    sizes = {"data_parallel_replicas": replicas, "context_parallel_size": context}
-    layouts = [Layout.resolve(data * replicas * context, rank, **sizes) for rank in range(data * replicas * context)]
-    assert [(at.data_rank, at.context_rank) for at in layouts] == [
-        (d, c) for d in range(data * replicas) for c in range(context)
-    ]
-    for at in layouts:
-        assert at.shard_size == data * context
-        (alike,) = at.gradient_groups()
-        assert alike == list(range(at.world_size))
-        group = next(ranks for ranks in at.context_groups() if at.rank in ranks)
-        assert [(layouts[r].data_rank, layouts[r].context_rank) for r in group] == [
-            (at.data_rank, c) for c in range(context)
-        ]
-        others = next(ranks for ranks in at.data_groups() if at.rank in ranks)
-        assert [layouts[r].data_rank for r in others] == list(range(data * replicas))
-        assert {layouts[r].context_rank for r in others} == {at.context_rank}
-
-
 @given(pipeline=small, data=small, replicas=small, tensor=small)
 def test_every_rank_has_a_place_of_its_own(pipeline: int, data: int, replicas: int, tensor: int) -> None:
     world = pipeline * data * replicas * tensor

@@ -69,14 +69,6 @@ def test_an_expensive_head_takes_blocks_from_the_last_stage():
     assert placement.stages[-1].parts == ("norm", "head")
 
 
-def test_even_counts_blocks_only():
-    assert place(model([1, 100, 1, 1, 1, 1, 1], after=50), 3, "even").counts == (3, 2, 2)
-
-
-def test_explicit_counts_are_taken_as_they_are():
-    assert place(model([1] * 16), 4, [3, 5, 5, 3]).counts == (3, 5, 5, 3)
-
-
 def test_blocks_without_operations_are_placed_by_parameters_and_without_these_by_number():
     by_parameters = ModelCost(
         tuple(PartCost(str(i), parameters=p, bytes=0, flops=0) for i, p in enumerate([9, 1, 1, 1]))
@@ -102,11 +94,6 @@ def test_blocks_without_operations_are_placed_by_parameters_and_without_these_by
 def test_what_can_not_be_placed_is_refused_with_what_would_fit(stages, policy, reason):
     with pytest.raises(PlacementError, match=reason):
         place(model([1] * 4), stages, policy)
-
-
-def test_no_stage_holds_a_block_that_is_not_there():
-    with pytest.raises(IndexError, match="there is no block 4: blocks are numbered from 0 to 3"):
-        place(model([1] * 4), 2).stage_of(4)
 
 
 def test_the_table_has_a_row_per_stage_and_fits_a_terminal():

@@ -28,10 +28,6 @@ def read_ranks(make, size=2, **options):
     return [read(shard(make(), rank, size, **options)) for rank in range(size)]
 
 
-def test_in_order_is_dealt_in_order():
-    assert read_ranks(lambda: DataLoader(range(8), batch_size=2)) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
-
-
 def test_shuffled_batches_of_the_ranks_are_the_batch_of_one():
     def steps(size, batch_size):
         ranks = read_ranks(lambda: DataLoader(range(24), batch_size=batch_size, shuffle=True), size)
@@ -72,14 +68,6 @@ class Positional(DataLoader):
         super().__init__(range(count), *args, **kwargs)
 
 
-class Hook:
-    def __init__(self, make):
-        self.make = make
-
-    def dataloader(self):
-        return self.make()
-
-
 def from_hook(make):
     """A loader as Lightning gets it from a ``train_dataloader`` method, its arguments recorded."""
     source = _DataLoaderSource(None, "train_dataloader")
@@ -87,27 +75,13 @@ def from_hook(make):
     return _request_dataloader(source)
 
 
-class Repeating(DataLoader):
-    """A class that iterates in its own way, over an iterator made at its start."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.batches = list(super().__iter__())
-
-    def __iter__(self):
-        return iter(self.batches)
-
-
 @pytest.mark.parametrize("get", [lambda make: make(), from_hook])
 def test_a_subclass_stays_of_its_class_and_reads_its_part(get):
     sharded = shard(get(lambda: Positional(8, batch_size=2, label="a")))
     assert (type(sharded), sharded.count, sharded.label) == (Positional, 8, "a")
     assert read(sharded) == [[0, 2], [4, 6]]
-    sharded = shard(get(lambda: Repeating(range(8), batch_size=2)))
-    assert type(sharded) is Repeating
-    assert read(sharded) == [[0, 2], [4, 6]]
-    sharded = shard(get(lambda: Repeating(range(6), batch_sampler=OwnBatches([1, 2, 3], secret=1))))
-    assert read(sharded) == [[0], [3, 4, 5]]
+    ranks = read_ranks(lambda: get(lambda: DataLoader(range(6), batch_sampler=OwnBatches([1, 2, 3], secret=1))))
+    assert ranks == [[[0], [3, 4, 5]], [[1, 2], [0]]]
 
 
 class OwnBatches:
@@ -133,14 +107,6 @@ class ShuffledBatches(BatchSampler):
         yield from batches
 
 
-def test_a_batch_sampler_of_the_users_is_dealt_by_whole_batches():
-    def make():
-        return DataLoader(range(10), batch_sampler=OwnBatches([1, 2, 3, 4], secret=1))
-
-    for loader in (make, lambda: from_hook(make)):
-        assert read_ranks(loader) == [[[0], [3, 4, 5]], [[1, 2], [6, 7, 8, 9]]]
-
-
 def test_a_batch_sampler_that_shuffles_does_so_alike_on_all_ranks():
     def make():
         return from_hook(
@@ -152,17 +118,6 @@ def test_a_batch_sampler_that_shuffles_does_so_alike_on_all_ranks():
     random.seed(2), torch.manual_seed(2)
     second = read(shard(make(), 1))
     assert sorted(index for batch in first + second for index in batch) == list(range(12))
-
-
-def test_torchs_own_batch_sampler_is_dealt_by_samples_like_a_batch_size():
-    def explicit():
-        return DataLoader(range(8), batch_sampler=BatchSampler(RandomSampler(range(8)), 2, True))
-
-    assert read_ranks(explicit) == read_ranks(lambda: DataLoader(range(8), batch_size=2, shuffle=True, drop_last=True))
-
-
-def test_a_loader_without_batches_is_dealt_too():
-    assert read_ranks(lambda: DataLoader(torch.arange(4), batch_size=None)) == [[0, 2], [1, 3]]
 
 
 def test_the_epoch_reaches_every_kind():
@@ -214,11 +169,6 @@ class Stateful(DataLoader):
         pass
 
 
-def test_what_is_no_loader_is_left_alone():
-    for loader in ([1, 2], range(3)):
-        assert shard(loader) is loader
-
-
 def test_a_loader_with_a_state_of_its_own_is_left_alone_where_it_deals_and_else_refused():
     loader = Stateful(range(8))
     assert shard(loader, size=1) is loader
@@ -255,7 +205,7 @@ class Augmented(Dataset):
         return index + (torch.rand(()).item() + random.random() + np.random.rand()) / 3
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.ranks)])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=[pytest.mark.ranks, pytest.mark.long])])
 @pytest.mark.parametrize("seed_workers", ["0", "1"])
 def test_random_augmentation_is_one_for_all_ranks_that_read_a_batch(workers, seed_workers, monkeypatch):
     """These differ in their global ranks, and in what their stages have drawn before."""
@@ -279,28 +229,6 @@ def test_random_augmentation_is_one_for_all_ranks_that_read_a_batch(workers, see
         assert len(set(noise(batches(0, 1)))) == 8
 
 
-def test_without_workers_a_resumed_epoch_draws_what_the_uninterrupted_one_would():
-    def loader():
-        return shard(DataLoader(Augmented(), batch_size=2, shuffle=True))
-
-    whole = read(loader())
-    resumed = loader()
-    sampler = sharded_sampler(resumed)
-    sampler.load_state_dict({"epoch": 0, "position": 8, "unit": "samples", "seed": 5})
-    sampler.begin(0, 2)
-    assert read(resumed) == whole[2:]
-    sampler.set_epoch(1)
-    assert read(resumed) != whole
-
-
-def test_loading_leaves_the_generators_of_training_as_they_were():
-    torch.manual_seed(3), random.seed(3), np.random.seed(3)
-    expected = torch.rand(()).item(), random.random(), np.random.rand()
-    torch.manual_seed(3), random.seed(3), np.random.seed(3)
-    read(shard(DataLoader(Augmented(), batch_size=2, shuffle=True)))
-    assert (torch.rand(()).item(), random.random(), np.random.rand()) == expected
-
-
 @pytest.mark.parametrize("kind", ["plain", "own batches"])
 def test_predictions_are_dealt_under_lightnings_record_of_their_indices(kind):
     def make():
@@ -319,8 +247,8 @@ def test_predictions_are_dealt_under_lightnings_record_of_their_indices(kind):
     assert sorted(index for part in ranks for batch in part for index in batch) == [*range(7)]
 
 
-@pytest.mark.parametrize("samples", range(1, 20))
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("samples", [1, 2, 3, 7, 12, 19])
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_each_sample_is_predicted_once(samples, batch_size):
     def make():
         loader = DataLoader(range(samples), batch_size=batch_size)
@@ -332,21 +260,3 @@ def test_each_sample_is_predicted_once(samples, batch_size):
     for part, loader in zip(ranks, loaders):
         drop_repeated(part, loader)
     assert sorted(index for part in ranks for batch in part for index in batch) == [*range(samples)]
-
-
-def test_a_loader_that_was_sharded_is_sharded_anew_from_the_users():
-    """A CombinedLoader of the user's holds our loaders after a first run."""
-    loader = shard(DataLoader(range(8), batch_size=2), 0, 2)
-    assert read(shard(loader, 1, 4)) == [[1, 5]]
-    assert read(shard(shard(DataLoader(Stream()), 1), 0)) == read(shard(DataLoader(Stream()), 0))
-
-
-def test_only_a_training_loader_with_a_count_carries_its_place():
-    def has_state(**options):
-        return hasattr(shard(DataLoader(range(8)), **options), "state_dict")
-
-    assert has_state(batches_trained=lambda: 0)
-    assert not has_state(batches_trained=lambda: 0, train=False)
-    assert not has_state()
-    sharded = shard(DataLoader(range(8), batch_size=2), batches_trained=lambda: 1)
-    assert sharded.state_dict() == {"epoch": 0, "pass": 0, "position": 4, "unit": "samples", "seed": 5}

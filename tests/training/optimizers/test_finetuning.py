@@ -9,11 +9,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
-from torch import Tensor
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, loader, train, world
+from tests.parity import Model, Seen, combine, largest_difference, layout, train, world
 
 
 class HeadOnly(Model):
@@ -100,30 +98,6 @@ def test_unfreezing_in_mid_run_and_going_on_elsewhere(
     assert largest_difference(second.parameters, plain.parameters) < 2e-5
 
 
-class Counts(L.LightningModule):
-    """Nothing to train: it gathers statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.seen += len(batch["x"])  # type: ignore[operator]
-
-    def configure_optimizers(self) -> None:
-        return None
-
-
-def count() -> int:
-    module = Counts()
-    L.Trainer(strategy=HybridShardStrategy(), devices=1, max_epochs=1, **QUIET).fit(module, loader(16))
-    return int(module.seen)  # type: ignore[arg-type]
-
-
-def test_a_module_with_nothing_to_train_on_one_stage() -> None:
-    assert run_ranks(count, 1, elastic=True) == [96]
-
-
 class ByHand(Model):
     """Freezes the embeddings and first blocks from the second epoch on, and none from the third, in its own hook."""
 
@@ -143,7 +117,7 @@ def freeze_by_hand(sizes: dict[str, int] | None) -> Seen:
 
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param(layout(pipeline=2), marks=pytest.mark.long), layout(pipeline=2, data=2)],
+    [layout(pipeline=2), pytest.param(layout(pipeline=2, data=2), marks=pytest.mark.long)],
     ids=["pp2", "pp2 x dp2"],
 )
 def test_what_trains_may_change_where_an_epoch_begins(sizes: dict[str, int]) -> None:

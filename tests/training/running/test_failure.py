@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import RankFailure
 from lightning_shard.plugin.running import failure
 from lightning_shard.plugin.running.failure import FailureWatch
@@ -36,33 +33,12 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureWatch]]:
         watch.stop()
 
 
-def test_the_others_learn_the_first_cause(watches: list[FailureWatch]) -> None:
-    first, other = ValueError("a bad batch"), ValueError("not the first")
-    assert watches[0]._look() is None
-    watches[1].report(first)
-    assert watches[0]._look() == "rank 1: ValueError: a bad batch"
-    watches[0].report(other)
-    assert other.__notes__ == ["The first failure was on rank 1: ValueError: a bad batch"]
-    assert not hasattr(first, "__notes__")
-    assert watches[0].failure_elsewhere(other) is None  # it is an error of its own
-
-
 def test_a_lost_connection_is_laid_to_the_rank_that_failed(watches: list[FailureWatch]) -> None:
     watches[1].report(ValueError("a bad batch"))
     watches[0].report(lost := RuntimeError(LOST))
     named = watches[0].failure_elsewhere(lost)
     assert isinstance(named, RankFailure)
     assert "rank 0 lost the others. The first failure was on rank 1: ValueError: a bad batch" in str(named)
-
-
-def test_an_error_that_lightning_raises_headlines_the_first_cause(watches: list[FailureWatch]) -> None:
-    """As one of the setup, which Lightning hands to the strategy and then raises itself."""
-    strategy = HybridShardStrategy()
-    strategy._watch = watches[0]
-    watches[1].report(ValueError("a bad batch"))
-    strategy.on_exception(lost := RuntimeError(LOST))
-    assert str(lost).startswith("rank 0 lost the others. The first failure was on rank 1: ValueError: a bad batch")
-    assert str(lost).endswith(LOST)
 
 
 def die(watch: FailureWatch) -> None:
@@ -80,22 +56,6 @@ def test_a_rank_without_a_sign_of_life_is_named(ended: list[int], watches: list[
     assert "The first failure was on rank 2: no sign of life" in str(watches[0].failure_elsewhere(lost))
 
 
-def test_where_only_ranks_that_ended_well_are_gone_they_are_named(watches: list[FailureWatch]) -> None:
-    watches[1].stop()
-    watches[2]._store.set(watches[2]._key("lost", 2), "1")  # it has lost them too
-    watches[0].report(lost := RuntimeError(LOST))
-    assert "on rank 1: ended before the others" in str(watches[0].failure_elsewhere(lost))
-
-
-def test_all_that_lost_a_rank_tell_the_same(watches: list[FailureWatch]) -> None:
-    die(watches[2])
-    errors = [RuntimeError(LOST) for _ in watches[:2]]
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda watch, error: watch.report(error), watches, errors))
-    accounts = [watch.failure_elsewhere(error) for watch, error in zip(watches, errors)]
-    assert all("The first failure was on rank 2: no sign of life" in str(account) for account in accounts)
-
-
 def test_a_rank_that_hangs_is_named_with_its_place(watches: list[FailureWatch]) -> None:
     watches[1]._store.set(watches[1]._key("lost", 1), "1")  # it has lost the others too
     watches[0].report(lost := dist.DistBackendError("timed out"))
@@ -104,35 +64,11 @@ def test_a_rank_that_hangs_is_named_with_its_place(watches: list[FailureWatch]) 
     assert "rank 2 is at " in said
 
 
-def test_a_rank_that_lost_the_others_first_keeps_its_error_where_nobody_is_to_blame(
-    watches: list[FailureWatch],
-) -> None:
-    for watch in watches[1:]:
-        watch._store.set(watch._key("lost", watch._rank), "1")
-    watches[0].report(lost := RuntimeError(LOST))
-    assert watches[0].failure_elsewhere(lost) is None
-    assert not hasattr(lost, "__notes__")
-
-
-def test_the_same_error_on_every_rank_needs_no_note(watches: list[FailureWatch]) -> None:
-    errors = [ValueError("sizes that don't divide") for _ in watches]
-    for watch, error in zip(watches, errors):
-        watch.report(error)
-    assert not any(hasattr(error, "__notes__") for error in errors)
-
-
 def test_a_later_fit_isnt_stopped_by_a_failure_that_was_survived(watches: list[FailureWatch]) -> None:
     watches[1].report(ValueError("caught"))
     later = FailureWatch(watches[0]._rendezvous)
     assert later._look() is None
     later.stop()
-
-
-def test_a_process_that_ended_well_is_not_aborted_at_its_exit_for_a_thread_in_a_call(
-    watches: list[FailureWatch],
-) -> None:
-    watches[0].stop()
-    assert not watches[0]._thread.is_alive()
 
 
 def asked(watches: list[FailureWatch], *positions: str) -> list[str]:
@@ -145,27 +81,11 @@ def fail_on_all(watches: list[FailureWatch], error: Exception | None = None) -> 
         watch.report(error or ValueError("on all"))
 
 
-def test_ranks_that_fail_at_the_same_step_save_together_again_and_again(watches: list[FailureWatch]) -> None:
-    fail_on_all(watches)
-    for _ in range(2):
-        assert asked(watches, *["in batch 4"] * 3) == [""] * 3
-    for watch in watches:
-        watch.leave(0)
-    assert asked(watches, *["after the run"] * 3) == [""] * 3
-
-
 def test_ranks_at_different_steps_save_nothing(watches: list[FailureWatch]) -> None:
     fail_on_all(watches)
     whys = asked(watches, "in batch 4", "in batch 4", "in batch 5")
     assert whys == ["rank 0 is in batch 4, and rank 2 in batch 5"] * 3
     assert watches[1].agree_to_save("in batch 4") == whys[0]  # nobody waits once more
-
-
-def test_what_one_rank_saves_alone_is_not_saved(watches: list[FailureWatch]) -> None:
-    fail_on_all(watches)
-    for watch in watches[1:]:
-        watch.leave(0)
-    assert asked(watches, "in batch 4") == ["rank 1 doesn't save"]
 
 
 def test_a_rank_that_has_not_failed_is_named_with_its_place(
@@ -176,24 +96,3 @@ def test_a_rank_that_has_not_failed_is_named_with_its_place(
     whys = asked(watches, "in batch 4", "in batch 4")
     assert whys[0] == whys[1]
     assert whys[0].startswith("rank 2 is at ")
-
-
-def test_a_rank_that_does_not_answer_is_waited_for_only_so_long(
-    watches: list[FailureWatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(failure, "_ANSWER_S", 0.2)
-    die(watches[2])
-    fail_on_all(watches[:2])
-    assert asked(watches, "in batch 4", "in batch 4") == ["rank 2 didn't answer within 0 s"] * 2
-
-
-class HalfDone(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
-        raise ValueError("in the update")
-
-
-def test_weights_that_an_optimizer_may_have_half_updated_are_not_saved(watches: list[FailureWatch]) -> None:
-    with pytest.raises(ValueError, match="update") as raised:
-        HalfDone([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
-    fail_on_all(watches, raised.value)
-    assert asked(watches, *["in batch 4"] * 3)[0].startswith("rank 0 failed in an optimizer's update")

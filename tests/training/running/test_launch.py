@@ -24,7 +24,7 @@ from lightning_shard.testing import run_ranks
 from tests.parity import GLOBAL_BATCH, QUIET, Model, layout, loader
 from tests.paths import ROOT
 
-LAYOUTS = {"tp2": layout(tensor=2), "pp2": layout(pipeline=2), "dp2": layout(data=2)}
+LAYOUTS = {"tp2": layout(tensor=2), "pp2": layout(pipeline=2)}
 SCRIPT = "import sys; from tests.training.running.test_launch import fit_all; fit_all(sys.argv[1])"
 
 
@@ -50,8 +50,7 @@ def fit(strategy: Any, folder: str) -> str:
 def fit_all(folder: str) -> None:
     before = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     for name, sizes in LAYOUTS.items():
-        strategy = "hybrid_shard" if name == "dp2" else HybridShardStrategy(**sizes)
-        sys.stdout.write(fit(strategy, f"{folder}/{name}"))
+        sys.stdout.write(fit(HybridShardStrategy(**sizes), f"{folder}/{name}"))
         assert before == (torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")), "what a run sets is set back"
 
 
@@ -99,7 +98,7 @@ def share() -> int:
     return processors.shares([processors.Available.here()] * 2)
 
 
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+@pytest.mark.parametrize("launcher", [pytest.param("lightning", marks=pytest.mark.long), "torchrun"])
 def test_a_script_on_two_processes_computes_alike_on_both_and_saves(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

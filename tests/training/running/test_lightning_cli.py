@@ -36,15 +36,6 @@ def command_line(*arguments: str, run: bool = False) -> Any:
     return LightningCLI(Sized, BoringDataModule, run=run, args=[*arguments], **kind)
 
 
-@pytest.mark.parametrize("name", ["lightning_shard.HybridShardStrategy", "HybridShardStrategy"])
-def test_the_strategys_arguments_are_in_its_config(name: str) -> None:
-    strategy = f"--trainer.strategy={name}"
-    plan = '--trainer.strategy.tensor_parallel_plan={"a": "colwise"}'
-    made = command_line(*QUIET, strategy, plan, "--trainer.strategy.loss_weight=builtins.len")
-    assert made.trainer.strategy._settings.tensor_parallel_plan == {"a": "colwise"}
-    assert made.trainer.strategy._loss_weight is len
-
-
 def test_hyperparameters_come_from_a_checkpoint_of_ours(tmp_path: Path) -> None:
     state = {"pytorch-lightning_version": L.__version__, "hyper_parameters": {"width": 7}}
     checkpoint.save(dict(Sized(7).state_dict()), tmp_path / "c", trainer_state=state)

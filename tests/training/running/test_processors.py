@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from lightning_shard.plugin.running.environment import differences, number_of_threads
-from lightning_shard.processors import Available, agree_on, share, shares
+from lightning_shard.plugin.running.environment import differences
+from lightning_shard.processors import Available, shares
 
 ALL = tuple(range(8))
 
@@ -43,31 +43,6 @@ def rank(processors=ALL, machine="a", container="a", quota=math.inf):
 )
 def test_a_machines_processors_are_divided_among_its_ranks(ranks, number):
     assert shares(ranks) == number
-
-
-def test_a_share_follows_torchruns_variable_until_ranks_agree(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
-    assert share() == 1
-    agree_on(5)
-    try:
-        assert share() == 5
-    finally:
-        agree_on(None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "none")
-    assert share() == shares([Available.here()])
-
-
-@pytest.mark.parametrize(
-    ("chosen", "threads"),
-    [
-        ([None, None], [2, 2]),
-        ([3, 3], [3, 3]),
-        ([None, 3], [3, 3]),
-        ([1, 3, None], [1, 3, 2]),
-    ],
-)
-def test_a_chosen_number_of_threads_stays_and_counts_where_none_is(chosen, threads):
-    assert number_of_threads(chosen, share=2) == threads
 
 
 def test_settings_that_differ_are_named_with_their_ranks():

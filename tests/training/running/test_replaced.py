@@ -62,7 +62,9 @@ def fit(sizes: dict[str, int]) -> tuple[list[str], list[str]]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("sizes", [layout(pipeline=2), layout(data=2)], ids=["pp2", "dp2"])
+@pytest.mark.parametrize(
+    "sizes", [layout(pipeline=2), pytest.param(layout(data=2), marks=pytest.mark.long)], ids=["pp2", "dp2"]
+)
 def test_no_function_has_other_code_in_a_run_and_nothing_but_dtensors_is_another_thing_after_it(
     sizes: dict[str, int],
 ) -> None:

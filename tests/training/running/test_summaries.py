@@ -14,7 +14,7 @@ from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
 from tests.parity import GLOBAL_BATCH, PLANS, QUIET, Model, layout, loader, world
 
-PIPELINE, DATA, TENSOR = layout(pipeline=2), layout(data=2), layout(tensor=2)
+PIPELINE, TENSOR = layout(pipeline=2), layout(tensor=2)
 
 
 class Summarized(Model):
@@ -52,8 +52,8 @@ def summarized(sizes: dict[str, int] | None) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("sizes", "of_head"),
-    [(PIPELINE, "2.0 K"), (TENSOR, "2.0 K"), pytest.param(DATA, "1.0 K", marks=pytest.mark.long)],
-    ids=["pp2", "tp2", "dp2"],
+    [(PIPELINE, "2.0 K"), pytest.param(TENSOR, "2.0 K", marks=pytest.mark.long)],
+    ids=["pp2", "tp2"],
 )
 def test_summaries_of_an_example_are_those_of_one_process(sizes: dict[str, int], of_head: str) -> None:
     ours, plain = run_ranks(summarized, 2, sizes, elastic=True)[0], summarized(None)

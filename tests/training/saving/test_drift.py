@@ -10,7 +10,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -81,21 +80,12 @@ class Drifts(L.Callback):
             self.change(local)
 
 
-class Stops(L.Callback):
-    def on_train_batch_end(self, *_: Any) -> None:
-        raise KeyboardInterrupt
-
-
 def parameter(name: str) -> Find:
     return lambda _, module: module.get_parameter(name)
 
 
 def buffer(name: str) -> Find:
     return lambda _, module: module.get_buffer(name)
-
-
-def moment(name: str) -> Find:
-    return lambda trainer, module: trainer.optimizers[0].state[module.get_parameter(name)]["exp_avg"]
 
 
 def fit(
@@ -139,9 +129,11 @@ def check(said: list[str], folder: str, name: str, rounds: bool, *, saves: int =
     assert said[-1].startswith(f"In this run {name!r} (rank")
 
 
-def on_one_rank(sizes: dict[str, int], folder: str, name: str, find: Find, options: Mapping[str, Any]) -> None:
+def on_one_rank(
+    sizes: dict[str, int], folder: str, name: str, find: Find, changes: tuple[Change, ...], **options: Any
+) -> None:
     """Each change in a run of its own, on rank 1: rank 0's values are saved, and rank 0 tells."""
-    for number, change in enumerate((ulp, percent, nan)):
+    for number, change in enumerate(changes):
         path = f"{folder}/{number}"
         said, module = fit(sizes, path, Drifts(find, 1, change), **options)
         if torch.distributed.get_rank():
@@ -161,23 +153,14 @@ NORM, TIE = "model.model.norm.weight", "model.model.embed_tokens.weight"
 
 def tensor_ranks(folder: str) -> None:
     sizes = layout(tensor=2)
-    on_one_rank(sizes, f"{folder}/norm", NORM, parameter(NORM), {})
-    io = ShardedCheckpointIO(asynchronous=True)
-    said, _ = fit(sizes, f"{folder}/moment", Drifts(moment(NORM), 1, percent), io=io)
-    if torch.distributed.get_rank() == 0:
-        check(said, f"{folder}/moment", f"optimizer/0/{NORM}/exp_avg", False)
+    on_one_rank(sizes, f"{folder}/norm", NORM, parameter(NORM), (ulp, percent))
     # the lowest rank without NaN is saved
     said, _ = fit(sizes, f"{folder}/first", Drifts(parameter(NORM), 0, nan))
     stored = checkpoint.read(f"{folder}/first/step=3.ckpt").full()
     assert all(tensor.isfinite().all() for tensor in stored.values())
     if torch.distributed.get_rank() == 0:
         assert all("(rank 0 from rank 1: NaN or infinite on one of them only)" in text for text in said)
-    # in a save on an exception, and what was saved is resumed from
-    with pytest.raises(SystemExit):
-        fit(sizes, f"{folder}/ends", Drifts(parameter(NORM), 1, percent), Stops())
-    torch.distributed.barrier()
-    (path,) = Path(folder, "ends").iterdir()
-    assert torch.isfinite(checkpoint.read(path).full()[NORM]).all()
+    # what was saved is resumed from
     said, _ = fit(sizes, f"{folder}/on", resume=f"{folder}/norm/1/step=2.ckpt")
     assert not said
 
@@ -187,9 +170,9 @@ def test_tensor_ranks_replicas_are_saved_as_the_lowest_ranks_and_their_drift_is_
 
 
 def data_ranks(folder: str) -> None:
-    on_one_rank(layout(data=2), f"{folder}/buffer", "scale", buffer("scale"), {"module": WithStatistics})
+    on_one_rank(layout(data=2), f"{folder}/buffer", "scale", buffer("scale"), (percent,), module=WithStatistics)
     name = "model.lm_head.weight"
-    on_one_rank(layout(data=2), f"{folder}/shard", name, parameter(name), {"data_parallel_replicas": 2})
+    on_one_rank(layout(data=2), f"{folder}/shard", name, parameter(name), (nan,), data_parallel_replicas=2)
 
 
 def test_buffers_of_data_ranks_and_replicas_of_shards_are_compared(tmp_path: Any) -> None:
@@ -200,31 +183,25 @@ def stages(folder: str) -> None:
     sizes = layout(pipeline=2)
     rank = int(os.environ["RANK"])
     options = {"module": Tied, "pipeline_blocks": "layers"}
-    for number, change in enumerate((ulp, percent, nan)):
-        path = f"{folder}/{number}"
-        said, module = fit(sizes, path, Drifts(parameter(TIE), 1, change, since=2), **options)
-        if rank == 0:
-            check(said, path, TIE, change is ulp, saves=STEPS - 1)
-            saved = checkpoint.read(f"{path}/step={STEPS}.ckpt").full()[TIE]
-            assert torch.equal(saved, local_tensor(module.get_parameter(TIE)))
+    said, module = fit(sizes, folder, Drifts(parameter(TIE), 1, percent, since=2), **options)
+    if rank == 0:
+        check(said, folder, TIE, False, saves=STEPS - 1)
+        saved = checkpoint.read(f"{folder}/step={STEPS}.ckpt").full()[TIE]
+        assert torch.equal(saved, local_tensor(module.get_parameter(TIE)))
     # a buffer that both stages hold: what one has changed is the other's; else the last stage's is saved
     scale, steps = buffer("scale"), 6
-    for change in (ulp, percent):
-        said, module = fit(sizes, f"{folder}/one-{change.__name__}", Drifts(scale, 1, change, stays=True))
-        assert not said
-        saved = checkpoint.read(f"{folder}/one-{change.__name__}/step={STEPS}.ckpt").full()["scale"]
-        assert torch.equal(saved, module.get_buffer("scale"))
-        assert not torch.equal(saved, torch.linspace(1, 2, 50))
-    both = [Drifts(scale, each, change, stays=True, since=5) for each, change in enumerate((ulp, percent))]
-    for name, callbacks in (("both", both), ("nan", [Drifts(scale, 1, nan, stays=True, since=5)])):
-        said, module = fit(sizes, f"{folder}/{name}", *callbacks, steps=steps)
-        if rank:
-            continue
+    said, module = fit(sizes, f"{folder}/one", Drifts(scale, 1, percent, stays=True))
+    assert not said
+    saved = checkpoint.read(f"{folder}/one/step={STEPS}.ckpt").full()["scale"]
+    assert torch.equal(saved, module.get_buffer("scale"))
+    assert not torch.equal(saved, torch.linspace(1, 2, 50))
+    said, module = fit(sizes, f"{folder}/nan", Drifts(scale, 1, nan, stays=True, since=5), steps=steps)
+    if rank == 0:
         assert any("scale is a buffer that every pipeline stage holds" in text for text in said)
         for step in (5, 6):
             assert any(f"step {step}: 'scale' (rank 1 from rank 0" in text for text in said)
         assert said[-1].startswith("In this run 'scale' (rank 1 from rank 0")
-        saved = checkpoint.read(f"{folder}/{name}/step={steps}.ckpt").full()["scale"]
+        saved = checkpoint.read(f"{folder}/nan/step={steps}.ckpt").full()["scale"]
         assert torch.equal(saved, module.get_buffer("scale"))
         assert saved.isfinite().all()
     with pytest.raises(StepError, match="scale is a buffer that every pipeline stage holds"):
@@ -235,36 +212,7 @@ def test_copies_of_stages_are_saved_as_the_last_stages(tmp_path: Any) -> None:
     run_ranks(stages, 2, str(tmp_path), elastic=True, timeout_s=180)
 
 
-class Keeps(L.Callback):
-    """Keeps a tensor of its own on each rank, beside a parameter that two stages hold."""
-
-    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        own = torch.full((3,), trainer.global_rank + 1.0)
-        checkpoint["kept"] = {TIE: module.get_parameter(TIE).detach(), "own": own}
-
-
-def replicas_of_stages(folder: str) -> None:
-    sizes = layout(pipeline=2, data=2)  # the last stage is on ranks 0 and 1
-    callbacks = [Drifts(parameter(TIE), 3, percent, since=2), Drifts(parameter(NORM), 0, nan, since=2), Keeps()]
-    options = {"module": Tied, "pipeline_blocks": "layers", "data_parallel_replicas": 2, "steps": 2}
-    said, module = fit(sizes, folder, *callbacks, **options)
-    if torch.distributed.get_rank():
-        return
-    stored = checkpoint.read(f"{folder}/step=2.ckpt")
-    assert torch.equal(stored.full()[TIE], local_tensor(module.get_parameter(TIE)))
-    assert stored.full()[NORM].isfinite().all()
-    assert stored.optimizer["state/kept/own"].full().tolist() == [1.0] * 3
-    assert f"{TIE!r} (rank 3 from rank" in said[1]
-    assert f"{NORM!r} (rank 0 from rank 1: NaN or infinite on one of them only)" in said[1]
-    assert "'optimizer/state/kept/own' (rank" in said[0]
-    assert len(said) == 3
-
-
-def test_replicas_of_stages_are_settled_within_a_stage_and_between_stages(tmp_path: Any) -> None:
-    run_ranks(replicas_of_stages, 4, str(tmp_path), elastic=True, timeout_s=180)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_rounding_is_told_from_other_differences_by_the_dtype(dtype: torch.dtype) -> None:
     saved = torch.linspace(-3, 5, 100, dtype=torch.float64)
     rounded = saved.to(dtype) * (1 + 2 * torch.finfo(dtype).eps)
@@ -276,16 +224,3 @@ def test_rounding_is_told_from_other_differences_by_the_dtype(dtype: torch.dtype
     assert other is not None
     assert not other.is_rounding
     assert other.relative == pytest.approx(0.05, rel=0.1)
-
-
-def test_what_cannot_be_subtracted_is_no_rounding() -> None:
-    three = torch.arange(3)
-    assert measured("w", 0, 1, three, three.clone()) is None
-    assert measured("w", 0, 1, torch.tensor([0.0, math.nan]), torch.tensor([-0.0, math.nan])) is None
-    for own in (three + 1, three.int(), three[:2]):
-        found = measured("w", 0, 1, three, own)
-        assert found is not None
-        assert not found.is_rounding
-    found = measured("w", 0, 1, torch.zeros(2), torch.full((2,), 1e-9))
-    assert found is not None
-    assert not found.is_rounding

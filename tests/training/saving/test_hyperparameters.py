@@ -10,7 +10,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -133,35 +132,3 @@ def test_a_buffer_for_which_every_save_is_refused_is_told_of_before_training(tmp
     assert "'adjacency' has layout torch.sparse_coo" in error
     assert error in told[0]
     assert "persistent=False" in told[0]
-
-
-def test_without_checkpoints_nothing_is_said(tmp_path: Path) -> None:
-    assert run_ranks(fit, 1, tmp_path, False, elastic=True) == [[]]
-
-
-class Configured(L.LightningModule):
-    """As hydra makes modules: from a config of omegaconf, by attributes."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.save_hyperparameters(config)
-        self.layer = nn.Linear(config.layer.width, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-
-
-def test_a_config_of_omegaconf_comes_back_as_one(tmp_path: Path) -> None:
-    config = OmegaConf.create({"layer": {"width": 2}, "lr": 0.1})
-    quiet: Any = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = L.Trainer(
-        strategy=HybridShardStrategy(), accelerator="cpu", devices=1, max_steps=1, enable_checkpointing=False, **quiet
-    )
-    trainer.fit(Configured(config), DataLoader(torch.ones(3, 2), batch_size=3))
-    trainer.save_checkpoint(tmp_path / "saved")
-    again = Configured.load_from_checkpoint(tmp_path / "saved")
-    assert isinstance(again.hparams, DictConfig)
-    assert again.hparams == config

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint.foreign.keys_of_hooks import put_back, set_aside
 from lightning_shard.errors import UnsupportedStateError
 from tests.parity import QUIET, Model, loader
 
@@ -65,13 +64,3 @@ def test_hooks_find_what_they_put(tmp_path: Path) -> None:
 def test_a_key_that_is_in_use_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedStateError, match="'optimizer_tensors' into the checkpoint"):
         fit("hybrid_shard", 1, tmp_path / "ours", optimizer_tensors=1)
-
-
-def test_a_checkpoint_without_such_keys_is_as_it_was() -> None:
-    plain = {"epoch": 1, "state_dict": {}}
-    assert set_aside(plain) == plain
-    aside = set_aside({**plain, "extra_state": 5})
-    assert aside == {**plain, "lightning_shard": {"of_hooks": {"extra_state": 5}}}
-    aside["lightning_shard"]["seed"] = 3
-    put_back(aside)
-    assert aside == {**plain, "extra_state": 5, "lightning_shard": {"seed": 3}}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import logging
 import os
 import shutil
@@ -15,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import lightning as L
 import pytest
 import torch
@@ -25,7 +22,6 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.errors import CheckpointError, ConfigurationError
-from lightning_shard.plugin.saving.local_folders import put_link
 from lightning_shard.plugin.saving.model_checkpoint import save_as_last
 from tests.parity import QUIET
 from tests.servers import KEY, SECRET, Server, let_servers_forget, serve
@@ -131,9 +127,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one name, no versions": {**AT_EACH, "filename": "best", "enable_version_counter": False},
     "weights": {"save_weights_only": True, "save_top_k": -1, "every_n_train_steps": 3},
 }
+SHORT = ("best two and last", "at the end of epochs", "one name, versions")
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in SETTINGS]
+)
 def test_s3_holds_what_lightnings_own_callback_would_keep_on_the_local_disk(
     name: str, on_s3: Place, tmp_path: Path
 ) -> None:
@@ -207,15 +206,6 @@ def found(place: Place) -> str:
     return path.rpartition("/")[2]
 
 
-def test_last_may_have_the_step_in_its_name(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelCheckpoint, "CHECKPOINT_NAME_LAST", "{step}-last")
-    settings = {"save_last": True, "save_top_k": 0, "every_n_train_steps": 1}
-    place.fit(place.keep(**settings), 2)
-    assert place.names() == ["step=2-last.ckpt"]
-    assert place.fit(place.keep(**settings), 4, resume="last").ckpt_path == f"{place.dirpath}/step=2-last.ckpt"
-    assert place.names() == ["step=2-last.ckpt", "step=4-last.ckpt"]
-
-
 def test_a_torn_save_is_no_checkpoint_and_in_nobodys_way(place: Place) -> None:
     place.tear("step=2.ckpt")
     place.tear("last.ckpt")
@@ -227,15 +217,7 @@ def test_a_torn_save_is_no_checkpoint_and_in_nobodys_way(place: Place) -> None:
         assert not list((place.folder / name).rglob("*-0123456789ab.safetensors"))  # nor do they stay
 
 
-def test_a_single_file_is_not_saved_over(place: Place) -> None:
-    place.folder.mkdir(parents=True)
-    (place.folder / "step=1.ckpt").write_bytes(b"of another strategy")
-    let_servers_forget()
-    place.fit(place.keep(every_n_train_steps=1), 1)
-    assert place.names() == ["step=1-v1.ckpt", "step=1.ckpt"]
-
-
-@pytest.mark.parametrize("spelling", ["{}", "{}/", "{}/manifest.json"])
+@pytest.mark.parametrize("spelling", ["{}", pytest.param("{}/manifest.json", marks=pytest.mark.long)])
 def test_what_a_run_was_resumed_from_is_never_removed(place: Place, spelling: str) -> None:
     place.fit(place.keep(every_n_train_steps=1), 2)
     assert place.names() == ["step=2.ckpt"]
@@ -265,18 +247,6 @@ def test_what_a_run_was_resumed_from_is_not_saved_again_while_gradients_are_accu
     assert batches == [3, 3, 6, 6]  # of each step, and as last
 
 
-def test_nothing_outside_of_dirpath_is_removed(place: Place) -> None:
-    place.fit(place.keep(every_n_train_steps=1), 1)
-    place.fit(place.keep(every_n_train_steps=1, save_top_k=-1), 2, resume=f"{place.dirpath}/step=1.ckpt")
-    with pytest.warns(UserWarning, match="The dirpath has changed"):
-        place.fit(
-            ModelCheckpoint(f"{place.dirpath}/next", every_n_train_steps=1),
-            4,
-            resume=f"{place.dirpath}/step=2.ckpt",
-        )
-    assert place.names() == ["next", "step=1.ckpt", "step=2.ckpt"]
-
-
 def test_checkpoints_that_are_gone_do_not_count_among_the_best(place: Place) -> None:
     """As after a run that died between the removal of one of the best and the next save of last."""
     keep = place.keep(**BEST_TWO)
@@ -287,14 +257,6 @@ def test_checkpoints_that_are_gone_do_not_count_among_the_best(place: Place) -> 
         place.fit(keep := place.keep(**BEST_TWO), 4, resume="last")
     assert sorted(relative(keep.best_k_models, place.dirpath)) == ["/step=3.ckpt", "/step=4.ckpt"]
     assert place.names() == ["last.ckpt", "step=2.ckpt", "step=3.ckpt", "step=4.ckpt"]
-
-
-def test_an_exception_leaves_a_checkpoint_where_asked_to(place: Place) -> None:
-    keep = place.keep(save_on_exception=True, every_n_train_steps=100, save_last=True)
-    with pytest.raises(ZeroDivisionError):
-        place.fit(keep, 6, module=Scripted(fails_at=3))
-    assert place.names() == ["last.ckpt", "step=3.ckpt"]
-    assert place.fit(place.keep(), 4, resume="last").ckpt_path == f"{place.dirpath}/last.ckpt"
 
 
 class Signalled(Scripted):
@@ -322,27 +284,6 @@ def test_what_is_saved_out_of_turn_is_not_saved_over_the_best(tmp_path: Path, wh
     steps = {name: checkpoint.read(local.folder / name).trainer_state()["global_step"] for name in kept}
     assert steps["best.ckpt"] == 1
     assert steps["best-v1.ckpt"] == 3
-
-
-def test_the_default_directory_is_below_a_remote_root(on_s3: Place) -> None:
-    keep = ModelCheckpoint(filename="{step}", save_last=True, every_n_train_steps=1)
-    on_s3.fit(keep, 1, default_root_dir=on_s3.dirpath)
-    assert keep.dirpath == f"{on_s3.dirpath}/checkpoints"
-    assert sorted(path.name for path in (on_s3.folder / "checkpoints").iterdir()) == ["last.ckpt", "step=1.ckpt"]
-    again = ModelCheckpoint(filename="{step}", save_last=True, every_n_train_steps=1)
-    resumed = on_s3.fit(again, 2, resume="last", default_root_dir=on_s3.dirpath)
-    assert resumed.ckpt_path == f"{on_s3.dirpath}/checkpoints/last.ckpt"
-
-
-def test_fsspecs_own_configuration_is_enough(on_s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    # as if it had been in the environment when fsspec was imported
-    monkeypatch.setattr(fsspec.config, "conf", configuration := dict(fsspec.config.conf))
-    fsspec.config.set_conf_env(configuration, {"FSSPEC_S3": json.dumps(on_s3.options)})
-    options, on_s3.options = on_s3.options, None
-    on_s3.fit(on_s3.keep(save_last=True, every_n_train_steps=1), 2)
-    resumed = on_s3.fit(on_s3.keep(save_last=True, every_n_train_steps=1), 3, resume="last")
-    assert resumed.ckpt_path == f"{on_s3.dirpath}/last.ckpt"
-    assert checkpoint.verify(f"{on_s3.dirpath}/last.ckpt", storage_options=options).ok
 
 
 def test_credentials_are_seen_nowhere(on_s3: Place, caplog: pytest.LogCaptureFixture) -> None:
@@ -418,77 +359,8 @@ def test_a_link_leads_to_a_checkpoint_at_every_moment(tmp_path: Path, monkeypatc
     assert last.resolve().name == "step=4.ckpt"
 
 
-def test_a_resumed_run_goes_on_linking_where_nothing_new_is_among_the_best(tmp_path: Path) -> None:
-    local = Place(str(tmp_path / "run"), tmp_path / "run")
-    linked: dict[str, Any] = {**AT_EACH, "save_last": "link"}
-    local.fit(local.keep(**linked), 2)
-    local.fit(local.keep(**linked), 3, resume="last")  # its loss is worse
-    local.fit(local.keep(**linked), 3, resume="last")  # has ended already
-    assert local.names() == ["last.ckpt", "step=2.ckpt"]
-    assert (local.folder / "last.ckpt").resolve().name == "step=2.ckpt"
-    local.fit(local.keep(**linked), 4, resume="last")
-    assert (local.folder / "last.ckpt").resolve().name == "step=4.ckpt"
-    # where no link may be saved any more, the next version is
-    local.fit(local.keep(**linked | {"save_top_k": 0}), 5, resume="last")
-    assert checkpoint.read(local.folder / "last-v1.ckpt").trainer_state()["global_step"] == 5
-
-
-def test_a_folder_that_is_the_newest_is_not_replaced_by_a_link_to_itself(tmp_path: Path) -> None:
-    local = Place(str(tmp_path / "run"), tmp_path / "run")
-    highest: dict[str, Any] = {"monitor": "val_loss", "mode": "max", "every_n_train_steps": 1}
-    local.fit(local.keep(**highest, save_last=True), 2)
-    local.fit(local.keep(**highest, save_last="link"), 5, resume="last")  # saves as last alone, then links to that
-    assert checkpoint.read(local.folder / "last.ckpt").trainer_state()["global_step"] == 4
-
-
-def test_a_run_that_is_killed_while_a_link_replaces_a_folder_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Killed(BaseException):
-        pass
-
-    def kill(new: str, link: str) -> None:
-        raise Killed
-
-    local = Place(str(tmp_path / "run"), tmp_path / "run")
-    local.fit(local.keep(save_last=True, every_n_train_steps=1), 3)
-    with monkeypatch.context() as patches:
-        patches.setattr(os, "replace", kill)
-        with pytest.raises(Killed):
-            put_link(str(local.folder / "step=3.ckpt"), str(local.folder / "last.ckpt"), durable=False)
-    keep = local.keep(save_last="link", every_n_train_steps=1)
-    assert local.fit(keep, 3, resume="last").global_step == 3
-    assert not (local.folder / "last.ckpt").exists()
-    local.fit(keep, 4, resume="last")
-    assert checkpoint.read(keep.last_model_path).trainer_state()["global_step"] == 4
-
-
 def default_root(place: Place) -> None:
     place.fit(ModelCheckpoint(save_last="link"), 1, default_root_dir=place.dirpath)
-
-
-Spell = Callable[[Path], Any]
-SPELLINGS: dict[str, Spell] = {
-    "path": lambda path: path,
-    "slash": lambda path: f"{path}/",
-    "home": lambda path: "~/run",
-    "url": lambda path: f"file://{path}",
-}
-
-
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_every_spelling_is_the_same_directory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    local = Place(str(tmp_path / "run"), tmp_path / "run")
-    local.fit(local.keep(save_last=True, every_n_train_steps=1), 1)
-    keep = ModelCheckpoint(SPELLINGS[name](tmp_path / "run"), "{step}", save_last=True, every_n_train_steps=1)
-    local.fit(keep, 2, resume="last")
-    assert keep.dirpath == str(tmp_path / "run")
-    assert local.names() == ["last.ckpt", "step=2.ckpt"]  # step=1 was known to be of this directory
-
-
-def test_it_shows_the_arguments_of_lightnings_own() -> None:
-    assert inspect.signature(ModelCheckpoint) == inspect.signature(LightningsOwn)
 
 
 def test_a_url_is_a_str() -> None:

@@ -103,7 +103,7 @@ def run(
     return module.saw, module.losses, average
 
 
-@pytest.mark.parametrize("averages", [False, True], ids=["plain", "averaged"])
+@pytest.mark.parametrize("averages", [pytest.param(False, marks=pytest.mark.long), True], ids=["plain", "averaged"])
 def test_hooks_see_and_change_a_models_states_on_stages_as_in_one_process(averages: bool, tmp_path: Path) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     sizes = {"pipeline_parallel_size": 2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -133,34 +132,7 @@ def test_other_strategies_and_fabric_open_a_runs_folders_and_go_on_as_it_did(tmp
     assert resume(folder, devices=1) == pytest.approx(losses[STEPS:], rel=1e-5)
 
 
-def test_a_file_takes_the_place_of_a_folder_that_plain_lightning_goes_on_from(tmp_path: Path) -> None:
-    module = Module()
-    state = {"pytorch-lightning_version": L.__version__, "loops": {}, "callbacks": {}, "lr_schedulers": [], "epoch": 0}
-    checkpoint.save(module, tmp_path / "last.ckpt", trainer_state=state | {"optimizer_states": [], "global_step": 0})
-    keep = ModelCheckpoint(tmp_path, save_last=True, save_top_k=0, enable_version_counter=False)
-    trainer = L.Trainer(devices=1, max_epochs=1, callbacks=[keep], **TRAINER)
-    trainer.fit(module, data(), data())
-    assert os.listdir(tmp_path) == ["last.ckpt"]
-    loaded = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    torch.testing.assert_close(loaded["state_dict"], dict(module.state_dict()))
-
-
-def test_fabric_loads_what_the_library_has_saved(tmp_path: Path) -> None:
-    module = Module()
-    optimizer = module.configure_optimizers()["optimizer"]
-    module.training_step = lambda batch: module.head(module.net(batch)).sum()  # type: ignore[method-assign,assignment,misc]
-    module.training_step(torch.ones(1, WIDTH)).backward()  # type: ignore[call-arg]
-    optimizer.step()
-    checkpoint.save(module, tmp_path / "c", optimizer=optimizer, trainer_state={"epoch": 7})
-    again = Module()
-    state = {"model": again, "optimizer": again.configure_optimizers()["optimizer"], "epoch": 0}
-    assert L.Fabric(accelerator="cpu", devices=1).load(tmp_path / "c", state) == {}
-    assert state["epoch"] == 7
-    torch.testing.assert_close(again.state_dict(), module.state_dict())
-    torch.testing.assert_close(state["optimizer"].state_dict()["state"], optimizer.state_dict()["state"])
-
-
-@pytest.mark.parametrize("compiled", ["saved", "loaded"])
+@pytest.mark.parametrize("compiled", [pytest.param("saved", marks=pytest.mark.long), "loaded"])
 def test_a_part_that_was_compiled_on_one_side_only_is_matched_by_every_loader(compiled: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (losses, tested), _ = run_ranks(train_on_stages, 2, str(folder), compiled == "saved", elastic=True)

@@ -16,7 +16,8 @@ from tests.servers import KEY, SECRET, serve
 TRAIN = CONFIG.parent / "recipes" / "train.py"
 
 
-def test_a_run_saves_to_s3_and_goes_on_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_run_saves_to_s3_and_goes_on_from_there(runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "poem.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 400)
     with serve("s3", tmp_path / "served") as server:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
@@ -24,7 +25,7 @@ def test_a_run_saves_to_s3_and_goes_on_from_there(tmp_path: Path, monkeypatch: p
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
         said = ""
-        for steps in (2, 3):
+        for steps in range(1, runs + 1):
             options = [
                 "model=gpt_tiny",
                 "data=folder",
@@ -49,9 +50,9 @@ def test_a_run_saves_to_s3_and_goes_on_from_there(tmp_path: Path, monkeypatch: p
             )
             assert run.returncode == 0, run.stderr
             said += run.stdout + run.stderr
-        assert f"Restored all states from the checkpoint at {server.url}/run/last.ckpt" in said
+        assert (f"Restored all states from the checkpoint at {server.url}/run/last.ckpt" in said) is (runs == 2)
         kept = checkpoint.inspect(f"{server.url}/run/last.ckpt", storage_options=server.options)
-        assert kept.global_step == 3
+        assert kept.global_step == runs
     written = [path.read_text(errors="replace") for path in (tmp_path / "output").rglob("*") if path.is_file()]
     assert len(written) > 2
     assert not [text for text in [said, *written] if SECRET in text or KEY in text]

@@ -84,14 +84,15 @@ def curve() -> list[float]:
 
 
 NAMES = list(LAYOUTS)
-RARE = ("tp2", "pp2", "dp2×tp2", "pp4")
-"""Layouts that are only resumed on in the long run; on the axes of each the others are resumed on, too."""
+SHORT = {"pp2×dp2": ["dp2×tp2"]}
+"""What is resumed outside of long runs: on all axes but one, from all axes but one."""
 NEAR = {name: [NAMES[(number + 3) % len(NAMES)]] for number, name in enumerate(NAMES)}
 """Another one for each, and each for another one: the whole table is long. In several runs, so that one of eight ranks
 is far from its limit of a minute on a slow machine."""
 REST = {name: [other for other in NAMES if other not in NEAR[name]] for name in NAMES}
 PAIRS = [
-    *(pytest.param(name, NEAR[name], marks=pytest.mark.long if name in RARE else []) for name in NAMES),
+    *SHORT.items(),
+    *(pytest.param(name, NEAR[name], marks=pytest.mark.long) for name in NAMES),
     *(pytest.param(name, part, marks=pytest.mark.long) for name in NAMES for part in (REST[name][:3], REST[name][3:])),
 ]
 
@@ -148,7 +149,7 @@ def read(
     return strategy.layout.data_rank, module.seen
 
 
-@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.long), True], ids=["in order", "shuffled"])
 def test_every_sample_is_seen_once_on_4_then_2_then_1_data_ranks(shuffle: bool, tmp_path: Path) -> None:
     # 96 samples in one epoch: 2 × 16, then 3 × 8 (two stages), then 10 × 4
     parts = [(layout(data=4), 2, 4), (layout(pipeline=2, data=2), 5, 4), (layout(), 100, 4)]

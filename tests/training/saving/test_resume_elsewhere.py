@@ -1,4 +1,4 @@
-"""What was saved under one schedule, precision, or deal of experts goes on under another: same bytes, same curve."""
+"""What was saved under one schedule or precision goes on under another: same bytes, same curve."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from lightning_shard import checkpoint
 from lightning_shard.testing import run_ranks
 from tests import on_gpu
 from tests.parity import layout, train, world
-from tests.training.mixtures import MixtureModel
 from tests.training.parallel.test_memory_settings import HALF, Overflowing
 from tests.training.saving.test_resume import Restored, _bytes
 
 SAVED, TRAINED = 2, 4  # the checkpoint is of the second step, in the middle of an epoch of six
 CHECKPOINT = f"step={SAVED}.ckpt"
-ONE, DP2, PP2, TP2 = layout(), layout(data=2), layout(pipeline=2), layout(tensor=2)
-EXPERTS = {**layout(pipeline=2, data=2), "expert_parallel_size": 2}
+ONE, DP2, PP2 = layout(), layout(data=2), layout(pipeline=2)
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Pair:
     """Where a run is saved, and where it goes on.
 
     Attributes:
-        network: "gpt", a mixture, or one whose second batch overflows.
+        network: "gpt", or one whose second batch overflows.
         loss: How much losses may differ, as a part of them.
     """
 
@@ -82,7 +80,7 @@ class Scaler(L.Callback):
 
 def run(pair: Pair, folder: Path, *, resumes: bool) -> Ran:
     sizes, options = (pair.goes_on, {}) if resumes else (pair.saved_on, pair.saved_with)
-    own: Any = {"overflowing": partial(Overflowing, 0), "mixtral": partial(MixtureModel, "mixtral")}
+    own: Any = {"overflowing": partial(Overflowing, 0)}
     scaled = pair.precision == "16-mixed"  # which the Trainer itself takes on CUDA only
     precise = {"plugins": MixedPrecision("16-mixed", on_gpu.device_type())} if scaled else {"precision": pair.precision}
     keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
@@ -134,13 +132,3 @@ def test_other_schedules_precisions_and_devices(tmp_path: Path) -> None:
     overflowed = per_rank[0][0]["16-mixed"].scaler
     assert overflowed is not None
     assert overflowed["scale"] == 2.0**15  # and not what a scaler begins with
-
-
-@pytest.mark.long
-def test_experts_on_stages_go_on_where_none_are_dealt(tmp_path: Path) -> None:
-    pairs = [Pair(EXPERTS, sizes, "mixtral", loss=3e-6) for sizes in (TP2, ONE)]
-    saved = run_ranks(run, 4, pairs[0], tmp_path, resumes=False, elastic=True, timeout_s=200)
-    for pair in pairs:
-        ranks = world(pair.goes_on)
-        resumed = run_ranks(run, ranks, pair, tmp_path, resumes=True, elastic=True, timeout_s=120)
-        assert_goes_on(pair, tmp_path / CHECKPOINT, saved, resumed)

@@ -155,7 +155,7 @@ def fit(sizes: dict[str, int], path: str, resume: bool) -> Any:
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (layout(data=2), layout(tensor=2)),
+        pytest.param(layout(data=2), layout(tensor=2), marks=pytest.mark.long),
         (layout(pipeline=2), layout(data=2)),
         pytest.param(layout(data=2), layout(pipeline=2), marks=pytest.mark.long),
     ],

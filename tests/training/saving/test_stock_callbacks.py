@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,6 @@ from lightning_shard.checkpoint.store.remote import RemoteStore
 from lightning_shard.errors import CheckpointError, ConfigurationError
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET
-from tests.servers import serve
 from tests.training.saving.test_model_checkpoint import AT_EACH, LOSSES, Scripted, data
 
 EVERY: dict[str, Any] = {"filename": "{step}", "every_n_train_steps": 1}
@@ -36,36 +34,35 @@ def failing(self: RemoteStore, name: str, *args: Any, original: Any = RemoteStor
     original(self, name, *args, **kwargs)
 
 
-def fit(callbacks: list[Any], steps: int, io: ShardedCheckpointIO, **settings: Any) -> L.Trainer:
-    resume = settings.pop("ckpt_path", None)
-    settings = {"strategy": HybridShardStrategy(checkpoint_io=io), **settings}
+def fit(callbacks: list[Any], steps: int, io: ShardedCheckpointIO) -> L.Trainer:
     trainer = L.Trainer(
+        strategy=HybridShardStrategy(checkpoint_io=io),
         callbacks=callbacks,
         devices=1,
         max_steps=steps,
         val_check_interval=1,
-        **{**QUIET, "enable_checkpointing": True, **settings},
+        **{**QUIET, "enable_checkpointing": True},
     )
     with mock.patch.object(RemoteStore, "publish", slow):
-        trainer.fit(Scripted(), data(2), data(1), ckpt_path=resume)
+        trainer.fit(Scripted(), data(2), data(1))
     return trainer
 
 
-def listed(keep: Any, options: dict[str, Any] | None = None) -> dict[str, int]:
+def listed(keep: Any) -> dict[str, int]:
     """The step of each checkpoint that a callback lists, by name; with a score, it is checked to be that step's."""
     steps = {}
     for path, score in {keep.best_model_path: None, keep.last_model_path: None, **keep.best_k_models}.items():
         if path:
-            assert checkpoint.verify(path, storage_options=options).ok
-            step = checkpoint.read(path, storage_options=options).trainer_state()["global_step"]
+            assert checkpoint.verify(path).ok
+            step = checkpoint.read(path).trainer_state()["global_step"]
             assert score is None or float(score) == LOSSES[step - 1], path
             steps[path.rpartition("/")[2]] = step
     return steps
 
 
-def with_names_that_repeat(root: str, asynchronous: bool) -> None:
+def with_names_that_repeat(root: str) -> None:
     def io() -> ShardedCheckpointIO:
-        return ShardedCheckpointIO(None, asynchronous, fsync=False)
+        return ShardedCheckpointIO(None, True, fsync=False)
 
     keep = LightningsOwn(f"{root}/two", "best", save_top_k=2, save_last=True, **AT_EACH)
     trainer = fit([keep], 6, io())
@@ -78,15 +75,6 @@ def with_names_that_repeat(root: str, asynchronous: bool) -> None:
     fit([best, newest], 6, io())
     assert list(listed(best).values()) == [4]
     assert list(listed(newest).values()) == [6]
-
-
-def with_another_run(root: str) -> None:
-    """A run that goes on from another one's checkpoint, into a folder of its own."""
-    first, second = LightningsOwn(f"{root}/first", **EVERY), LightningsOwn(f"{root}/second", **EVERY)
-    fit([first], 2, ShardedCheckpointIO(fsync=False))
-    fit([second], 4, ShardedCheckpointIO(fsync=False), ckpt_path=first.best_model_path)
-    assert listed(first) == {"step=2.ckpt": 2}
-    assert listed(second) == {"step=4.ckpt": 4}
 
 
 def with_a_save_that_fails(root: str) -> None:
@@ -105,36 +93,12 @@ class Derived(LightningsOwn):
 
 
 def in_memory() -> None:
-    with_names_that_repeat("memory://waited", False)
-    with_names_that_repeat("memory://background", True)
-    with_another_run("memory://others")
+    with_names_that_repeat("memory://background")
     with_a_save_that_fails("memory://fails")
     with pytest.raises(ConfigurationError, match=r"Derived is derived from .* derive it from lightning_shard"):
         fit([Derived("memory://derived")], 1, ShardedCheckpointIO())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_lightnings_own_callback_loses_nothing_on_a_remote_store(tmp_path: Path) -> None:
+def test_lightnings_own_callback_loses_nothing_on_a_remote_store() -> None:
     run_ranks(in_memory, 1, elastic=True)
-
-
-def on_s3(root: str, options: dict[str, Any]) -> None:
-    def io() -> ShardedCheckpointIO:
-        return ShardedCheckpointIO(options, fsync=False)
-
-    # listings are cached of folders that are there
-    fit([LightningsOwn(root, "before", every_n_train_steps=1)], 1, io())
-    best, newest = LightningsOwn(root, "{step}", **AT_EACH), LightningsOwn(root, **EVERY)
-    fit([best, newest], 6, io())
-    assert list(listed(best, options).values()) == [4]
-    fsspec.config.conf["s3"] = options  # without the strategy Lightning's callback knows no others
-    for strategy in ("auto", HybridShardStrategy()):
-        best = LightningsOwn(root, "best", save_top_k=2, **AT_EACH)
-        fit([best], 6, io(), strategy=strategy, **({"plugins": [io()]} if strategy == "auto" else {}))
-        assert sorted(listed(best, options).values()) == [4, 5]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_listing_that_was_cached_on_s3_does_not_hide_a_checkpoint(tmp_path: Path) -> None:
-    with serve("s3", tmp_path / "served") as server:
-        run_ranks(on_s3, 1, f"{server.url}/run", server.options, elastic=True)

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
-import s3fs
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint as LightningsOwn
 from safetensors.torch import load_file
 
 from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
-from lightning_shard.checkpoint.loading import replicas
-from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.testing import run_ranks
-from tests.counting import reads
-from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, loader, train
+from tests.parity import QUIET, Model, Seen, combine, layout, loader, train
 from tests.servers import SECRET, serve
 
 STOPPED, TRAINED = 3, 5  # of the six steps of an epoch
@@ -29,17 +23,8 @@ STAGES, SHARDS = layout(pipeline=2), layout(data=2)
 
 def run(
     sizes: dict[str, int], url: str, options: dict[str, Any], steps: int, asynchronous: bool = False
-) -> tuple[Seen, dict[str, Any], int]:
-    """Train from the last checkpoint, if there is one: the account, the callback's state, how often S3 was listed."""
-    listed = 0
-    listing = s3fs.S3FileSystem._lsdir
-
-    async def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal listed
-        listed += 1
-        return await listing(*args, **kwargs)
-
-    s3fs.S3FileSystem._lsdir = counted
+) -> tuple[Seen, dict[str, Any]]:
+    """Train from the last checkpoint, if there is one: the account, and the callback's state."""
     keep = ModelCheckpoint(
         url, "{step}", monitor="val_loss", save_top_k=2, save_last=True, save_on_train_epoch_end=False
     )
@@ -53,8 +38,7 @@ def run(
         resume="last",
         checkpoint_io=ShardedCheckpointIO(options, asynchronous),
     )
-    s3fs.S3FileSystem._lsdir = listing
-    return seen, keep.state_dict(), listed
+    return seen, keep.state_dict()
 
 
 def resume_beside_an_uninterrupted_run(url: str, options: dict[str, Any]) -> tuple[Any, Seen]:
@@ -66,62 +50,27 @@ def test_a_run_on_s3_goes_on_with_another_layout_and_is_gathered_to_one_file(tmp
     with serve("s3", tmp_path / "served") as server:
         url, options = f"{server.url}/run", server.options
         first = run_ranks(run, 2, STAGES, url, options, STOPPED, elastic=True)
-        before = combine([seen for seen, _, _ in first], STAGES)
+        before = combine([seen for seen, _ in first], STAGES)
         folder = server.folder / "bucket" / "run"
         assert names(folder) == ["last.ckpt", "step=2.ckpt", "step=3.ckpt"]
 
         second = run_ranks(resume_beside_an_uninterrupted_run, 2, url, options, elastic=True)
-        after = combine([seen for (seen, _, _), _ in second], SHARDS)
+        after = combine([seen for (seen, _), _ in second], SHARDS)
         curve = combine([uninterrupted for _, uninterrupted in second], SHARDS)
         assert before.losses + after.losses == pytest.approx(curve.losses, rel=2e-6)
         assert len(after.losses) == TRAINED - STOPPED
         assert names(folder) == ["last.ckpt", "step=4.ckpt", "step=5.ckpt"]
 
-        states = [state for (_, state, _), _ in second]
+        states = [state for (_, state), _ in second]
         assert states[0] == states[1]
         assert states[0]["best_model_path"] == f"{url}/step=5.ckpt"
         assert sorted(states[0]["best_k_models"]) == [f"{url}/step=4.ckpt", f"{url}/step=5.ckpt"]
-        # rank 1 looks for last, before it knows the others, and leaves everything else to rank 0
-        assert [listed for (_, _, listed), _ in second][1] == 1
 
         assert all(checkpoint.verify(f"{url}/{name}", storage_options=options).ok for name in names(folder))
         checkpoint.gather(f"{url}/last.ckpt", tmp_path / "model.safetensors", storage_options=options)
         gathered = load_file(tmp_path / "model.safetensors")
         assert gathered.keys() == after.parameters.keys()
         assert all(torch.equal(gathered[name], value) for name, value in after.parameters.items())
-
-
-def go_on_with_replicas(url: str, options: dict[str, Any]) -> tuple[list[Seen], list[int]]:
-    """Resumed runs whose ranks are two replicas, and what they read, without the other's help and with it."""
-    runs, read = [], []
-    for share_reads in (False, None):
-        with reads() as counted, mock.patch.object(replicas, "MIN_BYTES", 2**10):  # the model is small
-            seen = train(
-                "gpt",
-                SHARDS,
-                steps=TRAINED,
-                shuffle=True,
-                resume=url,
-                data_parallel_replicas=2,
-                checkpoint_io=ShardedCheckpointIO(options, share_reads=share_reads),
-            )
-        runs.append(seen)
-        read.append(sum(counted))
-    runs.append(train("gpt", SHARDS, steps=TRAINED, shuffle=True))
-    return runs, read
-
-
-def test_replicas_read_a_checkpoint_on_s3_once_between_them(tmp_path: Path) -> None:
-    with serve("s3", tmp_path / "served") as server:
-        run_ranks(run, 2, STAGES, f"{server.url}/run", server.options, STOPPED, elastic=True)
-        resumed = run_ranks(go_on_with_replicas, 2, f"{server.url}/run/last.ckpt", server.options, elastic=True)
-    apart, shared, curve = (combine(list(seen), SHARDS) for seen in zip(*(runs for runs, _ in resumed)))
-    assert shared.losses == apart.losses == pytest.approx(curve.losses[STOPPED:], rel=2e-6)
-    assert largest_difference(shared.parameters, apart.parameters) == 0
-    assert largest_difference(shared.parameters, curve.parameters) < 2e-5
-    (alone, first), (_, second) = (read for _, read in resumed)
-    assert first + second < 1.1 * alone, (alone, first, second)
-    assert max(first, second) < 0.7 * alone, (alone, first, second)  # the small tensors are all read by one
 
 
 def refused(url: str, options: dict[str, Any]) -> str:
@@ -148,43 +97,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-class WhereLastLeads(L.Callback):
-    """After every step: the checkpoint that the link leads to, if it is one."""
-
-    def __init__(self, link: Path) -> None:
-        self.link = link
-        self.seen: list[str] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        if self.link.exists():
-            self.seen.append(self.link.resolve().name if checkpoint.exists(self.link) else "nothing")
-
-
-def link_in_the_background(folder: str) -> list[str]:
-    seen = WhereLastLeads(Path(folder, "last.ckpt"))
-    keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_last="link", every_n_train_steps=1)
-    with mock.patch.object(LocalStore, "publish", slow_publish):
-        train(
-            "gpt",
-            layout(),
-            callbacks=[seen, keep],
-            trainer={"enable_checkpointing": True},
-            checkpoint_io=ShardedCheckpointIO(asynchronous=True, fsync=False),
-        )
-    return seen.seen
-
-
-def slow_publish(self: LocalStore, *args: Any, original: Any = LocalStore.publish, **kwargs: Any) -> None:
-    time.sleep(0.2)
-    original(self, *args, **kwargs)
-
-
-def test_a_link_never_leads_to_a_save_that_is_under_way(tmp_path: Path) -> None:
-    (tmp_path / "last.ckpt").mkdir()  # as an earlier run without links leaves it
-    (seen,) = run_ranks(link_in_the_background, 1, str(tmp_path), elastic=True)
-    assert seen == ["nothing", "step=1.ckpt", "step=2.ckpt"]
-
-
 def warned_of(callbacks: list[L.Callback], root: str) -> list[str]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -204,8 +116,6 @@ def warned_of(callbacks: list[L.Callback], root: str) -> list[str]:
 def stock_and_ours(local: str) -> dict[str, list[str]]:
     # the process's own memory stands for a remote store: Lightning's callback can reach it without options
     return {
-        "local": warned_of([], local),
-        "ours": warned_of([ModelCheckpoint("memory://run")], local),
         "ours below a remote root": warned_of([ModelCheckpoint()], "memory://root"),
         "made by the Trainer": warned_of([], "memory://root"),
         "stock": warned_of([LightningsOwn("memory://run")], local),
@@ -215,8 +125,6 @@ def stock_and_ours(local: str) -> dict[str, list[str]]:
 def test_taking_over_lightnings_own_callback_on_a_remote_store_is_told_once(tmp_path: Path) -> None:
     (told,) = run_ranks(stock_and_ours, 1, str(tmp_path), elastic=True)
     assert {name: len(warnings) for name, warnings in told.items()} == {
-        "local": 0,
-        "ours": 0,
         "ours below a remote root": 0,
         "made by the Trainer": 1,
         "stock": 0,  # it has been said

@@ -97,7 +97,7 @@ def fit(folder: str, asynchronous: bool, log_model: Any) -> tuple[dict[str, Any]
     return loggers[0].experiment.given, loggers[1].experiment.given, said
 
 
-@pytest.mark.parametrize(("asynchronous", "log_model"), [(False, "all"), (True, "all"), (True, True)])
+@pytest.mark.parametrize(("asynchronous", "log_model"), [(False, "all"), (True, True)])
 def test_folders_are_uploaded_once_they_are_committed(asynchronous: bool, log_model: Any, tmp_path: Path) -> None:
     ((mlflow, wandb, said),) = run_ranks(fit, 1, str(tmp_path / "run"), asynchronous, log_model, elastic=True)
     (best,) = sorted(path.name for path in (tmp_path / "run").glob("step=*"))
