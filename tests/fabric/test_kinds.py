@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.testing import run_ranks
-from tests.fabric.test_fabric import GPT, WIDTH, Block, start
+from tests.fabric.test_fabric import EXPERTS, GPT, WIDTH, Block, start
 from tests.fabric.test_pipelined import STAGES, train
 
 
@@ -24,6 +24,11 @@ class Four(GPT):
     def __init__(self) -> None:
         super().__init__()
         self.blocks.append(Block(mixes=False))
+
+
+class Mixing(GPT):
+    def __init__(self) -> None:
+        super().__init__(mixes=True)
 
 
 class Dropping(GPT):
@@ -74,6 +79,13 @@ def test_trains_as_one_process(name: str, on_stages: list[dict[str, list[float]]
     expected = losses(1, kind, None, precision)
     for seen in on_stages:
         assert seen[name] == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.long
+def test_experts_are_dealt_to_the_data_ranks_of_each_stage() -> None:
+    expected = losses(1, Mixing, None, "32-true")
+    for seen in run_ranks(losses, 4, 4, Mixing, {**STAGES, **EXPERTS}, "32-true", elastic=True):
+        assert seen == pytest.approx(expected, rel=1e-4)
 
 
 def dropped(folder: Path, *, resumes: bool) -> list[float]:

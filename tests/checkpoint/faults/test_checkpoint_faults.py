@@ -13,6 +13,7 @@ from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.cli import main
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 from lightning_shard.testing import ranks
+from tests.checkpoint.manifests import edit
 
 STATE = {"w": torch.arange(3000.0).view(100, 30), "b": torch.ones(7, dtype=torch.bfloat16)}
 
@@ -81,6 +82,27 @@ def test_a_crash_at_any_moment_leaves_one_of_the_two_checkpoints_whole(saved, mo
     checkpoint.save(new, saved)
     assert len(files(saved)) == 2  # of the tensors and of their table
     assert torch.equal(checkpoint.read(saved)["w"].full(), new["w"])
+
+
+def test_only_our_own_leftovers_are_removed(saved):
+    keep = [
+        saved / "notes.txt",
+        saved / "model" / "rank-00000.safetensors",
+        saved / "model" / "x-0123456789ab.safetensors",
+    ]
+    for file in keep:
+        file.write_text("mine")
+    leftover = saved / "optimizer" / "rank-00009-0123456789ab.safetensors"
+    leftover.write_text("torn")
+    # an old manifest that names a file of someone else's
+    edit(saved, lambda manifest: manifest["files"].append({"path": "notes.txt", "bytes": 4, "digest": "0" * 32}))
+    checkpoint.save({"w": torch.zeros(1)}, saved)
+    assert all(file.read_text() == "mine" for file in keep)
+    assert leftover.exists(), "it may be of a save under way"
+    age(saved)
+    checkpoint.save({"w": torch.zeros(1)}, saved)
+    assert all(file.read_text() == "mine" for file in keep)
+    assert not leftover.exists()
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------

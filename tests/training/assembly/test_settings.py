@@ -7,6 +7,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,8 @@ from lightning_shard.layout import Layout
 from lightning_shard.plugin.assembly.assemble import Assembly
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps.loss_weight import LossWeights
+from lightning_shard.testing import run_ranks
+from tests.parity import QUIET, Model, loader
 
 PP2 = {"pipeline_parallel_size": 2}
 
@@ -141,3 +144,19 @@ def test_another_trainer_with_other_settings_is_told_which_differ() -> None:
         "An earlier Trainer has sharded this module with tensor_parallel_size=2, compile_blocks=False, and it can't be"
         " resharded to tensor_parallel_size=1, compile_blocks=True: build a new module."
     )
+
+
+def held_without_a_pipeline() -> list[list[tuple[str, ...]]]:
+    held = []
+    for schedule in ("1F1B", "Interleaved1F1B", "DualPipeV"):
+        strategy = HybridShardStrategy(schedule=schedule)
+        L.Trainer(strategy=strategy, devices=1, max_steps=1, **QUIET).fit(Model("gpt"), loader(4))
+        held.append([stage.names for stage in strategy.placement.stages])
+    return held
+
+
+@pytest.mark.long
+def test_without_a_pipeline_one_stage_has_all_blocks_whatever_the_schedule() -> None:
+    [[plain, *others]] = run_ranks(held_without_a_pipeline, 1, elastic=True)
+    assert len(plain) == 1
+    assert others == [plain, plain]

@@ -226,6 +226,15 @@ def test_synchronized_batch_norm_normalizes_by_all_samples() -> None:
         assert all(torch.allclose(own[name], kept[name], rtol=1e-5, atol=1e-6) for name in own)
 
 
+@pytest.mark.long
+def test_it_is_synchronized_within_a_stage() -> None:
+    sizes = layout(pipeline=2, data=2)
+    per_rank = [kept for _, kept in run_ranks(normalize, 4, sizes, elastic=True)]
+    for one, other in (per_rank[:2], per_rank[2:]):
+        assert one
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 class Normalized(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()

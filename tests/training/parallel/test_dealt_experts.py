@@ -158,6 +158,22 @@ def test_experts_of_other_models(kind: str) -> None:
     assert_alike(EP2, [kind])
 
 
+def in_halves(sizes: dict[str, int] | None, kinds: list[str]) -> dict[str, Seen]:
+    return trained(sizes, kinds, trainer={"precision": "bf16-mixed"})
+
+
+@pytest.mark.long
+def test_experts_under_mixed_precision_compute_what_lightnings_own_does() -> None:
+    """By the bounds of ``test_memory_settings.py``; a router's near ties may fall otherwise, so of one step."""
+    kinds = ["mixtral", "list, called where chosen"]
+    ours, plain = run_ranks(in_halves, 2, EP2, kinds, elastic=True, timeout_s=120)[0], in_halves(None, kinds)
+    for kind in kinds:
+        assert ours[kind].losses[0] == pytest.approx(plain[kind].losses[0], rel=1e-4), kind
+        assert ours[kind].norm == pytest.approx(plain[kind].norm, rel=2e-2), kind
+        for name, expected in plain[kind].gradients.items():
+            assert float((ours[kind].gradients[name] - expected).abs().max() / expected.abs().max()) < 2e-2, name
+
+
 @pytest.mark.long
 def test_experts_in_64_bits_are_not_rounded_on_their_way() -> None:
     kinds, whole = ["own", "list, called where chosen"], {"trainer": {"precision": "64-true"}}

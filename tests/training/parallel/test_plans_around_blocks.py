@@ -264,6 +264,23 @@ def test_what_is_right_is_evaluated_alike(kind: type[OfBackbone]) -> None:
     assert_trains_alike(partial(kind, "each"), batches, ["tp2"], tensor_parallel_plan=PLAN)
 
 
+class TakesGradients(OfItself):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = batch["x"].requires_grad_()
+        y = self.leave(BETWEEN[self.between](self.enter(x)))
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        for layer in self.layers:
+            y = layer(y)
+        return F.mse_loss(self.head(y), batch["y"]) + slope.square().mean()
+
+
+@pytest.mark.long
+def test_a_step_that_takes_gradients_is_compared_too() -> None:
+    assert_trains_alike(partial(TakesGradients, "each"), batches, ["tp2"], tensor_parallel_plan=PLAN)
+    with pytest.raises(PlanError, match="training_step computes something else when it is split"):
+        assert_trains_alike(partial(TakesGradients, "softmax"), batches, ["tp2"], tensor_parallel_plan=PLAN)
+
+
 class OfOneRank(OfBackbone):
     """Its code takes for granted how many features a rank has."""
 

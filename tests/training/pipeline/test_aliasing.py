@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_shard.errors import StepError
 from tests.training.pipeline.test_crossing import WIDTH, Block, Net, batches, loss, seeded
@@ -34,6 +35,32 @@ class AddsToAll(KeepsViews):
         return hidden
 
 
+class ChangesView(Net):
+    """And uses what it is of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+            hidden.view(-1, WIDTH).mul_(0.5)
+        return self.head(self.norm(hidden))
+
+
+class Between(KeepsViews):
+    """A middle stage changes one of two that came from the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, first = self.embed(x), None
+        for i, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            if i == 0:
+                first = hidden[:, :1]
+                state = hidden
+            if i == 1:
+                state.mul_(0.5)
+        return self.head(self.norm(hidden + first + state))
+
+
 class WithView(Block):
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Any:
         result = super().forward(x)
@@ -52,6 +79,11 @@ class ReturnsViews(Net):
 
     def change(self, hidden: Tensor, first: Tensor) -> Tensor:
         return first * 0.5
+
+
+class ChangesReturnedView(ReturnsViews):
+    def change(self, hidden: Tensor, first: Tensor) -> Tensor:
+        return first.mul_(0.5)
 
 
 class InPlaceBlock(Block):
@@ -104,6 +136,17 @@ class HooksAfterwards(HooksActivated):
         super().__init__("activate")
 
 
+class ActivatesInput(Block):
+    """The hidden state itself."""
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        return super().forward(F.relu(x, inplace=True))
+
+
+class InputsActivated(Net):
+    block = ActivatesInput
+
+
 class Halves(Net):
     """Parts of one tensor, of which one is changed: they share a memory, and no element."""
 
@@ -116,7 +159,7 @@ class Halves(Net):
         return self.head(self.norm(hidden))
 
 
-CROSSING = [KeepsViews, ViewOfWritten, ReturnsViews, HooksAfterwards, Halves]
+CROSSING = [KeepsViews, ChangesView, ViewOfWritten, ReturnsViews, HooksAfterwards, InputsActivated, Halves]
 
 
 @pytest.mark.parametrize("network", CROSSING)
@@ -124,7 +167,7 @@ def test_what_shares_memory_and_stays_as_it_is_crosses(network: type[Net]) -> No
     assert_alike(seeded(network), loss, batches(), 3)
 
 
-CHANGED = [AddsToAll, HooksActivated]
+CHANGED = [AddsToAll, Between, ChangesReturnedView, HooksActivated]
 
 
 @pytest.mark.parametrize("network", CHANGED)

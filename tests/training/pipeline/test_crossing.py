@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -275,6 +275,90 @@ class VmappedInside(ByFunction):
         return torch.vmap(torch.vmap(lambda each: each * each.argmax(-1)))(time)
 
 
+class Masked(Net):
+    """A mask computed from a parameter: integers and bools are known to be unknown as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        mask = (hidden.argmax(-1, keepdim=True) > WIDTH // 2).float()
+        for block in self.blocks:
+            hidden = block(hidden, condition=mask)
+        return self.head(self.norm(hidden))
+
+
+class Down(nn.Module):
+    """Returns its result, and all results of its layers, as diffusers' parts of a U-Net do: one is there twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        first = self.layers(x)
+        second = self.layers(first)
+        return second, (first, second)
+
+
+class ReturnsTwice(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = Down()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        hidden, others = self.down(hidden)
+        for block, other in zip(self.blocks, (*others, *others)):
+            hidden = block(hidden) + other
+        return self.head(self.norm(hidden))
+
+
+@torch.jit.script
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class Scripted(ByFunction):
+    def condition(self, time: Tensor) -> Tensor:
+        return doubled(time)
+
+
+class VmappedInteger(ByFunction):
+    def condition(self, time: Tensor) -> Tensor:
+        return F.one_hot(torch.vmap(lambda each: each.argmax(-1))(time), WIDTH).float()
+
+
+class VmappedClosure(ByFunction):
+    """What isn't known is not among the arguments."""
+
+    def condition(self, time: Tensor) -> Tensor:
+        nearest = torch.vmap(lambda each: (each @ self.time.weight).argmax(-1))
+        return F.one_hot(nearest(torch.ones_like(time)), WIDTH).float()
+
+
+class Functionalized(ByFunction):
+    """Isn't told of."""
+
+    def condition(self, time: Tensor) -> Tensor:
+        return torch.func.functionalize(lambda each: each * 2)(time)
+
+
+class Recurrent(nn.Module):
+    """Layers of which each begins with the last one's states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, states = self.embed(x), None
+        for layer in self.layers:
+            hidden, states = layer(hidden, states)
+        assert states is not None
+        return self.head(hidden + states[0].mean())
+
+
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -413,6 +497,12 @@ def test_a_network_on_stages_is_the_network_alone(network: str, stages: int) -> 
     seen = assert_alike(seeded(NETWORKS[network]), loss, batches(), stages)
     if stages == 4 and network in CROSSED:
         assert seen.crossed == CROSSED[network]
+
+
+@pytest.mark.parametrize("network", [ReturnsTwice, Recurrent, Masked, Scripted, VmappedInteger, VmappedClosure])
+def test_what_is_given_otherwise_than_from_block_to_block_crosses(network: type[nn.Module]) -> None:
+    """Twice, beside the hidden state, or by functions inside of which it isn't seen."""
+    assert_alike(seeded(network), loss, batches(), 4)
 
 
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.long), 4])
@@ -610,6 +700,17 @@ def test_a_loss_with_another_stages_parameter() -> None:
     assert_alike(seeded(Net), penalized, batches(), 3)
 
 
+class ByHand(Net):
+    """The first block's weights are used beside the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.blocks[0].norm.weight.sum()
+
+
+def test_a_blocks_parameter_used_beside_it() -> None:
+    assert_alike(seeded(ByHand), loss, batches(), 3)
+
+
 class WithFeatures(Net):
     """Hooks inside of blocks collect features, and an attribute of the network counts calls."""
 
@@ -805,6 +906,131 @@ class Collects(Net):
         return self.head(self.norm(hidden + sum(held.states))) + held.calls * means.mean()
 
 
+class DenselyCollected(Collected):
+    """Computes with what earlier blocks have left."""
+
+    def leave(self, x: Tensor, held: Any) -> None:
+        super().leave(x + sum(held.states), held)
+
+
+class CollectsDensely(Collects):
+    kind = DenselyCollected
+
+
+class WritesInto(Collected):
+    def leave(self, x: Tensor, held: Any) -> None:
+        if not held.states:
+            held.states.append(torch.zeros(()))
+            held.total = held.states[0]
+        held.total += x.sum()
+
+
+class WritesIntoObject(Collects):
+    kind = WritesInto
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, hidden = Collector(), self.embed(x)
+        held.total = torch.zeros(())  # type: ignore[attr-defined]
+        held.states.append(held.total)  # type: ignore[attr-defined]
+        for block in self.blocks:
+            hidden = block(hidden, held)
+        return self.head(self.norm(hidden)) + held.total  # type: ignore[attr-defined]
+
+
+class LeavesTwice(Collected):
+    def leave(self, x: Tensor, held: Any) -> None:
+        held.first = held.second = [x]
+
+
+class LeavesOneTwice(Collects):
+    kind = LeavesTwice
+
+
+class Store(UserDict[str, Any]):
+    """As graphs of torch_geometric have it."""
+
+
+class Graph:
+    """Its values are in a mapping of its own, it can be called, and attributes are entries."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__["store"] = Store(values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.__dict__.get("store", {}):
+            raise AttributeError(name)
+        return self.__dict__["store"][name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__["store"][name] = value
+
+    def __call__(self) -> Any:
+        return iter(self.store.items())
+
+
+class OfGraph(Block):
+    def forward(self, graph: Any, condition: Any = None) -> Any:
+        graph.x = super().forward(graph.x) * graph.scale
+        return graph
+
+
+class PassesAGraph(Net):
+    block = OfGraph
+
+    def forward(self, x: Tensor) -> Tensor:
+        graph = Graph(x=self.embed(x), scale=x.float().mean())
+        for block in self.blocks:
+            graph = block(graph)
+        return self.head(self.norm(graph.x))
+
+
+class Holding(Block):
+    def forward(self, x: Tensor, condition: Any = None) -> Tensor:
+        self.held.states.append(x.mean())
+        return super().forward(x)
+
+
+class HoldsACollector(Net):
+    """One object, that all blocks hold."""
+
+    block = Holding
+
+    def __init__(self) -> None:
+        super().__init__()
+        held = Collector()
+        for block in self.blocks:
+            block.held = held  # type: ignore[assignment]
+
+
+class ReturnsNested(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.nested.as_nested_tensor(list(self.embed(x)), layout=torch.jagged)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden.to_padded_tensor(0.0)))
+
+
+class WorksInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.scale)
+
+
+class Aliases(Net):
+    """An older name of what blocks change in place."""
+
+    block = WorksInPlace
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.embed(x) * 1
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden + first))
+
+
 class Takes(Collected):
     def leave(self, x: Tensor, held: Any) -> None:
         if held.states:
@@ -933,6 +1159,29 @@ class PreHooksAround(AroundBlocks):
         self.register_full_backward_pre_hook(cut_off)
 
 
+class PreHooksOfParts(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.register_full_backward_pre_hook(cut_off)
+
+
+class PreHooksOfGroups(Net):
+    """What is around some blocks, all of one stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList(Layers(block) for block in self.blocks)
+        del self.blocks
+        for group in self.groups:
+            group.register_full_backward_pre_hook(cut_off)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [self.embed(x)]
+        for group in self.groups:
+            states.append(group(states[-1]))
+        return self.head(self.norm(states[1] + states[-1]))
+
+
 class PreHooksOfSkips(UNet):
     """The first block's is sent, and used where it was computed too: each stage would cut off its part."""
 
@@ -989,7 +1238,7 @@ class Clamps(Net):
         (Keeps, with_losses_of_blocks),
         *((network, loss) for network in (Sums, Hooked, Clamps, Counts, HooksGradients, PreHooks, PreHooksAround)),
         *((network, loss) for network in (PassesState, PassesDict, ChangesState)),
-        *((network, loss) for network in (Appends, Collects)),
+        *((network, loss) for network in (Appends, Collects, CollectsDensely, WritesIntoObject, PassesAGraph, Aliases)),
     ],
 )
 def test_what_blocks_change_beside_their_output_is_as_in_one_process(network: type[Net], step: Any) -> None:
@@ -1045,7 +1294,59 @@ class CheckpointedTogether(Net):
         return self.head(self.norm(self.blocks[3](hidden)))
 
 
-@pytest.mark.parametrize("network", [Views, Caches, CheckpointsHead])
+class Measured(Block):
+    """Keeps in a buffer, and in a tensor that is none, what the network looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("usage", torch.zeros(()))
+        self.calls = torch.zeros(())
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        result = super().forward(x)
+        self.usage.copy_(result.detach().square().mean())
+        self.calls.fill_(2)
+        return result
+
+
+class LooksAtBuffers(Net):
+    block = Measured
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * sum(block.usage / block.calls for block in self.blocks)
+
+
+class Replacing(Net):
+    """A hook inside of a block gives another output than the one that the hook before has collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda module, args, output: self.seen.append(output))
+            block.up.register_forward_hook(lambda module, args, output: output * 2)
+            block.up.register_forward_hook(lambda module, args, output: self.seen.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.clear()
+        result = super().forward(x)
+        return result + sum(each.square().mean() * i for i, each in enumerate(self.seen))
+
+
+class ViewHandedOn(Net):
+    """A view made before, given to blocks as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.zeros(2, *x.shape, WIDTH)
+        condition = whole[0]
+        whole[:] = self.embed(x)
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.head(self.norm(hidden))
+
+
+@pytest.mark.parametrize("network", [Views, ViewHandedOn, Caches, CheckpointsHead, LooksAtBuffers, Replacing])
 def test_what_else_networks_do_is_as_in_one_process(network: type[Net]) -> None:
     assert_alike(seeded(network), loss, batches(), 3)
 
@@ -1092,6 +1393,16 @@ class ValuesDecide(Conditioned):
         return Net.forward(self, x)
 
 
+class DropsAtFirst(Net):
+    """Leaves its first block out, depending on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks[0 if x[0, 0] > WORDS // 2 else 1 :]:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
 class NotesRuns(Collecting):
     """Each stage misses several values, in its middle."""
 
@@ -1114,16 +1425,22 @@ def test_a_step_runs_once_for_each_microbatch_on_each_stage() -> None:
         (HeadFirst, r"takes what is computed from net\.late\.(weight|bias).*register parts in __init__"),
         (TakesFromObject, r"net\.blocks\.1 takes entries out of a list that it is given"),
         (GivesADeque, r"net\.blocks\.0 changes a deque that it is given"),
+        (LeavesOneTwice, r"net\.blocks\.0 puts one list into two places of what it is given"),
+        (HoldsACollector, r"net\.blocks\.0 changes its Collector held"),
+        (ReturnsNested, "net.blocks.0 returns a nested tensor, which can't be sent"),
         (CountsByValue, r"net\.blocks\.\d changes an object that it is given otherwise than for an earlier microbatch"),
         (HooksGradientsLate, "registers a hook on a tensor that an earlier pipeline stage computed"),
         (HooksBackward, r"net\.blocks\.0 has a backward hook \(register_full_backward_hook\)"),
         (HooksAround, r"net\.encoder has a backward hook"),
+        (PreHooksOfParts, r"net\.embed has a backward pre-hook"),
         (PreHooksOfSkips, r"net\.blocks\.0 has a backward pre-hook.*a part of the gradient on each"),
         (Freezes, r"gradients switched off.*requires_grad_\(False\)"),
         (Differentiates, r"takes gradients itself \(grad\)"),
+        (Functionalized, r"net\.blocks\.\d.*Its value isn't known there"),
         (CapturedFunction, r"net\.blocks\.\d.*Its value isn't known there"),
         (CheckpointedTogether, "recomputes net.blocks.[12] together with blocks or other code"),
         (Twice, r"net\.blocks\.0 ran 2 times within one step, and a pipeline expects it 1×"),
+        (DropsAtFirst, r"net\.blocks\.0 runs, and didn't for an earlier microbatch of the same shapes"),
         (ValuesDecide, "may depend on a batch's shapes, not on its values"),
     ],
 )
@@ -1131,6 +1448,12 @@ def test_what_cant_be_right_is_refused(network: type[Net], says: str) -> None:
     parts = torch.stack([torch.zeros(2, 6).long(), torch.full((2, 6), WORDS - 1)])
     with pytest.raises(StepError, match=says):
         on_stages(seeded(network), loss, parts.unbind(), 2)
+
+
+def test_a_backward_hook_of_a_module_around_blocks_of_one_stage_is_refused_too() -> None:
+    blocks = [f"net.groups.{i}.layers.0" for i in range(4)]
+    with pytest.raises(StepError, match=r"net\.groups\.0 has a backward pre-hook"):
+        on_stages(seeded(PreHooksOfGroups), loss, batches(), 2, blocks=blocks)
 
 
 @pytest.mark.parametrize(("kind", "network"), [("hook", Net), ("pre_hook", UNet)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -132,6 +133,47 @@ class NothingInADict(Keeping):
         return self.told["loss"]
 
 
+class Writes(Keeping):
+    """Into a tensor within a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats = {"mean": torch.zeros(())}
+
+    def keep(self, x: Tensor, result: Tensor) -> None:
+        self.stats["mean"].copy_(result.detach().mean())
+
+    @property
+    def aux(self) -> Tensor:
+        return self.stats["mean"]
+
+
+class InADeque(Keeping):
+    """Of what has no gradients: it was empty on later stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: deque[Tensor] = deque(maxlen=1)
+
+    def keep(self, x: Tensor, result: Tensor) -> None:
+        self.last.append(result.detach().mean())
+
+    @property
+    def aux(self) -> Tensor:
+        return sum(self.last)  # type: ignore[return-value]
+
+
+class NoneBySign(Keeping):
+    """In a dict: where it was None at first, it was left out on later stages."""
+
+    def keep(self, x: Tensor, result: Tensor) -> None:
+        self.told = {"loss": result.square().mean() if result.sum() > 0 else None}
+
+    @property
+    def aux(self) -> Tensor | None:
+        return self.told["loss"]
+
+
 class InANamespace(Keeping):
     """Of what has gradients: it was left out on later stages."""
 
@@ -206,7 +248,7 @@ def with_aux(root: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("on", [pytest.param((3, {}), marks=pytest.mark.long), TWO_EACH], ids=["3", "4 on 2 ranks"])
 @pytest.mark.parametrize(
-    "kind", [CachesAtFirst, HidesADict, CountsByValue, Lists, PastVersions, InADataclass, NothingInADict]
+    "kind", [CachesAtFirst, HidesADict, CountsByValue, Lists, Writes, PastVersions, InADataclass, NothingInADict]
 )
 def test_what_blocks_keep_is_as_in_one_process(kind: type[Keeping], on: tuple[int, dict[str, Any]]) -> None:
     stages, options = on
@@ -216,9 +258,11 @@ def test_what_blocks_keep_is_as_in_one_process(kind: type[Keeping], on: tuple[in
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
+        (InADeque, "uses a deque of what net.blocks.0 keeps as last"),
         (InAMeter, "uses a Meter of what net.blocks.0 keeps as meter"),
         (InANamespace, "net.blocks.0 changes its SimpleNamespace told"),
         (BySign, r"net\.blocks\.\d\.aux is .*and was"),
+        (NoneBySign, r"net\.blocks\.\d\.told is .*and was"),
     ],
 )
 def test_what_cant_be_right_is_refused(kind: type[Keeping], says: str) -> None:
@@ -279,6 +323,67 @@ class Masked(Net):
 def test_an_argument_that_is_handed_on_for_some_microbatches_only_is_refused() -> None:
     with pytest.raises(StepError, match=r"net\.blocks\.\d returns something new in place of an argument"):
         on_stages(seeded(Masked), loss, batches(), 2)
+
+
+class Embedding(nn.Module):
+    """A part with layers of its own, which keeps what the loss needs in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.info: dict[str, Tensor] = {}
+        self.scale = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.info["mask"] = (x > 3).float()
+        return self.words(x)
+
+
+class Informed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Embedding()  # type: ignore[assignment]
+
+
+def with_mask(root: nn.Module, x: Tensor) -> Tensor:
+    return loss(root, x) * root.net.embed.info["mask"].mean()
+
+
+def test_a_part_that_keeps_something_in_a_dict_runs_for_each_microbatch() -> None:
+    """It was taken for one that does nothing but return."""
+    assert_alike(seeded(Informed), with_mask, batches(), 2)
+
+
+class Cut(nn.Module):
+    """A part whose attribute decides how long its output is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.keep = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.words(x[:, : self.keep])
+
+
+class Shortened(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = Cut()
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = self.extra(x).shape[1]
+        return super().forward(x) * length
+
+
+def test_a_part_whose_attribute_decides_its_outputs_shape_has_it_changed() -> None:
+    """What stages that don't hold it took for its output had the shape of the first microbatch's."""
+
+    def step(root: nn.Module, x: Tensor) -> Tensor:
+        root.net.extra.keep = 2 + int(x[0, 0]) % 3
+        return loss(root, x)
+
+    assert_alike(seeded(Shortened), step, batches(), 2)
 
 
 class Noting(nn.Module):

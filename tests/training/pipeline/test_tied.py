@@ -25,6 +25,7 @@ from tests.parity import (
     combine,
     largest_difference,
     layout,
+    like_llama,
     loader,
     train,
     world,
@@ -183,6 +184,27 @@ def test_accumulated_gradients_are_added_once_however_often_they_are_reduced() -
         assert largest_difference(ours.parameters, plain.parameters) < 2e-5
 
 
+class KeepsGradients(Tied):
+    """Sums gradients over all steps: ``zero_grad`` does nothing."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.named_parameters(), lr=0.1)
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        pass
+
+
+def keep_gradients(sizes: dict[str, int] | None = None) -> Seen:
+    return train("llama", sizes, module=lambda: KeepsGradients("llama"))
+
+
+@pytest.mark.long
+def test_gradients_that_are_kept_over_steps_are_added_once() -> None:
+    sizes = layout(pipeline=2)
+    plain, ours = keep_gradients(), combine(run_ranks(keep_gradients, 2, sizes, elastic=True), sizes)
+    assert largest_difference(ours.parameters, plain.parameters) < 2e-6
+
+
 class Grouped(Tied):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         rank = self.trainer.strategy.layout.pipeline_rank
@@ -273,3 +295,35 @@ def fit_refused() -> None:
 
 def test_copies_that_would_part_are_refused_on_every_rank() -> None:
     run_ranks(fit_refused, 2, elastic=True)
+
+
+class OnMeta(L.LightningModule):
+    """Tied by the network itself."""
+
+    training_step, loss, configure_optimizers = Model.training_step, Model.loss, Model.configure_optimizers
+    validation_step = Model.validation_step
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            import transformers
+
+            with torch.device("meta"):
+                settings = {**like_llama(), "tie_word_embeddings": True}
+                self.model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+                self.kind = "llama"
+
+
+def initial(sizes: dict[str, int]) -> Seen:
+    return train("llama", sizes, steps=1, module=OnMeta)
+
+
+@pytest.mark.long
+def test_a_network_that_was_tied_on_meta_stays_so_and_begins_alike_on_every_layout() -> None:
+    embedding, head = TIED["llama"]
+    seen = {}
+    for name, sizes in {"dp2": layout(data=2), "pp2": layout(pipeline=2)}.items():
+        seen[name] = combine(run_ranks(initial, 2, sizes, elastic=True), sizes).initial
+        assert embedding in seen[name]
+        assert head not in seen[name]
+    assert seen["dp2"].keys() == seen["pp2"].keys()
+    assert all(torch.equal(seen["dp2"][name], seen["pp2"][name]) for name in seen["dp2"])

@@ -15,6 +15,7 @@ from torchmetrics.classification import MulticlassF1Score
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import BatchError
+from lightning_shard.pipeline.runtime import known_crossings
 from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.parity import QUIET
 
@@ -182,6 +183,23 @@ def test_whole_batches_are_right_whatever_a_step_does_with_them(module: type[Bas
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "(?s).*microbatch")
         assert_trains_alike(module, batches, layouts=LAYOUTS if module is OverTheBatch else [PP2])
+
+
+class FewShapesKnown(Images):
+    def on_fit_start(self) -> None:
+        self.known, known_crossings._KNOWN = known_crossings._KNOWN, 2
+
+    def on_fit_end(self) -> None:
+        known_crossings._KNOWN = self.known
+
+
+def test_ever_new_shapes_take_no_ever_more_memory() -> None:
+    assert_trains_alike(FewShapesKnown, images, layouts=LAYOUTS[:1])
+    crossings: Any = {("train", (i,)): None for i in range(known_crossings._KNOWN + 1)}
+    known_crossings._forget_oldest(crossings, [("train", (0,))])
+    assert len(crossings) == known_crossings._KNOWN
+    assert ("train", (0,)) in crossings
+    assert ("train", (1,)) not in crossings
 
 
 @pytest.mark.parametrize(

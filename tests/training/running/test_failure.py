@@ -88,6 +88,22 @@ def test_ranks_at_different_steps_save_nothing(watches: list[FailureWatch]) -> N
     assert watches[1].agree_to_save("in batch 4") == whys[0]  # nobody waits once more
 
 
+def test_what_one_rank_saves_alone_is_not_saved(watches: list[FailureWatch]) -> None:
+    fail_on_all(watches)
+    for watch in watches[1:]:
+        watch.leave(0)
+    assert asked(watches, "in batch 4") == ["rank 1 doesn't save"]
+
+
+def test_a_rank_that_does_not_answer_is_waited_for_only_so_long(
+    watches: list[FailureWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure, "_ANSWER_S", 0.2)
+    die(watches[2])
+    fail_on_all(watches[:2])
+    assert asked(watches, "in batch 4", "in batch 4") == ["rank 2 didn't answer within 0 s"] * 2
+
+
 def test_a_rank_that_has_not_failed_is_named_with_its_place(
     watches: list[FailureWatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,20 @@ def press(one: Interrupts) -> None:
     one.wait(1)
 
 
+def test_the_rank_that_is_behind_catches_up_with_the_other_and_both_end(pair: Pair) -> None:
+    store, (behind, ahead) = dist.HashStore(), pair
+    behind.passes((7,))
+    ahead.passes((7,))
+    ahead.passes((7, 0, 0))
+    press(behind)
+    for one in (behind, ahead, behind, ahead):
+        assert one.look(store) is None
+    behind.passes((7, 0, 0))
+    for one in pair:
+        with pytest.raises(KeyboardInterrupt):
+            one.passes((7, 0, 1))
+
+
 def test_the_same_press_that_comes_twice_at_once_counts_once_and_a_later_one_ends_at_once(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,3 +78,14 @@ def test_a_signal_raises_nothing_in_a_run_and_python_handles_it_again_after_it(p
         assert first._presses == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_users_own_handler_stays_in_place(pair: Pair) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        with pair[0].caught():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]

@@ -6,16 +6,23 @@ import os
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
+from lightning_shard.checkpoint import excluded
+from lightning_shard.checkpoint.content import content_of_all, content_of_stored
 from lightning_shard.checkpoint.excluded import complete
 from lightning_shard.errors import CheckpointError, ConfigurationError, StateMismatchError
+from lightning_shard.plugin.saving.frozen import Frozen
 from lightning_shard.testing import run_ranks
 from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, layout, loader
 
@@ -192,6 +199,63 @@ def test_the_base_is_compared_named_and_found_again(tmp_path: Path, uninterrupte
         assert torch.equal(gathered["model.head.weight"].full(), Adapted().model.head.weight)
     late = checkpoint.read(tmp_path / "late.ckpt")
     assert FROZEN & set(late) == {"model.blocks.0.layer.bias"}  # frozen, but not what it was
+
+
+def gather_and_fail(folder: str) -> list[str]:
+    """Which frozen tensors this rank read for a gather; then what it is told when a rank can't look at its own."""
+    looked: list[str] = []
+
+    def look(stored: Any) -> str:
+        looked.append(stored.name)
+        return content_of_stored(stored)
+
+    with mock.patch.object(excluded, "content_of_stored", look):
+        checkpoint.gather(f"{folder}/c", f"{folder}/out.safetensors", base=f"{folder}/base")
+        with pytest.raises(StateMismatchError, match="holds another 'b'"):
+            checkpoint.gather(f"{folder}/c", f"{folder}/never.safetensors", base=f"{folder}/wrong")
+
+    module = nn.Linear(2, 2).requires_grad_(False)
+    frozen = Frozen(module, init_device_mesh("cpu", (dist.get_world_size(),)), None, None)
+    fails = dist.get_rank() == 1
+    if fails:
+        frozen._digests = mock.Mock(side_effect=MemoryError("full"))  # type: ignore[method-assign]
+    with pytest.raises(MemoryError if fails else CheckpointError, match="full"):
+        frozen.leave_out(module.state_dict())
+    return looked
+
+
+def test_ranks_share_the_reading_of_a_base_and_stop_together(tmp_path: Path) -> None:
+    base = {name: torch.full((3,), float(number)) for number, name in enumerate("abc")}
+    told = {n: {"dtype": "F32", "shape": [3], "content": c} for n, c in content_of_all(base).items()}
+    record = {"tensors": told, "base": None, "origins": {}}
+    checkpoint.save({"d": torch.ones(1)}, tmp_path / "c", trainer_state={"lightning_shard": {"excluded": record}})
+    checkpoint.save(base, tmp_path / "base")
+    checkpoint.save({**base, "b": torch.zeros(3)}, tmp_path / "wrong")
+    first, second = run_ranks(gather_and_fail, 2, str(tmp_path))
+    assert (first, second) == (["a", "c"] * 2, ["b"] * 2)
+    assert set(checkpoint.read(tmp_path / "out.safetensors")) == set("abcd")
+    assert not (tmp_path / "never.safetensors").exists()
+
+
+def average(name: str, steps: int, folder: str, resume: str | None) -> list[float]:
+    """Lightning's average is of frozen parameters too, and is what such a checkpoint has as the module's state."""
+    strategy = HybridShardStrategy(**LAYOUTS[name], checkpoint_io=ShardedCheckpointIO(fsync=False, exclude_frozen=True))
+    module = Adapted()
+    keeps = ModelCheckpoint(folder, f"{name}-{{step}}", every_n_train_steps=SAVED, save_top_k=-1)
+    options = {**QUIET, "enable_checkpointing": True, "callbacks": [WeightAveraging(), keeps]}
+    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=steps, **options)
+    trainer.fit(module, loader(GLOBAL_BATCH // LAYOUTS[name]["data_parallel_size"]), ckpt_path=resume)
+    return module.losses
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "other"), [("dp2", "pp2"), ("pp2", "dp2")])
+def test_averages_of_partly_frozen_networks_go_on(name: str, other: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    whole = run_ranks(average, 2, other, TRAINED + 1, folder, None, elastic=True)[0]
+    run_ranks(average, 2, name, SAVED, folder, None, elastic=True)
+    resumed = run_ranks(average, 2, other, TRAINED, folder, f"{folder}/{name}-step={SAVED}.ckpt", elastic=True)[0]
+    assert resumed == pytest.approx(whole[SAVED:TRAINED], rel=1e-5)
 
 
 def test_other_strategies_refuse_it(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.errors import CheckpointError, ConfigurationError
+from lightning_shard.plugin.saving.local_folders import put_link
 from lightning_shard.plugin.saving.model_checkpoint import save_as_last
 from tests.parity import QUIET
 from tests.servers import KEY, SECRET, Server, let_servers_forget, serve
@@ -357,6 +358,28 @@ def test_a_link_leads_to_a_checkpoint_at_every_moment(tmp_path: Path, monkeypatc
     assert all(seen[1:])
     assert local.names() == ["last.ckpt", "step=4.ckpt"]
     assert last.resolve().name == "step=4.ckpt"
+
+
+def test_a_run_that_is_killed_while_a_link_replaces_a_folder_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(new: str, link: str) -> None:
+        raise Killed
+
+    local = Place(str(tmp_path / "run"), tmp_path / "run")
+    local.fit(local.keep(save_last=True, every_n_train_steps=1), 3)
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "replace", kill)
+        with pytest.raises(Killed):
+            put_link(str(local.folder / "step=3.ckpt"), str(local.folder / "last.ckpt"), durable=False)
+    keep = local.keep(save_last="link", every_n_train_steps=1)
+    assert local.fit(keep, 3, resume="last").global_step == 3
+    assert not (local.folder / "last.ckpt").exists()
+    local.fit(keep, 4, resume="last")
+    assert checkpoint.read(keep.last_model_path).trainer_state()["global_step"] == 4
 
 
 def default_root(place: Place) -> None:

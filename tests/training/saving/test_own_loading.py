@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, loader, train, world
@@ -139,6 +141,53 @@ def test_what_hooks_keep_of_a_checkpoint_is_read_and_a_parameter_that_they_repla
         assert {type(value) for value in held.values()} == {torch.Tensor}
         assert all(torch.equal(value, stored[name]) for name, value in held.items())
     run_ranks(replaced, 2, path, elastic=True)
+
+
+class Halved(Model):
+    """Saves in half the bytes."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: value.bfloat16() for name, value in checkpoint["state_dict"].items()}
+
+
+def told(trainer: L.Trainer, says: str) -> AbstractContextManager[Any]:
+    return pytest.warns(UserWarning, match=says) if trainer.is_global_zero else nullcontext()
+
+
+def halved(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was loaded, and what should have been."""
+    strategy = HybridShardStrategy(data_parallel_size=2)
+    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+    trainer.fit(Halved(), loader(8))
+    trainer.save_checkpoint(path)
+    whole = strategy.gather_full_parameters()
+    trainer = L.Trainer(strategy=HybridShardStrategy(data_parallel_size=2), devices=2, **QUIET)
+    with told(trainer, r"is torch.bfloat16 in the checkpoint and torch.float32 in the module"):
+        trainer.validate(Halved(), loader(8), ckpt_path=path, verbose=False)
+    return trainer.strategy.gather_full_parameters(), whole
+
+
+def evaluated(path: str) -> int:
+    """Saved by a Trainer that made no optimizers."""
+    sizes = {"pipeline_parallel_size": 2}
+    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), devices=2, **QUIET)
+    trainer.validate(Model("gpt"), loader(16), verbose=False)
+    trainer.save_checkpoint(path)
+    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), devices=2, max_steps=2, **QUIET)
+    with told(trainer, "has no optimizer state: optimizers start from scratch"):
+        trainer.fit(Model("gpt"), loader(16), ckpt_path=path)
+    return trainer.global_step
+
+
+@pytest.mark.long
+def test_other_types_are_converted_and_no_optimizers_begin_anew_as_in_plain_lightning(tmp_path: Path) -> None:
+    (loaded, saved), _ = run_ranks(halved, 2, str(tmp_path / "half.ckpt"), elastic=True)
+    for name, value in saved.items():
+        assert torch.equal(loaded[name], value.bfloat16().float()), name
+    assert run_ranks(evaluated, 2, str(tmp_path / "evaluated.ckpt"), elastic=True) == [2, 2]
 
 
 class Lacking(Moved):
