@@ -37,7 +37,7 @@ class Module(L.LightningModule):
 def run(sizes: dict[str, int], folder: Path) -> dict[str, tuple[set[torch.dtype], int]]:
     found: dict[str, tuple[set[torch.dtype], int]] = {}
     loader: Any = DataLoader(list(torch.randn(16, 4, generator=torch.Generator().manual_seed(0))), batch_size=4)
-    for optimizer in ("AdamW",):
+    for optimizer in ("AdamW", "SGD"):
         path = str(folder / optimizer)
         for first, then in (("32-true", "bf16-true"), ("bf16-true", "32-true")):
             for precision, steps in ((first, 2), (then, 4)):
