@@ -69,7 +69,7 @@ class _Run:
     """What a microbatch gave on this rank; numbers and tensors on the last stage only.
 
     Attributes:
-        tensors: What the last stage received, and returned.
+        tensors: What the last stage received, but for what blocks keep, and returned.
         is_blind: Whether random numbers were drawn that depend on the number of samples.
         drawn: Where the generators of numpy and Python stood at the end.
     """
@@ -177,7 +177,9 @@ def rehearse(
             ran.is_blind |= draws.is_blind
             if stage.is_last and stage.passage.missing is None:
                 ran.numbers = numbers_of(result, part)
-                ran.tensors = [t.detach().clone() for t in tree.tensors((stage.passage.received, result))]
+                # a number that a block keeps always crosses, also one that only counts: what uses it tells by its result
+                crossed = [tensor for key, tensor in stage.passage.received.items() if key[0] != "kept"]
+                ran.tensors = [t.detach().clone() for t in tree.tensors((crossed, result))]
             return result
 
         with torch.no_grad():
