@@ -108,10 +108,11 @@ class _Call:
             self._recorded = UnitCall(unit, nodes)
             calls.append(self._recorded)
         is_leaf = newest is not None and not nodes
-        both = (*args, *kwargs.values()) if is_leaf else ()
+        # at least one: torch 2.11 takes the first of those that it has moved to a CUDA device
+        both = (*args, *kwargs.values()) if is_leaf else (None,)
         with torch._C.DisableTorchFunction():
             self._watched.before_gather()
-        views, _ = fsdp(unit, tuple([e if isinstance(e, Tensor) else None for e in both]) if both else (), {})
+        views, _ = fsdp(unit, tuple([e if isinstance(e, Tensor) else None for e in both]), {})
         with torch._C.DisableTorchFunction():
             self._watched.after_gather()
         if is_leaf:

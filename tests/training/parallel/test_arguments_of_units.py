@@ -200,3 +200,25 @@ def test_a_unit_is_given_the_object_itself_of_whatever_class(kind: str) -> None:
     root, plain = sharded(noting(kind))
     for x in batches()[:2]:
         assert_step_alike(root, plain, x)
+
+
+def test_arguments_are_moved_as_torch_moves_them_to_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_state as states
+
+    as_on_a_cpu = states.FSDPState._root_pre_forward
+    calls = []
+
+    def moving(state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What torch 2.11 does with a device: its first argument's place has to be there."""
+        is_root_call = state._state_ctx.iter_forward_root is None
+        args, kwargs = as_on_a_cpu(state, module, args, kwargs)
+        if is_root_call:
+            calls.append(module)
+            ((args, *_), (kwargs, *_)) = states._to_kwargs(args, kwargs, torch.device("cpu"), False)
+        return args, kwargs
+
+    monkeypatch.setattr(states.FSDPState, "_root_pre_forward", moving)
+    root, plain = sharded(PassesDict)
+    for x in batches()[:2]:
+        assert_step_alike(root, plain, x)
+    assert calls == [root, root]
