@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lib.report import MIB, RESULTS, Row, Target, show, write_result
 from lightning_shard import HybridShardStrategy
-from lightning_shard.dryrun.counting.ledger import Ledger
+from lightning_shard.dryrun.counting.counts import Ledger
 from lightning_shard.dryrun.planned import Plan
 from lightning_shard.dryrun.planning import plan
 from lightning_shard.layout import Layout

@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lib.report import RESULTS, Row, Target, show, write_result
 from benchmarks.planning import ATTEMPT, Layout, account_of, boxes_of, gpt, pieces_of, reads_of, sections
 from lightning_shard.checkpoint.boxes import Box
-from lightning_shard.checkpoint.folder import named_files
+from lightning_shard.checkpoint.catalog import named_files
 from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.format.table import Table
-from lightning_shard.checkpoint.leaders import GROUP_RANKS
 from lightning_shard.checkpoint.loading.load import Asked, all_asked
 from lightning_shard.checkpoint.loading.ranges import plan_reads
+from lightning_shard.checkpoint.ranks import GROUP_RANKS
 from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined
 from lightning_shard.checkpoint.saving.files import Piece
 from lightning_shard.checkpoint.saving.merge import Merged

@@ -16,7 +16,7 @@ Each is replaced for as long as a context lasts:
 * ``torch.nn.utils.parametrize._maybe_set``: see :func:`parametrizations_leaving_what_is_given`.
 
 For good, as long as there are sharded parameters: how DTensors behave (``as_tensors.py``), ``nn.Parameter.data``
-(``data_writes.py``). What else is private is in units (``parallel/fsdp/units.py``) and in the files that
+(``watched_parameters.py``). What else is private is in units (``parallel/fsdp/units.py``) and in the files that
 ``tests/house/test_private_parts.py`` lists.
 """
 

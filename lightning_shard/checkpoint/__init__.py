@@ -5,11 +5,10 @@ Works with plain tensors and DTensors, with a process group or without one. ``do
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_shard.checkpoint.catalog import Entry, latest, prune
+from lightning_shard.checkpoint.catalog import Entry, exists, latest, prune, remove
 from lightning_shard.checkpoint.catalog import list_checkpoints as list
 from lightning_shard.checkpoint.convert.gather import Format, GatherReport, gather
-from lightning_shard.checkpoint.folder import exists, remove
-from lightning_shard.checkpoint.format.registered import register_codec
+from lightning_shard.checkpoint.format.encode import register_codec
 from lightning_shard.checkpoint.half_loaded import declare_filled
 from lightning_shard.checkpoint.loading.load import LoadReport, Pair, load, load_tensors, load_together
 from lightning_shard.checkpoint.loading.open import read, read_together

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from lightning_shard.checkpoint.catalog import Earlier
 from lightning_shard.checkpoint.engine import each, files_at_once, read_blocks
-from lightning_shard.checkpoint.folder import Earlier
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, check_digest
 from lightning_shard.checkpoint.format.chunks import Chunk
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest

@@ -65,13 +65,12 @@ from torch.futures import Future
 
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
-from lightning_shard.checkpoint.folder import Earlier
+from lightning_shard.checkpoint.catalog import Earlier
 from lightning_shard.checkpoint.format.chunks import TensorEntry
 from lightning_shard.checkpoint.format.decode import decode
-from lightning_shard.checkpoint.format.encode import encode
+from lightning_shard.checkpoint.format.encode import TAG, encode
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import table_path
-from lightning_shard.checkpoint.format.registered import TAG
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor

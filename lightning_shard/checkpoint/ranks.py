@@ -2,17 +2,33 @@
 
 Each exchange gathers every rank's result, or its failure, to the first rank, which decides and broadcasts the outcome.
 A failed rank takes part like any other, so no rank waits for it: all ranks raise, with the first failure as the cause.
+
+Finds which ranks are missing when a collective fails, so that the error can name them.
+
+gloo reports that a connection was closed or timed out, but not which rank caused it. So each rank counts the exchanges
+that it joins, in the process group's store. When an exchange fails, the others read these counts.
+
+Private part of torch 2.11 to 2.14: ``distributed_c10d._get_process_group_store``.
+
+Two-level gather: each group's leader gathers its ranks' reports and joins them; the first rank gathers the joined.
+
+So the first rank's work grows with the number of groups, not of ranks. Up to :data:`GROUP_RANKS` ranks form one group,
+led by the first rank.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lightning_shard import errors
 from lightning_shard.errors import CheckpointError, RankFailure, ShardError
@@ -91,7 +107,7 @@ class Ranks:
         Raises:
             RanksLost: The connection to a rank was lost, or the group's timeout expired.
         """
-        from lightning_shard.checkpoint.attendance import Attendance
+        from lightning_shard.checkpoint.ranks import Attendance
 
         attendance = Attendance.of(self.group, self.rank, self.members)
         attendance.come()
@@ -238,3 +254,125 @@ def all_or_none(group: Any = None) -> Iterator[Vote]:
     failed, vote.yes = ranks.any(bool(own), vote.yes)
     if failed:
         together(ranks, fail, lambda _: None)
+
+
+GRACE_S = 1.0
+"""Time for slower ranks to join before the counts are read."""
+ANSWER_S = 5.0
+"""Limit for reading the store, which may live in the process that has ended or is stopped."""
+_PREFIX = "lightning_shard/exchanges"
+
+_of_groups: WeakKeyDictionary[Any, Attendance] = WeakKeyDictionary()
+
+
+class Attendance:
+    """Counts of the exchanges that each rank of one process group has joined."""
+
+    def __init__(self, group: Any, rank: int, members: Sequence[int]) -> None:
+        self._store = distributed_c10d._get_process_group_store(group)  # None for some backends, such as MPI
+        self._lost = False
+        self._rank = rank
+        self._members = members
+        self._count = 0
+
+    @classmethod
+    def of(cls, group: Any, rank: int, members: Sequence[int]) -> Attendance:
+        known = _of_groups.get(group)
+        if known is None:
+            known = _of_groups[group] = cls(group, rank, members)
+        return known
+
+    def come(self) -> None:
+        """Record that this rank joins the next exchange; doesn't wait for the others."""
+        self._count += 1
+        if self._store is None or self._lost:
+            return  # a store that failed to answer once may block the next caller
+        with contextlib.suppress(RuntimeError):  # the exchange itself will raise
+            self._store.set(f"{_PREFIX}/{self._rank}", str(self._count))
+
+    def account(self) -> str:
+        """After a failed exchange: a text that says which ranks didn't join it, as far as that can be known."""
+        if self._store is None:
+            return "which ranks are missing isn't known"
+        self._lost = True
+        counts: dict[int, int] = {}
+        thread = threading.Thread(target=self._read, args=(counts,), daemon=True)
+        thread.start()
+        thread.join(GRACE_S + ANSWER_S)
+        if len(counts) < len(self._members):
+            return "the process that holds the process group's store (mostly rank 0) is gone or doesn't answer"
+        fewest = min(counts.values())
+        absent = [rank for rank, count in counts.items() if count == fewest]
+        if fewest >= self._count:
+            return "all ranks joined the collective, and the connection to one broke during it"
+        named = ", ".join(map(str, absent[:8])) + (" …" if len(absent) > 8 else "")
+        if len(absent) == 1:
+            return f"rank {named} didn't join the collective: it has ended, was stopped, or hangs"
+        return f"ranks {named} didn't join the collective: they have ended, were stopped, or hang"
+
+    def _read(self, counts: dict[int, int]) -> None:
+        threading.Event().wait(GRACE_S)
+        try:
+            for rank in self._members:
+                key = f"{_PREFIX}/{rank}"
+                counts[rank] = int(self._store.get(key)) if self._store.check([key]) else 0
+        except RuntimeError:
+            counts.clear()
+
+
+GROUP_RANKS = 64
+"""About the square root of the largest world sizes, so that both levels of the gather have about the same fan-in."""
+Report = TypeVar("Report")
+Joined = TypeVar("Joined")
+
+
+def exchange_by_groups(
+    ranks: Ranks,
+    work: Callable[[], Report],
+    join: Callable[[Sequence[Report]], Joined],
+    decide: Callable[[list[Joined]], Outcome],
+) -> tuple[BaseException | None, Outcome | Failure]:
+    """As :func:`~lightning_shard.checkpoint.ranks.exchange`, but each group's leader joins its ranks' results to one.
+
+    Raises:
+        RanksLost: A collective failed, so the outcome is unknown.
+    """
+    own, report = attempt(ranks, work)
+    # point-to-point sends are cheap only over gloo: nccl sets up a communicator, on the device, for each pair
+    several = len(ranks.members) > GROUP_RANKS and "cpu:gloo" in dist.get_backend_config(ranks.group)
+    size = GROUP_RANKS if several else len(ranks.members)
+    start = ranks.members.index(ranks.rank) // size * size
+    reports = _to_first_of(ranks.members[start : start + size], ranks, report) if several else ranks.gather(report)
+    result: Any = Failure.first(reports)
+    if reports and result is None:
+        fault, result = attempt(ranks, partial(join, reports))
+        own = own or fault
+    results = _to_first_of(ranks.members[::size], ranks, result) if several else [result] if ranks.first else []
+    return conclude(ranks, own, results, decide)
+
+
+def together_by_groups(
+    ranks: Ranks,
+    work: Callable[[], Report],
+    join: Callable[[Sequence[Report]], Joined],
+    decide: Callable[[list[Joined]], Outcome],
+) -> Outcome:
+    """As :func:`~lightning_shard.checkpoint.ranks.together`, but each group's leader joins its ranks' results."""
+    return raised_or_given(ranks, *exchange_by_groups(ranks, work, join, decide))
+
+
+def _to_first_of(some: Sequence[int], ranks: Ranks, value: Any) -> list[Any]:
+    """Gather to the first of some ranks the values of all of them, in order; the other ranks get an empty list.
+
+    All ranks must call it, also those that neither send nor receive: the calls are counted
+    (:mod:`~lightning_shard.checkpoint.ranks`).
+    """
+    with ranks.talking():
+        if ranks.rank == some[0]:
+            received: list[list[Any]] = [[None] for _ in some[1:]]
+            for source, box in zip(some[1:], received):
+                dist.recv_object_list(box, src=source, group=ranks.group)
+            return [value, *(box[0] for box in received)]
+        if ranks.rank in some:
+            dist.send_object_list([value], dst=some[0], group=ranks.group)
+    return []

@@ -22,8 +22,7 @@ from functools import partial
 from typing import Any
 
 from lightning_shard.checkpoint.carry import attempt_at, carry, damage
-from lightning_shard.checkpoint.catalog import UNTOLD, commits, committed_at, names_in, step_of
-from lightning_shard.checkpoint.folder import look, remove
+from lightning_shard.checkpoint.catalog import UNTOLD, commits, committed_at, look, names_in, remove, step_of
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.manifest import FileEntry, writer_of
 from lightning_shard.checkpoint.loading.open import Found, find, open_found, read, with_table

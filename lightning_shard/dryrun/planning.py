@@ -21,10 +21,9 @@ from lightning_shard.dryrun.memory.optimizer import ask
 from lightning_shard.dryrun.memory.peak import Held, Stage, stages_of
 from lightning_shard.dryrun.memory.stored import stored
 from lightning_shard.dryrun.planned import Plan, Remedy, Run
-from lightning_shard.dryrun.timing.devices import Device
+from lightning_shard.dryrun.timing.devices import Device, Rates, dtype_of
 from lightning_shard.dryrun.timing.devices import device as device_of
 from lightning_shard.dryrun.timing.layout import StepTime, Timing, model_flops
-from lightning_shard.dryrun.timing.rates import Rates, dtype_of
 from lightning_shard.errors import ConfigurationError, LayoutError, ShardError
 from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.parallel.activation_checkpointing import Recomputing

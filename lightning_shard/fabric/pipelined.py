@@ -15,11 +15,11 @@ from lightning_shard import tree
 from lightning_shard.errors import BatchError, ConfigurationError, StepError
 from lightning_shard.lightning_private import within_fabrics_backward
 from lightning_shard.parallel.batch_norm import broadcast_statistics
-from lightning_shard.parallel.fsdp import dtensor_mixed
+from lightning_shard.parallel.fsdp import as_tensors
 from lightning_shard.parallel.fsdp.shard import reshard
-from lightning_shard.plugin.assembly.all_parameters import refuse_frozen, what_trains
 from lightning_shard.plugin.assembly.assemble import Assembly
-from lightning_shard.plugin.assembly.steps import Steps
+from lightning_shard.plugin.assembly.parameters import refuse_frozen, what_trains
+from lightning_shard.plugin.assembly.prepared import Steps
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.loop import Loop
@@ -169,7 +169,7 @@ class Pipelined:
 
         self._loop.code = code
         try:
-            with within_fabrics_backward(), dtensor_mixed.step(), parametrizations_leaving_what_is_given():
+            with within_fabrics_backward(), as_tensors.step(), parametrizations_leaving_what_is_given():
                 yield
         finally:
             self._loop.code = None

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_shard import checkpoint as ckpt
-from lightning_shard.checkpoint.foreign.keys_of_hooks import OPTIMIZER_TENSORS, OWN
+from lightning_shard.checkpoint.foreign.lightning_ckpt import OPTIMIZER_TENSORS, OWN
 from lightning_shard.checkpoint.names import prefix_of
 from lightning_shard.checkpoint.optimizers.named import OPTIMIZER_STATES, name_numbered, named_optimizer_state
 from lightning_shard.checkpoint.optimizers.restored import asked_as, described, plan_optimizers, stored_states
@@ -32,8 +32,8 @@ from lightning_shard.layout import Layout
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, Site
 from lightning_shard.plugin.saving.drift import Drift, copies_of_stages, on_several_stages
+from lightning_shard.plugin.saving.own_loading import load_module
 from lightning_shard.plugin.saving.plain_lightning import FABRIC_KEYS, load_into, prefixes
-from lightning_shard.plugin.saving.state import load_module
 
 _RESERVED = {"state_dict", OPTIMIZER_STATES, OPTIMIZER_TENSORS, OWN}
 

@@ -32,11 +32,11 @@ from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.parallel.batch_norm import broadcast_statistics
 from lightning_shard.parallel.clip import clip_by_value, gradient_norm, scale_to_norm
 from lightning_shard.parallel.experts.stacked import ExpertPlan
-from lightning_shard.parallel.fsdp import dtensor_mixed
+from lightning_shard.parallel.fsdp import as_tensors
 from lightning_shard.parallel.fsdp.shard import average_gradients, no_gradient_sync, reshard, scalar_parameters
 from lightning_shard.parallel.tensor.plan import Plan
 from lightning_shard.plugin.assembly.assemble import Assembly, assemble
-from lightning_shard.plugin.assembly.steps import make_steps
+from lightning_shard.plugin.assembly.prepared import make_steps
 from lightning_shard.plugin.limits import refuse_network
 from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
@@ -45,8 +45,7 @@ from lightning_shard.plugin.saving.drift import on_several_stages
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.agreement import check_copies
-from lightning_shard.plugin.steps.loss_scaling import agree_on_overflows
-from lightning_shard.plugin.steps.loss_weight import LossWeights, loss_of, weighted_for_backward
+from lightning_shard.plugin.steps.loss_weight import LossWeights, agree_on_overflows, loss_of, weighted_for_backward
 from lightning_shard.torch_private import allowing_empty_optimizers
 
 
@@ -347,7 +346,7 @@ class HybridShardStrategy(FabricRanks):
             pipelined.begin_update()
         with self._ending_together():
             try:
-                with dtensor_mixed.step():
+                with as_tensors.step():
                     result = super().optimizer_step(optimizer, **kwargs)
             finally:
                 whole_tensors.end()

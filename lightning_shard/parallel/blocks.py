@@ -20,9 +20,18 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.containers import has_forward
-from lightning_shard.parallel.module_lists import children_of, first_names, held_by, is_list, run_in_turn, trains
-from lightning_shard.parallel.running_order import lay_out
-from lightning_shard.parallel.source_order import attributes_used, loops, methods_run
+from lightning_shard.parallel.running_order import (
+    attributes_used,
+    children_of,
+    first_names,
+    held_by,
+    is_list,
+    lay_out,
+    loops,
+    methods_run,
+    run_in_turn,
+    trains,
+)
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _SMALL = 0.1

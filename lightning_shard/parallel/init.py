@@ -4,12 +4,16 @@ A module built with real weights keeps them. If processes built different ones (
 broadcast, as in Lightning's DDP. A module built on ``meta`` is initialised part by part (a part is a block, or one
 module outside the blocks). Every rank initialises the full part under a seed derived from its name, and keeps its own
 shards. So the weights depend on the seed alone, and no rank ever holds more than one full part.
+
+Keeps what users set on parameters, such as ``weight._no_weight_decay = True`` for ``configure_optimizers``.
+
+Laying a module out replaces its parameters by others: parts, fake ones, sharded ones, gathered ones in calls.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.dense import is_dense
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.rank_compare import digest_of, everyones
-from lightning_shard.sharding import local_part, parameter_like
+from lightning_shard.sharding import local_part, parameter_like, put_attributes
 from lightning_shard.tree import as_bytes
 
 _FILLED = 1
@@ -218,3 +222,19 @@ def _check_initialized(part: str, modules: list[nn.Module], originals: dict[int,
                     f"{key!r} of the {type(module).__name__}{where} was built on meta and nothing initialises it:"
                     " give the module a reset_parameters(), or the network an _init_weights(module), that sets it."
                 )
+
+
+Attributes = Mapping[str, Mapping[str, Any]]
+"""By the parameter's name, and the attribute's."""
+
+
+def attributes_of(root: nn.Module) -> Attributes:
+    """Those of all parameters that have any."""
+    named = root.named_parameters(remove_duplicate=False)
+    return {name: dict(parameter.__dict__) for name, parameter in named if parameter.__dict__}
+
+
+def put_on_units(root: nn.Module, attributes: Attributes) -> None:
+    """Set them on the parameters that FSDP2 has put in place of others; gathered ones take what these have."""
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        put_attributes(parameter, attributes.get(name, {}))

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_shard.pipeline.dataflow import checkpoint_calls
-from lightning_shard.pipeline.dataflow.transformers_masks import nothing_packed
+from lightning_shard.pipeline.dataflow.masks import nothing_packed
 from lightning_shard.scripted import after_calls, before_calls
 
 __all__ = ["GroupedMatmuls", "ModelCost", "PartCost", "Run", "measure", "on_fake_tensors", "watch"]

@@ -19,15 +19,14 @@ from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.parallel.batch_norm import broadcast_statistics, synchronize
 from lightning_shard.parallel.experts.stacked import ExpertPlan
-from lightning_shard.parallel.fsdp import dtensor_mixed
+from lightning_shard.parallel.fsdp import as_tensors
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.tensor.plan import Plan
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedules.recorded import Watch
 from lightning_shard.plugin.assembly.prepared import PreparedStrategy
-from lightning_shard.plugin.data.loader import shard_dataloader
+from lightning_shard.plugin.data.loader import iterates_collectively, shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data
-from lightning_shard.plugin.data.streams import iterates_collectively
 from lightning_shard.plugin.full_parameters import gather_parameters
 from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.reporting.memory import HeldMemory, held_memory
@@ -323,7 +322,7 @@ class HybridShardStrategy(PreparedStrategy):
         assert self._first_checks is not None
         draw = randomness.derive(self._seed, "train", lightning_private.batches_started(self.lightning_module.trainer))
         self._gradients.begin_step()
-        with dtensor_mixed.step(), self._first_checks.at("training_step", args[0] if args else None) as shown:
+        with as_tensors.step(), self._first_checks.at("training_step", args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
                 trainer = self.lightning_module.trainer
                 lightning_private.zero_gradients(trainer, self.optimizers[0])
@@ -340,13 +339,13 @@ class HybridShardStrategy(PreparedStrategy):
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The backward of a step that isn't pipelined. The user's loss tensor itself isn't changed."""
         assert isinstance(self._steps, SingleStageSteps)
-        with dtensor_mixed.step():
+        with as_tensors.step():
             return super().backward(self._steps.begin_backward(closure_loss), *args, **kwargs)
 
     @by_parts
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            with dtensor_mixed.step():
+            with as_tensors.step():
                 result = super().optimizer_step(*args, **kwargs)
         finally:
             whole_tensors.end()
@@ -382,7 +381,7 @@ class HybridShardStrategy(PreparedStrategy):
 
         if args[1:2] == (0,):
             self._share_metrics()
-        with dtensor_mixed.step(), self._first_checks.at(method, args[0] if args else None) as shown:
+        with as_tensors.step(), self._first_checks.at(method, args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
                 upcoming = self._ahead.upcoming() if self._ahead is not None else ()
                 shown.output = self._steps.evaluate(method, draw, upcoming, *args, **kwargs)

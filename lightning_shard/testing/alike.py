@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 
 from lightning_shard.arguments import few
 from lightning_shard.errors import ConfigurationError, RankFailure, ShardError
-from lightning_shard.testing.compare import Apart, Facts, Parting, Record, any_matches, first_parting
-from lightning_shard.testing.hints import hint
+from lightning_shard.testing.compare import Apart, Facts, Parting, Record, any_matches, first_parting, hint
 from lightning_shard.testing.layouts import DEFAULT, NamedLayout, parse, parse_all
 from lightning_shard.testing.processes import RanksFailed, run_ranks
 

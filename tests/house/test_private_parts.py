@@ -24,7 +24,7 @@ CLIP = "torch.nn.utils.clip_grad"
 HOOKS = "torch.nn.modules.module._global_backward"
 #: What else is reached, by the file that alone needs it; classes of layers where code asks for them.
 ELSEWHERE = {
-    "checkpoint/attendance.py": {"torch.distributed.distributed_c10d._get_process_group_store"},
+    "checkpoint/ranks.py": {"torch.distributed.distributed_c10d._get_process_group_store"},
     "checkpoint/dcp.py": {"torch.distributed.checkpoint._traverse"},
     "checkpoint/tensors.py": {"torch.distributed.tensor.placement_types._StridedShard"},
     "dryrun/counting/fake.py": {"torch.testing._internal"},
@@ -45,7 +45,7 @@ ELSEWHERE = {
     "pipeline/dataflow/backward_hooks.py": {f"{HOOKS}_hooks", f"{HOOKS}_pre_hooks"},
     "pipeline/runtime/step.py": {"torch.autograd._profiler_enabled"},
     "pipeline/stages/cut.py": {"torch.nn.Module._save_to_state_dict"},
-    "pipeline/stages/padded_encoders.py": {"torch._nested_tensor_from_mask_left_aligned"},
+    "pipeline/dataflow/masks.py": {"torch._nested_tensor_from_mask_left_aligned"},
     "plugin/assembly/prepared.py": {"lightning.fabric.utilities.optimizer._optimizers_to_device"},
     "plugin/data/loader.py": {
         "lightning.fabric.utilities.data._reinstantiate_wrapped_cls",
@@ -77,7 +77,7 @@ ELSEWHERE = {
         f"{CLIP}._group_tensors_by_device_and_dtype",
     },
     "plugin/steps/look_ahead.py": {"lightning.pytorch.loops.fetchers._PrefetchDataFetcher"},
-    "plugin/steps/loss_scaling.py": {"torch._amp_foreach_non_finite_check_and_unscale_"},
+    "plugin/steps/loss_weight.py": {"torch._amp_foreach_non_finite_check_and_unscale_"},
 }
 
 

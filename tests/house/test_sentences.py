@@ -14,7 +14,7 @@ PACKAGE = ROOT / "lightning_shard"
 ASK_MORE = {
     *("parallel/activation_checkpointing.py", "parallel/batch_norm.py", "parallel/kept_results.py"),
     *("parallel/context/attention.py", "parallel/context/blocks.py", "parallel/context/check_positions.py"),
-    *("parallel/experts/module_lists.py", "parallel/fsdp/lockstep.py", "parallel/fsdp/unsharded.py"),
+    *("parallel/experts/module_lists.py", "parallel/fsdp/part_calls.py", "parallel/fsdp/unsharded.py"),
     *("pipeline/runtime/call_by_call.py", "pipeline/runtime/known_crossings.py", "pipeline/runtime/split_backward.py"),
     *("plugin/steps/checks/agreement.py", "plugin/steps/checks/tensor_ranks.py", "plugin/steps/first_batches.py"),
     *("plugin/steps/redirect.py", "testing/recorder.py"),
@@ -23,12 +23,12 @@ ASK_MORE = {
 
 #: What setup refuses by a sentence; else by the sizes and settings of a layout, which the contract doesn't speak of.
 AT_SETUP = {
-    "plugin/assembly/cutting.py": {3, 6, 10},
-    "plugin/assembly/late_changes.py": {9},
+    "plugin/assembly/placing.py": {3, 6, 10},
+    "plugin/assembly/parameters.py": {9, None},
     "plugin/limits.py": {9, None},
     "plugin/optimizers/sharded.py": {9, 11, None},
     "plugin/optimizers/whole_tensors.py": {11},
-    "plugin/steps/loss_scaling.py": {11},
+    "plugin/steps/loss_weight.py": {11},
 }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import lightning_shard
-from lightning_shard.dryrun.counting.ledger import Ledger
+from lightning_shard.dryrun.counting.counts import Ledger
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.optimizer import ask
 from lightning_shard.plugin.settings import Settings

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from lightning_shard import plan
 from lightning_shard.cli import main
 from lightning_shard.cli_plan import _first_batch
-from lightning_shard.dryrun.counting.counts import TwoParts
-from lightning_shard.dryrun.counting.ledger import Ledger
+from lightning_shard.dryrun.counting.counts import Ledger, TwoParts
 from lightning_shard.dryrun.planned import Plan
 from lightning_shard.errors import ConfigurationError, PlanError
 from lightning_shard.pipeline.runtime.split_backward import backward_but_products

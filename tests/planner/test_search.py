@@ -25,9 +25,8 @@ from lightning_shard.dryrun.search import workshop
 from lightning_shard.dryrun.search.found import Choice, Found, Why
 from lightning_shard.dryrun.search.search import search
 from lightning_shard.dryrun.search.workshop import Space, Workshop, layouts
-from lightning_shard.dryrun.timing.devices import Device, device
+from lightning_shard.dryrun.timing.devices import Device, Rates, device
 from lightning_shard.dryrun.timing.layout import Timing
-from lightning_shard.dryrun.timing.rates import Rates
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.placement import place

@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 from lightning_shard.dryrun.counting.counts import AROUND, LOSS, TENSOR, Cost, Counts, ParameterCount, PartCount, Work
 from lightning_shard.dryrun.memory.optimizer import OptimizerState
 from lightning_shard.dryrun.memory.peak import Held, stages_of
-from lightning_shard.dryrun.timing.devices import Achieved, Device, Link, device
-from lightning_shard.dryrun.timing.layout import IDLE, Timing
-from lightning_shard.dryrun.timing.links import Group, Groups, Links
-from lightning_shard.dryrun.timing.rates import PRODUCTS, Rates
-from lightning_shard.dryrun.timing.stage import DATA
+from lightning_shard.dryrun.timing.devices import PRODUCTS, Achieved, Device, Group, Groups, Link, Links, Rates, device
+from lightning_shard.dryrun.timing.layout import DATA, IDLE, Timing
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.schedules.named import build
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_shard.testing.compare import Apart, Facts, Parting
-from lightning_shard.testing.hints import hint
+from lightning_shard.testing.compare import Apart, Facts, Parting, hint
 from lightning_shard.testing.layouts import parse
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import BatchError, StepError
 from lightning_shard.parallel.blocks import find_blocks, names_of_parameters
-from lightning_shard.parallel.fsdp.data_writes import watch_data
+from lightning_shard.parallel.fsdp.watched_parameters import watch_data
 from lightning_shard.pipeline.cost import measure
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
 from lightning_shard.pipeline.dataflow.messages import Key, Slot
@@ -32,7 +32,7 @@ from lightning_shard.pipeline.stages.compiled_functions import CompiledFunctions
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.pipeline.stages.tied import find_ties
-from lightning_shard.plugin.assembly.cutting import Holders, cut_to
+from lightning_shard.plugin.assembly.placing import Holders, cut_to
 from lightning_shard.plugin.steps.checks.rehearsal import rehearse
 from lightning_shard.plugin.steps.checks.step_memory import StepMemory
 from lightning_shard.plugin.steps.randomness import derive, seed_own

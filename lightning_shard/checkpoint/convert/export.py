@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.convert.outfile import OutFile, Source
-from lightning_shard.checkpoint.foreign.keys_of_hooks import TRANSFORMERS_KEY
-from lightning_shard.checkpoint.foreign.lightning_ckpt import put_together
+from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY, put_together
 from lightning_shard.checkpoint.foreign.torchfile import Skeleton, fake_tensor, skeleton
 from lightning_shard.checkpoint.format.decode import decode
 from lightning_shard.checkpoint.format.header import check_name, dtype_name, header_of, tensor_table

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.convert.local_copy import Copier
-from lightning_shard.checkpoint.convert.outfile import OutFile, Step, share_out, steps
+from lightning_shard.checkpoint.convert.outfile import Copier, OutFile, Step, share_out, steps
 from lightning_shard.checkpoint.engine import each
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.store import Buffer, Store, Upload, Uploads

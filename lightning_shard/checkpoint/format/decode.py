@@ -26,9 +26,8 @@ from typing import Any
 
 import torch
 
-from lightning_shard.checkpoint.format.header import DTYPES
-from lightning_shard.checkpoint.format.registered import FACTORIES, INT64, TAG, Reference, by_name, enum_of_program
-from lightning_shard.checkpoint.format.strict_json import integer, loads, text
+from lightning_shard.checkpoint.format.encode import FACTORIES, INT64, TAG, Reference, by_name, enum_of_program
+from lightning_shard.checkpoint.format.header import DTYPES, integer, loads, text
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from lightning_shard.checkpoint.format.blocks import DIGEST_ALGORITHM, DIGEST_BYTES, Digest, digest
 from lightning_shard.checkpoint.format.chunks import ChunkTable, TensorEntry
-from lightning_shard.checkpoint.format.header import DTYPES, METADATA, item_bytes
-from lightning_shard.checkpoint.format.strict_json import integer, integers, loads, text
+from lightning_shard.checkpoint.format.header import DTYPES, METADATA, integer, integers, item_bytes, loads, text
 from lightning_shard.checkpoint.format.table import Rows, Table, TableFile, table_file
 from lightning_shard.errors import CorruptCheckpointError, FormatVersionError
 

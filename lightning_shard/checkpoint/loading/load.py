@@ -17,7 +17,6 @@ from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.engine import collection_paused
 from lightning_shard.checkpoint.excluded import told_of
-from lightning_shard.checkpoint.leaders import together_by_groups
 from lightning_shard.checkpoint.loading.open import (
     Found,
     find,
@@ -33,7 +32,7 @@ from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, 
 from lightning_shard.checkpoint.memory import fill, narrow, rooms_like
 from lightning_shard.checkpoint.names import Rename, as_compiled, new_names
 from lightning_shard.checkpoint.optimizers.restored import Restored
-from lightning_shard.checkpoint.ranks import Ranks, all_or_none
+from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together_by_groups
 from lightning_shard.checkpoint.store import Buffer, as_path, open_store
 from lightning_shard.checkpoint.tensors import Located, flatten, identity, locate
 from lightning_shard.errors import CheckpointError, ConfigurationError, StateMismatchError

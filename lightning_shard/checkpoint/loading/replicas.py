@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.memory import narrow
 from lightning_shard.checkpoint.ranks import Ranks, together
-from lightning_shard.checkpoint.sharing import Shared, deal
+from lightning_shard.checkpoint.shards import Shared, deal
 from lightning_shard.checkpoint.tensors import Spread
 from lightning_shard.tree import as_bytes
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 from lightning_shard.arguments import few
+from lightning_shard.checkpoint.catalog import LEFTOVER_AGE_S, Earlier, look, remove_files, remove_leftovers
 from lightning_shard.checkpoint.engine import each
-from lightning_shard.checkpoint.folder import LEFTOVER_AGE_S, Earlier, look, remove_files, remove_leftovers
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from lightning_shard.checkpoint.ranks import FILES_STAY
 from lightning_shard.checkpoint.store import Store

@@ -18,7 +18,7 @@ from lightning_shard.checkpoint.format.header import item_bytes
 from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest, Section
 from lightning_shard.checkpoint.format.table import Integers, Rows, padded
 from lightning_shard.checkpoint.saving.accounts import Alias, Held, Joined, Party
-from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES
+from lightning_shard.checkpoint.saving.part import FINGERPRINT_BYTES
 from lightning_shard.checkpoint.tensors import short
 from lightning_shard.errors import CheckpointError
 

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from lightning_shard.checkpoint.catalog import Earlier, remove_files
 from lightning_shard.checkpoint.content import content_sum
 from lightning_shard.checkpoint.engine import collection_paused, each, files_at_once
-from lightning_shard.checkpoint.folder import Earlier, remove_files
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_WRITER, table_path
-from lightning_shard.checkpoint.leaders import exchange_by_groups
 from lightning_shard.checkpoint.optimizers.taken import take_apart
-from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
+from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange, exchange_by_groups
 from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined
 from lightning_shard.checkpoint.saving.commit import (
     check_files,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import tenacity
 
-from lightning_shard.checkpoint.store.credentials import redact
+from lightning_shard.checkpoint.store.paths import redact
 from lightning_shard.errors import CheckpointError
 
 Result = TypeVar("Result")

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.store.calls import STALL_S, Calls
-from lightning_shard.checkpoint.store.credentials import places, redact
+from lightning_shard.checkpoint.store.paths import places, redact
 from lightning_shard.checkpoint.store.protocol import (
     ANYTHING,
     Buffer,

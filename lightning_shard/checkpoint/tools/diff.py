@@ -19,9 +19,9 @@ from torch import Tensor
 from lightning_shard.checkpoint.arguments import check_tolerance
 from lightning_shard.checkpoint.boxes import Box, slabs
 from lightning_shard.checkpoint.format.chunks import TensorEntry
+from lightning_shard.checkpoint.format.encode import TAG
 from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, DTYPES
 from lightning_shard.checkpoint.format.manifest import Section
-from lightning_shard.checkpoint.format.registered import TAG
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, fetch

@@ -31,8 +31,15 @@ from lightning_shard.dryrun.counting.counts import (
     TwoParts,
     Work,
 )
-from lightning_shard.dryrun.counting.experts import DealtEvenly, ListDealtEvenly, WholeEvenly, stacks_named
-from lightning_shard.dryrun.counting.fake import fake_ranks, fake_tensors, make_fake
+from lightning_shard.dryrun.counting.fake import (
+    DealtEvenly,
+    ListDealtEvenly,
+    WholeEvenly,
+    fake_ranks,
+    fake_tensors,
+    make_fake,
+    stacks_named,
+)
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.counting.watched import Outcome, Watched, Way, accumulators
 from lightning_shard.parallel.containers import with_forward

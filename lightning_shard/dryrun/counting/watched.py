@@ -17,16 +17,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_shard import tree
-from lightning_shard.dryrun.counting.counts import AROUND, EXPERT, LOSS, TENSOR, Cost, TwoParts, Work
-from lightning_shard.dryrun.counting.ledger import Ledger
-from lightning_shard.dryrun.counting.model import Model
-from lightning_shard.dryrun.counting.similar_blocks import Likes
+from lightning_shard.dryrun.counting.counts import AROUND, EXPERT, LOSS, TENSOR, Cost, Ledger, TwoParts, Work
+from lightning_shard.dryrun.counting.model import Likes, Model
 from lightning_shard.parallel.activation_checkpointing import leave_out_caches, recompute
 from lightning_shard.parallel.experts.module_lists import is_list
 from lightning_shard.parallel.fsdp.shard import with_forward
-from lightning_shard.pipeline.dataflow.transformers_masks import nothing_packed
+from lightning_shard.pipeline.dataflow.masks import nothing_packed
 from lightning_shard.pipeline.runtime.split_backward import Product, backward_but_products, backward_of_products
-from lightning_shard.plugin.assembly.example import part_of
+from lightning_shard.plugin.assembly.probe import part_of
 from lightning_shard.scripted import after_calls, before_calls
 from lightning_shard.sharding import local_tensor
 

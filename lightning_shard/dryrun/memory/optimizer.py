@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import tree
-from lightning_shard.dryrun.counting.counts import ParameterCount
-from lightning_shard.dryrun.counting.ledger import Ledger
+from lightning_shard.dryrun.counting.counts import Ledger, ParameterCount
 from lightning_shard.dryrun.counting.model import Model
 
 _SIZES = (3, 5, 7, 11, 13, 17), (4, 6, 8, 12, 14, 18)

@@ -26,9 +26,8 @@ from lightning_shard.dryrun.memory.optimizer import OptimizerState, ask
 from lightning_shard.dryrun.memory.peak import Held, usable
 from lightning_shard.dryrun.search.found import Choice, Found, Why
 from lightning_shard.dryrun.search.workshop import Space, Workshop
-from lightning_shard.dryrun.timing.devices import Device
+from lightning_shard.dryrun.timing.devices import Device, Rates, dtype_of
 from lightning_shard.dryrun.timing.devices import device as device_of
-from lightning_shard.dryrun.timing.rates import Rates, dtype_of
 from lightning_shard.errors import ConfigurationError, PlacementError
 from lightning_shard.parallel.experts.stacked import ExpertPlan
 from lightning_shard.parallel.tensor.plan import Plan as TensorPlan

@@ -17,10 +17,8 @@ from lightning_shard.dryrun.memory.moments import moments_of
 from lightning_shard.dryrun.memory.optimizer import OptimizerState
 from lightning_shard.dryrun.memory.peak import Held, Rank, Stage
 from lightning_shard.dryrun.search.found import Choice, Why
-from lightning_shard.dryrun.timing.layout import LEFT_OUT, Timing, model_flops, ties
-from lightning_shard.dryrun.timing.links import Groups
-from lightning_shard.dryrun.timing.rates import Rates
-from lightning_shard.dryrun.timing.stage import stage_time
+from lightning_shard.dryrun.timing.devices import Groups, Rates
+from lightning_shard.dryrun.timing.layout import LEFT_OUT, Timing, model_flops, stage_time, ties
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.activation_checkpointing import Recomputing

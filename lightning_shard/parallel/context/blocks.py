@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.block_probe import PLAIN, TrialRuns, has_other_hooks, is_cache, random_state
-from lightning_shard.parallel.context.attention import attention_by, make_masks, over_ranks
+from lightning_shard.parallel.context.attention import Cut, Part, attention_by, join, make_masks, over_ranks, share
 from lightning_shard.parallel.context.check_positions import (
     POSITIONS,
     Arguments,
@@ -31,7 +31,6 @@ from lightning_shard.parallel.context.check_positions import (
     draws,
     outputs_of,
 )
-from lightning_shard.parallel.context.chunks import Cut, Part, join, share
 from lightning_shard.parallel.fsdp.units import class_name
 
 _LIBRARIES = ("torch.", "lightning_shard.")

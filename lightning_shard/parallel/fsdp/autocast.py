@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_shard.namespaces import package_of
 from lightning_shard.parallel.blocks import tied_parameters
-from lightning_shard.parallel.source_order import code_of
+from lightning_shard.parallel.running_order import code_of
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _MATRIX_PRODUCT = "@"

@@ -21,11 +21,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.parallel.attributes import attributes_of, put_on_units
 from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.containers import called_below, with_forward
 from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
-from lightning_shard.parallel.fsdp.dtype_units import of_one_dtype
 from lightning_shard.parallel.fsdp.units import (
     call_fsdp,
     frees,
@@ -35,10 +33,12 @@ from lightning_shard.parallel.fsdp.units import (
     groups_under,
     is_unit,
     make_unit,
+    of_one_dtype,
     sharded_units,
 )
 from lightning_shard.parallel.fsdp.unsharded import hold_unsharded, unsharded_of
 from lightning_shard.parallel.fsdp.watched_parameters import check_before_gather
+from lightning_shard.parallel.init import attributes_of, put_on_units
 from lightning_shard.sharding import local_tensor
 
 

@@ -8,11 +8,14 @@ Private (torch 2.11 to 2.14): the classes that FSDP2 has derived, the units' par
 parameters, the handles of the hooks around their forward, the hook that begins their backward (``_pre_backward``), and
 the order of forwards by which they prefetch. torch's own pipeline stages (``torch/distributed/pipelining/stage.py``)
 use the groups too. Before 2.13 a unit had at most one group.
+
+Divide units with parameters of several dtypes: FSDP2 all-gathers a unit in one buffer, and so in one dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -25,6 +28,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 from lightning_shard import tree
+from lightning_shard.errors import ConfigurationError
+from lightning_shard.parallel.containers import called_below
 from lightning_shard.subclasses import Unannounced, unannounced, unannounced_base
 
 Returned = TypeVar("Returned")
@@ -207,3 +212,56 @@ def gather_for_backward(unit: Any, args: Any, output: Any) -> None:
 
 def _bases(value: Any) -> Iterator[Any]:
     return (tensor._base for tensor in tree.tensors(value) if tensor._base is not None)
+
+
+def of_one_dtype(
+    units: Iterable[nn.Module], root: nn.Module | None, besides: Collection[nn.Parameter]
+) -> Iterator[nn.Module]:
+    """The units, each preceded by the modules inside of it that become units of their own, as their dtype differs.
+
+    Args:
+        units: Modules that are called.
+        root: The module that holds the units; modules of another dtype outside of the units are yielded too.
+        besides: Parameters that belong to no unit.
+
+    Raises:
+        ConfigurationError: One module holds parameters of several dtypes.
+    """
+    units = list(units)
+    found = [part for unit in units for part in (*_inside(unit, set(besides)), unit)]
+    if root is not None:
+        found += _inside(root, {*besides, *(p for unit in units for p in unit.parameters())})
+    yield from dict.fromkeys(found)  # units may share a module of another dtype
+
+
+def _inside(unit: nn.Module, besides: set[nn.Parameter], dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
+    """The modules in a unit of ``dtype`` that become units of their own, innermost first.
+
+    Without ``dtype``, a unit has the dtype of its own parameters, or else of most of the elements in it.
+    """
+    counts = Counter[torch.dtype]()
+    for parameter in unit.parameters():
+        if parameter not in besides:
+            counts[parameter.dtype] += parameter.numel()
+    dtype = dtype or _own(unit, besides) or max(counts, key=counts.__getitem__, default=None)
+    if not counts.keys() - {dtype}:
+        return
+    for part in called_below(unit):
+        own = _own(part, besides)
+        if own is None or own == dtype:
+            yield from _inside(part, besides, dtype)
+        else:
+            yield from _inside(part, besides, own)
+            yield part
+
+
+def _own(module: nn.Module, besides: set[nn.Parameter]) -> torch.dtype | None:
+    """The dtype of the parameters that a module holds itself."""
+    held = {p.dtype: name for name, p in module.named_parameters(recurse=False) if p not in besides}
+    if len(held) > 1:
+        shown = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in held.items())
+        raise ConfigurationError(
+            f"A {type(module).__name__} holds parameters of several types, which can't be sharded together: {shown}."
+            " Put those of each type into a module that is called."
+        )
+    return next(iter(held), None)

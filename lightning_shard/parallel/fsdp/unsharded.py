@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.data_writes import TAKEN, show_writes, was_written
+from lightning_shard.parallel.fsdp.watched_parameters import TAKEN, show_writes, was_written
 from lightning_shard.sharding import parameter_like, share_attributes
 
 _OF: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()

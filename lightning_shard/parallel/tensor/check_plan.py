@@ -11,7 +11,7 @@ before, in an evaluation or as a frozen network, is compared then.
 Split layers outside of blocks (of a user's plan, with one stage) are compared in the step that calls them, which runs
 twice more: in the second run these layers are whole, and each block returns what it returned in the first.
 
-During the comparison, trained parameters that are small everywhere have other values (``small_weights.py``).
+During the comparison, trained parameters that are small everywhere have other values (``whole_layers.py``).
 
 Not checked: blocks with a user's hooks inside; compiled blocks; calls with objects; blocks that are given a part on
 each rank; sequence-parallel plans; layers of a block that code outside of the block calls; gradients outside of blocks.
@@ -48,11 +48,11 @@ from lightning_shard.parallel.block_probe import (
 )
 from lightning_shard.parallel.fsdp.units import is_unit
 from lightning_shard.parallel.rank_compare import differing, exchanged, fingerprints
-from lightning_shard.parallel.tensor.small_weights import enlarged
 from lightning_shard.parallel.tensor.styles import REPLICATED, ScatterSequence, Split
 from lightning_shard.parallel.tensor.whole_layers import (
     Forward,
     Layers,
+    enlarged,
     exchanged_forward,
     whole_parameters,
     with_whole_layers,

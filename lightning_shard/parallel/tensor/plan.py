@@ -23,7 +23,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.plans import check_heads, declared_plan, matches, similar, weight_computed_by
-from lightning_shard.parallel.tensor.lora import layers_in_place
 from lightning_shard.parallel.tensor.styles import (
     BY_HEADS,
     CUTS,
@@ -38,6 +37,7 @@ from lightning_shard.parallel.tensor.styles import (
     Split,
     SummedGradients,
     SummedOutput,
+    layers_in_place,
 )
 from lightning_shard.torch_private import StridedShard
 

@@ -1,17 +1,25 @@
-"""Make layers that a tensor-parallel plan splits whole for a while, in place; their code is as it was before."""
+"""Make layers that a tensor-parallel plan splits whole for a while, in place; their code is as it was before.
+
+Enlarge zero or small initial weights while a split model is compared with the whole one.
+
+The last layer of a branch that is initialised with zeros, a gate, or LayerScale's 1e-6 would hide errors of everything
+that runs before it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_shard.layout import TENSOR_AXIS
 from lightning_shard.parallel.fsdp.watched_parameters import others_in_place
 from lightning_shard.parallel.tensor.local_modules import computing_with
-from lightning_shard.sharding import full_tensor, parameter_like
+from lightning_shard.sharding import full_tensor, local_part, local_tensor, parameter_like
 
 Forward = Callable[..., Any]
 Layers = Mapping[str, tuple[nn.Module, Forward | None]]
@@ -50,3 +58,50 @@ def exchanged_forward(module: nn.Module, forward: Forward | None) -> Iterator[No
     finally:
         own.pop("forward", None)
         own.update(before)
+
+
+_SMALL = 0.01
+
+
+@contextmanager
+def enlarged(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, trained parameters with only small elements hold random values. Collective over the tensor ranks.
+
+    The values are written to the parameters' memory without autograd's knowledge: it may have saved the parameters in
+    an earlier call.
+
+    Args:
+        parameters: Whole parameters, equal on all tensor ranks, or DTensors on the tensor axis. Parameters that are
+            sharded over other axes, and all-gathered when a module is called, are left unchanged.
+    """
+    before: list[tuple[Tensor, Tensor]] = []
+    try:
+        for number, parameter in enumerate(parameters):
+            if not parameter.requires_grad or not parameter.is_floating_point() or not _is_on_tensor_axis(parameter):
+                continue
+            whole = full_tensor(parameter)
+            if whole.numel() and whole.abs().max() < _SMALL:
+                memory = local_tensor(parameter).data
+                before.append((memory, memory.clone()))
+                memory.copy_(_part_of(_other_values(whole, number), parameter))
+        yield
+    finally:
+        for memory, values in before:
+            memory.copy_(values)
+
+
+def _is_on_tensor_axis(parameter: nn.Parameter) -> bool:
+    return not isinstance(parameter, DTensor) or parameter.device_mesh.mesh_dim_names == (TENSOR_AXIS,)
+
+
+def _part_of(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    return local_part(whole, parameter) if isinstance(parameter, DTensor) else whole
+
+
+def _other_values(whole: Tensor, seed: int) -> Tensor:
+    """Random values, equal on all ranks: matrices keep the size of their inputs, vectors have no elements near 0."""
+    generator = torch.Generator(whole.device).manual_seed(seed)
+    values = torch.empty(whole.shape, dtype=torch.float32, device=whole.device)
+    if whole.ndim > 1:
+        return values.normal_(std=whole.size(-1) ** -0.5, generator=generator)
+    return values.uniform_(0.25, 0.75, generator=generator)

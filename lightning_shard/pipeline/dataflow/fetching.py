@@ -34,7 +34,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
-from lightning_shard.pipeline.dataflow.computing import is_computing_unknown
 from lightning_shard.pipeline.dataflow.crossing import (
     LARGEST_PARAMETER,
     LateValue,
@@ -42,6 +41,7 @@ from lightning_shard.pipeline.dataflow.crossing import (
     held_parameter,
     sendable_parameter,
 )
+from lightning_shard.pipeline.dataflow.functions import is_computing_unknown
 from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.taint import (
     Hollow,

@@ -26,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard import tree
 from lightning_shard.dense import has_no_memory
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.computing import computing_unknown, without_graph
 from lightning_shard.pipeline.dataflow.functions import (
     ABOUT,
     AS_NUMBERS,
@@ -37,8 +36,10 @@ from lightning_shard.pipeline.dataflow.functions import (
     TAKES_SOME,
     TO_INTEGERS,
     arguments_read,
+    computing_unknown,
     leaves,
     leaves_of_call,
+    without_graph,
     writes,
 )
 from lightning_shard.sharding import put_attributes

@@ -1,19 +1,28 @@
-"""Traces the user's code around the blocks, operation by operation, where results of operations cross a cut."""
+"""Traces the user's code around the blocks, operation by operation, where results of operations cross a cut.
+
+Traces opaque functions as one operation each: autograd functions, ``torch.func`` transforms, scripted functions.
+
+torch's function modes see the operations inside ``Function.forward``, where gradients are disabled, and not the
+function itself. Inside a transform, such as ``vmap``, or a scripted function, tensors lose their class, and so their
+mark as unknown. So while a thread traces, such calls are patched to report to its watcher as one
+operation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow import opaque_functions
 from lightning_shard.pipeline.dataflow.crossing import Passage
 from lightning_shard.pipeline.dataflow.functions import arguments_read, leaves, writes
 from lightning_shard.pipeline.dataflow.kept import keep, with_leaves
@@ -24,6 +33,7 @@ from lightning_shard.pipeline.dataflow.taint import (
     Origin,
     Unknown,
     base_of,
+    collecting_unknown,
     first_unknown,
     mark,
     mark_all,
@@ -31,7 +41,7 @@ from lightning_shard.pipeline.dataflow.taint import (
     miss,
     storage_of,
 )
-from lightning_shard.torch_private import function_mode, is_in_function
+from lightning_shard.torch_private import TRANSFORMS, function_mode, is_in_function, replaced
 
 if TYPE_CHECKING:
     from lightning_shard.pipeline.dataflow.fetching import Ledger
@@ -43,7 +53,7 @@ class Trace(TorchFunctionMode):
     """Counts the operations of the user's code outside of the blocks, and substitutes received values for results.
 
     Each call of a torch function that returns or changes a tensor counts as one operation. So does each call of a part
-    around the blocks, and of an opaque function (``opaque_functions.py``), as a whole. The numbering is the same on all
+    around the blocks, and of an opaque function, as a whole. The numbering is the same on all
     stages.
     """
 
@@ -127,7 +137,7 @@ class Trace(TorchFunctionMode):
         Args:
             name: The operation's name.
             result: What it returned.
-            part: The part; ``None`` for an opaque function (``opaque_functions.py``).
+            part: The part; ``None`` for an opaque function.
             kept: Attributes that the part's submodules set: the submodule's name and the attribute's. ``None`` outside
                 of a search: then those that were found to cross.
             unknown: Unknown values that the result is computed from, if its class doesn't show that it is unknown.
@@ -198,7 +208,7 @@ class Trace(TorchFunctionMode):
     def running(self) -> Iterator[None]:
         self.__enter__()
         try:
-            with opaque_functions.reported_to(self):
+            with reported_to(self):
                 yield
         finally:
             if not self._off:
@@ -232,3 +242,56 @@ def _computed(func: Any, args: Any, kwargs: Any, ledger: Ledger | None) -> Any:
         miss([unknown], sentence)
         return func(*args, **kwargs)
     return result
+
+
+class Watcher(Protocol):
+    def begins(self, args: Any) -> None: ...
+
+    def ends(self, name: str, result: Any, *, unknown: list[Unknown]) -> Any: ...
+
+
+_apply: Any = Function.__dict__["apply"]
+_of_thread = threading.local()
+
+
+def _reporting_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    call = _apply.__get__(None, cls)
+    watcher: Watcher | None = getattr(_of_thread, "watcher", None)
+    if watcher is None:
+        return call(*args, **kwargs)
+    watcher.begins((args, kwargs))
+    return watcher.ends(cls.__name__, call(*args, **kwargs), unknown=[])
+
+
+def _reporting(call: Callable[..., Any]) -> Callable[..., Any]:
+    def reporting(*args: Any, **kwargs: Any) -> Any:
+        watcher: Watcher | None = getattr(_of_thread, "watcher", None)
+        if watcher is None:
+            return call(*args, **kwargs)
+        watcher.begins((args, kwargs))
+        with collecting_unknown((args, kwargs)) as unknown:  # they may also come from a closure
+            result = call(*args, **kwargs)
+        return watcher.ends(call.__name__, result, unknown=unknown)
+
+    return reporting
+
+
+_PATCHED: list[tuple[Any, str, Any]] = [
+    (Function, "apply", classmethod(_reporting_apply)),
+    *(
+        (holder, name, _reporting(getattr(holder, name)))
+        for holder, name in [*TRANSFORMS, (torch.jit.ScriptFunction, "__call__")]
+    ),
+]
+"""Each patched function: its holder, its name, and the replacement that reports to the watcher."""
+
+
+@contextmanager
+def reported_to(watcher: Watcher) -> Iterator[None]:
+    """Context in which each such call on this thread is reported to ``watcher``, which may replace its result."""
+    _of_thread.watcher = watcher
+    try:
+        with replaced(*_PATCHED):
+            yield
+    finally:
+        _of_thread.watcher = None

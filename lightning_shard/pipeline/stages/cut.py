@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
+from lightning_shard.pipeline.dataflow.masks import use_dense_tensors
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown
-from lightning_shard.pipeline.stages.padded_encoders import use_dense_tensors
 from lightning_shard.pipeline.stages.parts import ForeignPart, is_foreign
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Network, Stage

@@ -39,10 +39,10 @@ from lightning_shard.pipeline.dataflow.crossing import (
 )
 from lightning_shard.pipeline.dataflow.fetching import Ask, Ledger
 from lightning_shard.pipeline.dataflow.kept import keep
+from lightning_shard.pipeline.dataflow.masks import masks_made_as_given
 from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, Request, Slot
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
-from lightning_shard.pipeline.dataflow.transformers_masks import masks_made_as_given
 from lightning_shard.pipeline.dataflow.uncalled import none_called
 from lightning_shard.pipeline.runtime.network_calls import Calls
 from lightning_shard.pipeline.stages.around import around_all, around_any

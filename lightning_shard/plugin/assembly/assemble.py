@@ -17,22 +17,20 @@ from lightning_shard.errors import ConfigurationError, LayoutError
 from lightning_shard.layout import EXPERT_AXIS, TENSOR_AXIS, Layout
 from lightning_shard.lightning_private import has_trainer
 from lightning_shard.parallel.activation_checkpointing import chosen, leave_out_caches, recompute
-from lightning_shard.parallel.attributes import Attributes, attributes_of
 from lightning_shard.parallel.blocks import Blocks, block_lists, names_of_parameters
 from lightning_shard.parallel.clip import count_elsewhere
 from lightning_shard.parallel.compiled_blocks import Compiler, compile_block, compile_forwards, take_out
 from lightning_shard.parallel.containers import with_forward
+from lightning_shard.parallel.context.attention import Part
 from lightning_shard.parallel.context.blocks import ShardedSequences
-from lightning_shard.parallel.context.chunks import Part
 from lightning_shard.parallel.experts.stacked import apply_expert_parallel, resolve_experts
 from lightning_shard.parallel.fsdp.arguments import watch_calls
 from lightning_shard.parallel.fsdp.as_tensors import behave_as_tensors
-from lightning_shard.parallel.fsdp.lockstep import Lockstep
-from lightning_shard.parallel.fsdp.part_calls import gather_for_calls, refuse_calls
+from lightning_shard.parallel.fsdp.part_calls import Lockstep, gather_for_calls, refuse_calls
 from lightning_shard.parallel.fsdp.shard import Sharding, apply_fully_sharded, parallelizes_itself, to_device
 from lightning_shard.parallel.fsdp.units import leave_gathers_uncounted, remember_units, sharded_units
 from lightning_shard.parallel.fsdp.unsharded import unsharded_of
-from lightning_shard.parallel.init import agree_on_weights, materialize
+from lightning_shard.parallel.init import Attributes, agree_on_weights, attributes_of, materialize
 from lightning_shard.parallel.tensor.check_plan import PlanCheck
 from lightning_shard.parallel.tensor.plan import apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.dataflow.taint import Hollow
@@ -40,9 +38,8 @@ from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.tied import Tie
-from lightning_shard.plugin.assembly.cutting import OwnPart, cut_to_rank
-from lightning_shard.plugin.assembly.late_changes import LaidOutParameters, refuse_copies
-from lightning_shard.plugin.assembly.placing import blocks_of, place_blocks
+from lightning_shard.plugin.assembly.parameters import LaidOutParameters, refuse_copies
+from lightning_shard.plugin.assembly.placing import OwnPart, blocks_of, cut_to_rank, place_blocks
 from lightning_shard.plugin.assembly.probe import trial_runs, trial_runs_of_step, two_runs
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.settings import Settings

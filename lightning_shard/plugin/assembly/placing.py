@@ -1,10 +1,14 @@
-"""Finds a network's blocks, measures their costs, and assigns them to stages."""
+"""Finds a network's blocks, measures their costs, and assigns them to stages.
+
+Cuts a LightningModule to the stages of one rank: decides what each rank holds, and what another rank saves.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import lightning.pytorch as pl
@@ -15,14 +19,20 @@ from torch import nn
 from lightning_shard.errors import PlacementError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.activation_checkpointing import Recomputing, chosen
-from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, largest_modules
+from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, largest_modules, names_of_parameters
 from lightning_shard.pipeline.cost import ModelCost, measure, watch
 from lightning_shard.pipeline.placement import Placement, Policy, place
 from lightning_shard.pipeline.schedules.schedule import Schedule
-from lightning_shard.plugin.assembly.example import calls_on_example, example_of, part_of, restoring_state
+from lightning_shard.pipeline.stages.cut import cut
+from lightning_shard.pipeline.stages.rank_stages import Stages
+from lightning_shard.pipeline.stages.stage import Network
+from lightning_shard.pipeline.stages.tied import Tie, find_ties, over_ranks
+from lightning_shard.plugin.assembly.probe import calls_on_example, example_of, part_of, restoring_state
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps.schedule_choice import agree, choose, fitting_schedules
+from lightning_shard.scripted import is_scripted
+from lightning_shard.torch_private import NormOfChannels
 
 _LITTLE = 0.2
 """A stage that has less than this of an even share of the cost isn't worth its ranks."""
@@ -154,3 +164,161 @@ def _on_every_stage(module: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
     cut = {name.partition(".")[0] for name in (blocks.network, *blocks.names, *dict(blocks.parts))}
     beside = {name: child for name, child in module.named_children() if name not in cut}
     return {name: child for name, child in beside.items() if any(True for _ in child.parameters())}
+
+
+_LIBRARIES = ("torch.", "transformers.")
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """What a cut left on this rank; see :class:`Assembly`.
+
+    Attributes:
+        ties_of_stages: Parameters that several stages hold, whether or not these are on one rank.
+        beside: Modules that every stage holds as a whole: frozen ones outside of the network, with all that is in them.
+    """
+
+    stages: Stages | None = None
+    saved_elsewhere: frozenset[str] = frozenset()
+    ties: tuple[Tie, ...] = ()
+    ties_of_stages: Sequence[Tie] = ()
+    beside: frozenset[nn.Module] = frozenset()
+
+
+def cut_to_rank(
+    module: nn.Module,
+    blocks: Blocks,
+    placement: Placement,
+    schedule: Schedule,
+    rank: int,
+    device: torch.device,
+) -> OwnPart:
+    """Cut a module to the stages of one pipeline rank."""
+    elsewhere = set() if rank == len(schedule.rows) - 1 else _names_on_every_stage(module, blocks)
+    _refuse_pre_hooks(module, blocks, placement)
+    _refuse_scripted_parameters(module, blocks)
+    holders = Holders(blocks, placement)
+    of_stages = find_ties(names_of_parameters(module), holders.of)
+    of_ranks = over_ranks(of_stages, schedule.rank_of)
+    shared = _buffers_of_several_stages(module, holders)
+    ties = tuple(tie for tie in of_ranks if rank in tie.holders)
+    elsewhere |= {name for tie in ties if rank != tie.holders[-1] for name in tie.names}
+    stages_of_names = {name: holders.of(name) for names in shared.values() for name in names}
+    elsewhere |= {name for name, of in stages_of_names.items() if of and schedule.rank_of[max(of)] != rank}
+    stages = cut_to(module, holders, schedule.stages_of(rank), of_stages, device)
+    stages.shared_buffers.update(shared)
+    return OwnPart(stages, frozenset(elsewhere), ties, of_stages, _beside_the_network(module, blocks))
+
+
+class Holders:
+    """Maps blocks and parts to the stages that hold them."""
+
+    def __init__(self, blocks: Blocks, placement: Placement) -> None:
+        self.blocks = blocks
+        self.placement = placement
+        self.of_block = [placement.stage_of(index) for index in range(len(blocks))]
+        self.of_part = {name: self._at(place) for name, place in blocks.parts}
+
+    def _at(self, place: int) -> int:
+        return self.of_block[min(place, len(self.of_block) - 1)]
+
+    def of(self, name: str) -> set[int]:
+        """The stages that use a parameter; empty for one outside of blocks and parts, which every stage has."""
+        uses = [*zip(self.blocks.names, self.of_block), *self.of_part.items()]
+        return {stage for used, stage in uses if name == used or name.startswith(f"{used}.")}
+
+
+def cut_to(
+    module: nn.Module, holders: Holders, own: Sequence[int], ties: Sequence[Tie], device: torch.device
+) -> Stages:
+    """Cut a module to the stages with these indices."""
+    blocks, stages = holders.blocks, len(holders.placement.stages)
+    network = Network(blocks.network, blocks.names, holders.of_block, holders.of_part, stages)
+    kept = {stage: {name for tie in ties if stage in tie.holders for name in tie.names} for stage in own}
+    return cut(module, network, own, kept, device)
+
+
+def _refuse_pre_hooks(module: nn.Module, blocks: Blocks, placement: Placement) -> None:
+    """Refuse forward pre-hooks inside of blocks.
+
+    Forward hooks there are replayed on other stages. Pre-hooks, which may change arguments, aren't.
+    """
+    for name in blocks.names[: placement.stages[-1].blocks.start]:
+        for inner, part in module.get_submodule(name).named_modules():
+            hooks = part._forward_pre_hooks.values()
+            of_users = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(_LIBRARIES)]
+            if inner and of_users:
+                raise PlacementError(
+                    f"{name}.{inner} has a forward pre-hook, which runs on the stage that holds {name} only: use a"
+                    " forward hook, which is given the arguments too, or pipeline_parallel_size=1.",
+                    breaks=3,
+                )
+
+
+def _refuse_scripted_parameters(module: nn.Module, blocks: Blocks) -> None:
+    """Refuse them in blocks and parts, where the stages that don't hold these would have to leave them out."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for name in (*blocks.names, *(name for name, _ in blocks.parts)):
+        for inner, part in modules[name].named_modules(prefix=name) if name in modules else ():
+            if is_scripted(part) and any(True for _ in part.parameters()):
+                raise PlacementError(
+                    f"{inner} was made by torch.jit and has parameters, but {name} is held by one pipeline stage, and"
+                    " other stages can't leave out parameters of such modules: give the plain module, hold it as an"
+                    " attribute of the LightningModule itself, or use pipeline_parallel_size=1.",
+                    breaks=10,
+                )
+
+
+def _beside_the_network(module: nn.Module, blocks: Blocks) -> frozenset[nn.Module]:
+    if not blocks.network:  # the LightningModule itself
+        return frozenset()
+    cut_away = [f"{name}." for name in (blocks.network, *blocks.names, *(name for name, _ in blocks.parts))]
+    found = {f"{name}.": part for name, part in module.named_modules() if name}
+    return frozenset(
+        part
+        for name, part in found.items()
+        if not any(name.startswith(each) or each.startswith(name) for each in cut_away)
+    )
+
+
+def _names_on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:
+    """State-dict names of modules that aren't cut: those outside of the network that don't train, and scripted ones."""
+    cut_away = (*blocks.names, *(name for name, _ in blocks.parts))
+    prefix = f"{blocks.network}." if blocks.network else ""
+    scripted = tuple(f"{name}." for name, part in module.named_modules() if is_scripted(part))
+    return {
+        name
+        for name in module.state_dict(keep_vars=True)
+        if (not name.startswith(prefix) or name.startswith(scripted))
+        and not any(name == part or name.startswith(f"{part}.") for part in cut_away)
+    }
+
+
+def _buffers_of_several_stages(module: nn.Module, holders: Holders) -> dict[str, list[str]]:
+    """Saved buffers of modules that several stages hold: the first name of each, and all of its names.
+
+    Steps may not change them (``checks/buffers.py``).
+
+    Raises:
+        PlacementError: One holds what steps surely change, or what isn't compared.
+    """
+    places: dict[int, list[str]] = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        places.setdefault(id(part), []).append(name)
+    found: dict[str, list[str]] = {}
+    for names in places.values():
+        if len({stage for name in names for stage in holders.of(f"{name}.")}) < 2:
+            continue
+        part = module.get_submodule(names[0])
+        held = {name for name, buffer in part._buffers.items() if buffer is not None}
+        buffers = [*(held - part._non_persistent_buffers_set)]
+        has_more = type(part).get_extra_state is not nn.Module.get_extra_state
+        if has_more or (buffers and isinstance(part, NormOfChannels)):
+            raise PlacementError(
+                f"{names[0]} is in several places, on several pipeline stages, and has"
+                f" {'extra state' if has_more else 'statistics'}, of which each stage would have a copy that changes by"
+                " itself: use one module per call, which may share their weights, or pipeline_parallel_size=1.",
+                breaks=6,
+            )
+        found |= {f"{names[0]}.{key}": [f"{name}.{key}" for name in names] for key in buffers}
+    return found

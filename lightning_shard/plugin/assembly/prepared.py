@@ -1,53 +1,151 @@
-"""The strategy's base class for setup: makes a LightningModule this rank's part, and sets up steps and optimizers."""
+"""The strategy's base class for setup: makes a LightningModule this rank's part, and sets up steps and optimizers.
+
+Makes what runs the steps of a module that was laid out, and what checks and ends them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard import lightning_private
-from lightning_shard.parallel.attributes import put_on_units
 from lightning_shard.parallel.batch_norm import synchronize
-from lightning_shard.parallel.fsdp import dtensor_mixed
+from lightning_shard.parallel.fsdp import as_tensors
+from lightning_shard.parallel.fsdp.bypassed_units import BypassedUnits
+from lightning_shard.parallel.fsdp.part_calls import Lockstep
 from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.parallel.fsdp.units import sharded_units
+from lightning_shard.parallel.init import put_on_units
 from lightning_shard.pipeline.schedules.schedule import Schedule
-from lightning_shard.plugin.assembly.all_parameters import all_parameters, refuse_frozen, what_trains
 from lightning_shard.plugin.assembly.assemble import Assembly, assemble
-from lightning_shard.plugin.assembly.kept_parameters import names_by_id, replace_kept
-from lightning_shard.plugin.assembly.steps import make_steps
-from lightning_shard.plugin.limits import refuse
+from lightning_shard.plugin.assembly.parameters import (
+    all_parameters,
+    names_by_id,
+    refuse_frozen,
+    replace_kept,
+    what_trains,
+)
+from lightning_shard.plugin.groups import Groups
+from lightning_shard.plugin.limits import refuse, refuse_synced_generation
 from lightning_shard.plugin.optimizers.finetuning import (
     add_unfrozen_groups,
     adding_new_parameters,
     finetuning_callbacks,
 )
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
-from lightning_shard.plugin.reporting.number_of_ranks import warn_of_number_of_ranks
+from lightning_shard.plugin.reporting.monitors import share_throughput, warn_of_number_of_ranks
 from lightning_shard.plugin.reporting.summary import report_placement, report_whole, summarize_before
-from lightning_shard.plugin.reporting.throughput import share_throughput
 from lightning_shard.plugin.saving.averaging import average_shards
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
 from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable
 from lightning_shard.plugin.steps import randomness
+from lightning_shard.plugin.steps.alike import Alike, OwnCalls
+from lightning_shard.plugin.steps.checks.buffers import CopiesOfStages, SharedBuffers
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
-from lightning_shard.plugin.steps.first_step import FirstStepChecks
+from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans, warn_of_balancing
+from lightning_shard.plugin.steps.first_step import FirstStepChecks, StageChecks
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
-from lightning_shard.plugin.steps.gradients import Gradients
-from lightning_shard.plugin.steps.loop import TrainerLoop
-from lightning_shard.plugin.steps.loss_scaling import agree_on_overflows
-from lightning_shard.plugin.steps.pipelined import PipelinedSteps
+from lightning_shard.plugin.steps.gradients import Gradients, StageUnits
+from lightning_shard.plugin.steps.loop import Loop, TrainerLoop
+from lightning_shard.plugin.steps.loss_weight import LossWeights, Shares, agree_on_overflows
+from lightning_shard.plugin.steps.metrics import SharedMetrics
+from lightning_shard.plugin.steps.pipelined import Cut, PipelinedSteps
 from lightning_shard.plugin.steps.running_hooks import RunningHooks
-from lightning_shard.plugin.steps.schedule_choice import evaluation_schedules
+from lightning_shard.plugin.steps.schedule_choice import effective_schedule, evaluation_schedules
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 from lightning_shard.torch_private import allowing_empty_optimizers, parametrizations_leaving_what_is_given
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What runs the steps of one module, its gradients, and the checks of its first steps."""
+
+    run: PipelinedSteps | SingleStageSteps
+    gradients: Gradients
+    first_checks: FirstStepChecks
+
+
+def make_steps(
+    module: Any,
+    known: Assembly,
+    loop: Loop,
+    groups: Groups,
+    mesh: DeviceMesh,
+    device: torch.device,
+    weigh: Callable[[Any], Any] | None,
+    check_saved: Callable[[], None],
+    *,
+    reduces_each: bool,
+    syncs_batch_norm: bool,
+) -> Steps:
+    """Make the steps of a module; a collective call over all ranks.
+
+    Args:
+        module: Cut and sharded; with one stage a LightningModule.
+        known: How it was laid out.
+        loop: The loop that will run them.
+        mesh: The world's.
+        weigh: The weight of a batch's loss; ``None``: all count equally.
+        check_saved: Refuses what could not be saved; a collective call over all ranks.
+        reduces_each: Whether each backward reduces gradients over the data ranks.
+        syncs_batch_norm: Whether BatchNorm's statistics are those of all data ranks.
+    """
+    layout, stages = known.layout, known.stages
+    metrics = known.metrics = known.metrics or SharedMetrics(groups, device, stages)
+    parts = known.schedule.microbatches if stages is not None else 1
+    means = UnequalMeans(parts, groups.data, is_weighted=weigh is not None)
+    shares = Shares(LossWeights(weigh, groups.data, device), means, metrics.means)
+    warn_of_balancing(module, parts * layout.data_parallel_size)
+    gradients = Gradients(module, loop, groups.gradient, reduces_each=reduces_each, is_pipelined=stages is not None)
+    of_blocks = stages.shared_buffers if stages is not None else ()
+    copies = None
+    if stages is not None:
+        gather, whole = groups.gather_over_stages, loop.whole_parameters
+        copies = CopiesOfStages(module, of_blocks, gather, groups.pipeline, device, whole)
+    own_calls, has_data_ranks = OwnCalls(stages), layout.data_parallel_size > 1
+    of_stages = StageChecks(copies, SharedBuffers(module, of_blocks), own_calls)
+    checks = FirstStepChecks(module, loop, layout, mesh, groups, check_saved, of_stages)
+    run: PipelinedSteps | SingleStageSteps
+    if stages is None:
+        if has_data_ranks and known.lockstep is None:
+            units = [unit for unit in sharded_units(module) if unit is not module]
+            known.lockstep = Lockstep(units, groups.host, deals_experts=layout.expert_parallel_size > 1)
+        bypassed = BypassedUnits(module, groups.data, device) if has_data_ranks else None
+        weights, lockstep = shares.weights, known.lockstep
+        run = SingleStageSteps(module, device, layout.data_rank, gradients, weights, means, bypassed, lockstep)
+        return Steps(run, gradients, checks)
+    reshard(module)
+    refuse_synced_generation(module)
+    reshards = known.settings.reshard_after_forward is True
+    forwards_call = has_data_ranks and (reshards or layout.expert_parallel_size > 1 or syncs_batch_norm)
+    alike = Alike(
+        groups,
+        own_calls,
+        layout.data_parallel_size,
+        forwards_call=forwards_call,
+        rehearses=not groups.any(not known.settings.rehearse)[0],
+    )
+    cut = Cut(stages, effective_schedule(known.schedule, known.settings.of_blocks), known.ties)
+    stage_units = StageUnits(
+        module,
+        BypassedUnits(module, None, device) if reshards and has_data_ranks else None,
+        splits=cut.schedule.splits_backwards,
+        reduces_each=reduces_each,
+        reshards_each=reshards,
+    )
+    run = PipelinedSteps(module, loop, cut, groups, layout, shares, alike, stage_units)
+    return Steps(run, gradients, checks)
+
 
 _ASSEMBLY = "_lightning_shard_assembly"
 
@@ -130,7 +228,7 @@ class PreparedStrategy(CheckpointedStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
         assert self._norms is not None
         self._of_run.enter_context(self._norms.of_functions())
-        self._of_run.enter_context(dtensor_mixed.run())
+        self._of_run.enter_context(as_tensors.run())
         self._guard_hooks()
 
     def _guard_hooks(self, *, shows_all: bool = True) -> None:

@@ -1,9 +1,13 @@
-"""Runs code of a module in order to observe it, or so that it can run again: state that a run changes is restored."""
+"""Runs code of a module in order to observe it, or so that it can run again: state that a run changes is restored.
+
+Runs a module on an example input, to see the order of calls and to count operations; its state is restored.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -11,7 +15,9 @@ import torch
 from torch import nn
 
 from lightning_shard.lightning_private import logging_by
+from lightning_shard.parallel.blocks import Blocks
 from lightning_shard.parallel.experts.module_lists import RestoreAndReplay
+from lightning_shard.pipeline.cost import Part, watch
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.direct_output import DirectOutput
 from lightning_shard.state.tree_state import take
@@ -75,3 +81,66 @@ def two_runs(device: torch.device, module: nn.Module) -> Iterator[RestoreAndRepl
         yield taken.put_back, same_draws
     finally:
         taken.forget()
+
+
+_EXAMPLE_TOKENS = 16
+
+
+@contextmanager
+def restoring_state(module: nn.Module) -> Iterator[None]:
+    """Restore the module's state after a run inside: a cache filled in the run would hold fake tensors."""
+    taken = take(module)
+    try:
+        yield
+    finally:
+        taken.put_back()
+        taken.forget()
+
+
+def calls_on_example(module: nn.Module) -> Sequence[str]:
+    """The names of all modules in the order in which an example run calls them; empty without an example."""
+    run = example_of(module, None)
+    if run is None:
+        return ()
+    with restoring_state(module):
+        seen = watch({name: part for name, part in module.named_modules() if name}, run)
+    return seen.calls if seen is not None else ()
+
+
+def example_of(module: nn.Module, blocks: Blocks | None) -> Callable[[], Any] | None:
+    """A call of the network in which to count operations: on the module's or model's own example, or on token ids.
+
+    Args:
+        blocks: ``None`` if it isn't known yet what is cut.
+    """
+    example: Any = getattr(module, "example_input_array", None)
+    if example is not None:
+        inputs = example if isinstance(example, (tuple, dict)) else (example,)
+        return lambda: module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+    for network in [module.get_submodule(blocks.network)] if blocks else module.children():
+        if isinstance(getattr(type(network), "dummy_inputs", None), property):  # transformers
+            return partial(_call_on_dummies, network)
+    if blocks:
+        inside = (name for name in blocks.before if not blocks.network or name.startswith(f"{blocks.network}."))
+        takes_tokens = any(isinstance(part_of(module, name), nn.Embedding) for name in inside)
+        return partial(_call_on_tokens, module.get_submodule(blocks.network)) if takes_tokens else None
+    for network in module.children():
+        if any(isinstance(part, nn.Embedding) for part in network.children()):
+            return partial(_call_on_tokens, network)
+    return None
+
+
+def _call_on_dummies(network: Any) -> Any:
+    return network(**network.dummy_inputs)
+
+
+def _call_on_tokens(network: nn.Module) -> Any:
+    return network(torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long))
+
+
+def part_of(module: nn.Module, name: str) -> Part:
+    """The module or parameter of this name."""
+    parent, _, key = name.rpartition(".")
+    part = getattr(module.get_submodule(parent), key)
+    assert isinstance(part, (nn.Module, nn.Parameter))
+    return part

@@ -4,13 +4,18 @@ Private, used here: torch 2.13's ``DataLoader`` reads ``sampler`` and ``batch_sa
 no setters; every iteration in this process goes through ``_get_iterator``. Lightning 2.6 can recreate a loader of a
 user's own class (``_get_dataloader_init_args_and_kwargs``, ``_reinstantiate_wrapped_cls``), and wraps batch samplers to
 know the indices of predictions.
+
+A rank with more batches than others would wait for them forever. So loaders' lengths are compared, and an
+IterableDataset, of which each data rank reads a part, ends on all of them when the first rank's part ends.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,10 +26,88 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.plugin.data.lengths import check_lengths
 from lightning_shard.plugin.data.sampler import ShardedSampler, drawing_apart
-from lightning_shard.plugin.data.streams import end_together
 from lightning_shard.plugin.steps.randomness import derive
+
+_BY_DATASET = {
+    True: "have the dataset give equally many samples on each data rank, or leave out its __len__, and all end with the"
+    " first.",
+    False: "have all ranks read the same samples, which are dealt to data ranks for you; look for files that some"
+    " machines lack, and for a part that is taken by rank.",
+}
+
+
+def check_lengths(dataloader: Any, ranks: Ranks) -> None:
+    """Compare lengths; a collective call over all ranks.
+
+    Args:
+        dataloader: This rank's loader, after distribution to data ranks.
+
+    Raises:
+        ConfigurationError: On all ranks, if loaders that know their lengths have different ones.
+    """
+    lengths = ranks.broadcast(ranks.gather(_length(dataloader)))
+    other = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
+    if other is not None:
+        raise ConfigurationError(
+            f"A DataLoader of a {type(dataloader.dataset).__name__} gives {_shown(lengths[0])} on rank 0 and"
+            f" {_shown(lengths[other])} on rank {other}, and all ranks have to take the same number of steps:"
+            f" {_BY_DATASET[isinstance(dataloader.dataset, IterableDataset)]}"
+        )
+
+
+def _length(dataloader: Any) -> int | None:
+    try:
+        return len(dataloader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _shown(length: int | None) -> str:
+    return "an unknown number of batches" if length is None else f"{length} batches"
+
+
+def end_together(dataloader: Any, ranks: Ranks) -> None:
+    """Make all ranks take the same number of batches of their DataLoaders. Taking a batch becomes a collective call."""
+    alone = dataloader._get_iterator
+    dataloader._get_iterator = lambda: _EndingTogether(alone(), ranks)
+    dataloader._ends_together = True
+
+
+def iterates_collectively(dataloader: Any) -> bool:
+    """Whether taking a batch is a collective call over all ranks, so that they must do it at the same time."""
+    return getattr(dataloader, "_ends_together", False)
+
+
+class _EndingTogether:
+    """Yields a rank's batches as long as every rank has one."""
+
+    def __init__(self, batches: Iterator[Any], ranks: Ranks) -> None:
+        self._batches = batches
+        self._ranks = ranks
+        self._count = 0
+
+    def __iter__(self) -> _EndingTogether:
+        return self
+
+    def __next__(self) -> Any:
+        own = list(islice(self._batches, 1))
+        [one_has_ended] = self._ranks.any(not own)
+        if one_has_ended:
+            if own:
+                warnings.warn(
+                    f"The IterableDataset of another data rank ended after {self._count} batches, but this rank's has"
+                    " more. They are dropped, since all ranks must take the same number of steps. To read all samples,"
+                    " have the dataset give equally many on each data rank.",
+                    stacklevel=2,
+                )
+            raise StopIteration
+        self._count += 1
+        return own[0]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
 
 __all__ = ["shard_dataloader", "sharded_sampler"]
 

@@ -20,10 +20,10 @@ from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.fsdp.adam import update_shards
 from lightning_shard.parallel.rank_compare import by_name, unequal
-from lightning_shard.plugin.assembly.all_parameters import leave_out_elsewhere
+from lightning_shard.plugin.assembly.parameters import leave_out_elsewhere
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.optimizers import whole_tensors
-from lightning_shard.plugin.optimizers.coupled import collective_of, depends_on_others
+from lightning_shard.plugin.optimizers.trials import collective_of, depends_on_others
 
 
 def prepare(

@@ -28,7 +28,7 @@ from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.fsdp.units import class_name
 from lightning_shard.pipeline.cost import on_fake_tensors
 from lightning_shard.pipeline.placement import Placement
-from lightning_shard.plugin.assembly.example import restoring_state
+from lightning_shard.plugin.assembly.probe import restoring_state
 from lightning_shard.sharding import local_tensor
 
 _COLUMN = "Params per Device"

@@ -18,9 +18,9 @@ from lightning_shard.layout import Layout, check_sizes
 from lightning_shard.parallel.collectives import gather
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.plugin.groups import Groups, set_timeout
-from lightning_shard.plugin.running.environment import ComputingSettings
 from lightning_shard.plugin.running.failure import FailureWatch
 from lightning_shard.plugin.running.last_words import restore_hook
+from lightning_shard.plugin.running.launchers import ComputingSettings
 from lightning_shard.plugin.running.rendezvous import Rendezvous
 from lightning_shard.plugin.settings import Settings, check_kinds
 from lightning_shard.plugin.steps import randomness

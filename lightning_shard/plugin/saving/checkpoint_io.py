@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.excluded import complete
-from lightning_shard.checkpoint.foreign.keys_of_hooks import (
+from lightning_shard.checkpoint.foreign.lightning_ckpt import (
     EXTRA_STATE,
     OPTIMIZER_TENSORS,
     RANK_STATE,
     TRANSFORMERS_KEY,
+    put_together,
     set_aside,
 )
-from lightning_shard.checkpoint.foreign.lightning_ckpt import put_together
 from lightning_shard.checkpoint.optimizers.named import flatten_optimizer_states, merge_stages
 from lightning_shard.checkpoint.optimizers.restored import stored_states
 from lightning_shard.checkpoint.ranks import Ranks

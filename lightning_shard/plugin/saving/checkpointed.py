@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from lightning_shard import lightning_private
 from lightning_shard.checkpoint import Pair, StoredTensor, load_together
 from lightning_shard.checkpoint.excluded import excluded_of
-from lightning_shard.checkpoint.foreign.keys_of_hooks import OWN, RANK_STATE, TRANSFORMERS_KEY, put_back, set_aside
+from lightning_shard.checkpoint.foreign.lightning_ckpt import OWN, RANK_STATE, TRANSFORMERS_KEY, put_back, set_aside
 from lightning_shard.checkpoint.names import as_compiled, prefix_of, renamed_keys
 from lightning_shard.checkpoint.optimizers.named import listed_in, merge_stages, name_numbered, named_optimizer_state
 from lightning_shard.checkpoint.optimizers.restored import Plan, asked_as, described, plan_optimizers, renamed
@@ -31,20 +31,20 @@ from lightning_shard.plugin.data.resume import reopen_epoch
 from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
 from lightning_shard.plugin.running.last_words import say
+from lightning_shard.plugin.saving.averaging import of_holders
 from lightning_shard.plugin.saving.checkpoint_io import WEIGHTS_ALONE, ShardedCheckpointIO, Site, sharded
 from lightning_shard.plugin.saving.drift import Drift, copies_of_stages, on_several_stages
 from lightning_shard.plugin.saving.frozen import Frozen
-from lightning_shard.plugin.saving.kept_by_name import of_holders
 from lightning_shard.plugin.saving.model_states import own_parts, show_kept, shown_whole
 from lightning_shard.plugin.saving.own_loading import (
     as_lazy,
     as_stored,
     edits_checkpoints,
+    load_module,
     loads_itself,
     replace_lazy,
 )
 from lightning_shard.plugin.saving.pretrained import describe
-from lightning_shard.plugin.saving.state import load_module
 from lightning_shard.plugin.saving.uploads import upload_folders
 from lightning_shard.plugin.steps.checks.agreement import check_copies
 from lightning_shard.plugin.steps.checks.stage_parameters import by_parts

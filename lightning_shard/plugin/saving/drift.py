@@ -28,7 +28,7 @@ from lightning_shard import tree
 from lightning_shard.arguments import few
 from lightning_shard.checkpoint.memory import settle
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES, fingerprints
+from lightning_shard.checkpoint.saving.part import FINGERPRINT_BYTES, fingerprints
 from lightning_shard.checkpoint.tensors import Frame, known_mesh, locate
 from lightning_shard.errors import ShardError
 from lightning_shard.layout import Layout

@@ -48,7 +48,7 @@ from lightning_shard.checkpoint.store import as_path, as_text, local_path, open_
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.saving.checkpoint_io import SEVERAL_RANKS, ShardedCheckpointIO
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
-from lightning_shard.plugin.saving.local_folders import put_link
+from lightning_shard.plugin.saving.uploads import put_link
 
 __all__ = ["ModelCheckpoint", "take_over_stock_callbacks"]
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_shard import checkpoint as ckpt
-from lightning_shard.checkpoint.foreign.keys_of_hooks import OWN
+from lightning_shard.checkpoint.foreign.lightning_ckpt import OWN
 from lightning_shard.checkpoint.names import as_compiled
 from lightning_shard.checkpoint.optimizers.named import OPTIMIZER_STATES
 from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.errors import CheckpointNotFoundError
 from lightning_shard.plugin.saving.checkpoint_io import WEIGHTS_ALONE, ShardedCheckpointIO
 from lightning_shard.plugin.saving.hyperparameters import find_types
-from lightning_shard.plugin.saving.local_folders import next_version, remove_folder
+from lightning_shard.plugin.saving.uploads import next_version, remove_folder
 
 FABRIC_KEYS = "fabric"
 """Under ``lightning_shard``, in what Fabric saved: which keys are modules', and which are optimizers', in order."""

@@ -29,10 +29,10 @@ from lightning_shard.plugin.steps.checks.rehearsal import (
     Number,
     Numbers,
     Unlike,
+    numbers_kept,
     rehearse,
 )
 from lightning_shard.plugin.steps.redirect import call_through
-from lightning_shard.plugin.steps.state.counters import numbers_kept
 
 
 class FirstBatches:

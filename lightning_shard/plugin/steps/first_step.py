@@ -13,11 +13,10 @@ from lightning_shard.layout import TENSOR_AXIS, Layout
 from lightning_shard.parallel.fsdp.part_calls import finding_calls_of_parts
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
+from lightning_shard.plugin.steps.alike import OwnCalls
 from lightning_shard.plugin.steps.checks import tensor_ranks
 from lightning_shard.plugin.steps.checks.agreement import check_same_batch
-from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers, SharedBuffers
-from lightning_shard.plugin.steps.checks.copies_of_stages import CopiesOfStages
-from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
+from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers, CopiesOfStages, SharedBuffers
 from lightning_shard.plugin.steps.checks.tensor_ranks import Shown, TensorRanks
 from lightning_shard.plugin.steps.loop import Loop
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 
 from lightning_shard import lightning_private, tree
 from lightning_shard.plugin.steps.checks.agreement import what_follows
-from lightning_shard.plugin.steps.used_hooks import is_used
+from lightning_shard.plugin.steps.running_hooks import is_used
 
 
 def has_whole_steps(module: object) -> bool:

@@ -3,22 +3,131 @@
 A loss may be a mean over the tokens that aren't padding. For a batch in parts with ``w_i`` such tokens and losses
 ``L_i``, the mean over the batch is ``Σ w_i L_i / Σ w_i``, not the mean of the ``L_i``. The weights are computed from
 the batch, not in the step, since the first microbatch's backward runs before the last one's forward.
+
+Has batches count alike in means over steps, into however many microbatches each is split.
+
+A step that gives its loss to a torchmetrics ``MeanMetric`` does so once for each microbatch, and a smaller last batch
+may have fewer of them. So there each one counts for several. A list of losses can't be mended: it is told of.
+
+Synchronizes fp16 loss scaling: if gradients overflow on any rank, all ranks skip the step and lower the scale.
+
+``GradScaler._unscale_grads_`` (torch 2.11 to 2.14) is where a scaler detects overflows. By itself a rank sees only the
+gradients of its own stage and shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_shard.errors import StepError
-from lightning_shard.plugin.steps.checks.loss_divisors import without_those_by_zero
-from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
-from lightning_shard.plugin.steps.means_over_steps import MeansOverSteps
+from lightning_shard.errors import ConfigurationError, StepError
+from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans, without_those_by_zero
+from lightning_shard.sharding import local_tensor
+from lightning_shard.state.patch import Change
+
+
+class MeansOverSteps:
+    """Follows the steps of one module; outside of steps nothing is weighed."""
+
+    def __init__(self) -> None:
+        self._weight = 1.0
+        self._microbatch = 0
+        self._samples = 1
+
+    @contextmanager
+    def batch(self, parts: int, whole: int) -> Iterator[None]:
+        """Context of a batch's steps.
+
+        Args:
+            parts: The number of its microbatches.
+            whole: That of a whole batch.
+        """
+        self._weight = whole / parts
+        try:
+            yield
+        finally:
+            self._weight = 1.0
+
+    def begin_microbatch(self, samples: int) -> None:
+        """A step begins, on so many samples."""
+        self._microbatch += 1
+        self._samples = samples
+
+    def weighing(self, update: Callable[..., None]) -> Callable[..., None]:
+        """A ``MeanMetric``'s update, for which a number without a weight has its batch's.
+
+        A metric that was given as many numbers as a microbatch had samples counts these, and is left as it is.
+        """
+        given = _Given()
+
+        @wraps(update)
+        def weighed(value: Any, weight: Any = None) -> None:
+            given.note(self._microbatch, self._samples)
+            is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
+            if weight is None and self._weight != 1.0 and is_number and not given.of_samples:
+                weight = self._weight
+            update(value, weight)
+
+        return weighed
+
+
+@dataclass
+class _Given:
+    """What a metric is given in a microbatch: so many numbers, for so many samples; and whether one for each."""
+
+    microbatch: int = -1
+    samples: int = 1
+    numbers: int = 0
+    of_samples: bool = False
+
+    def note(self, microbatch: int, samples: int) -> None:
+        if microbatch != self.microbatch:
+            if self.samples > 1:  # one number for one sample may be either
+                self.of_samples = self.numbers == self.samples
+            self.microbatch, self.samples, self.numbers = microbatch, samples, 0
+        self.numbers += 1
+
+
+class UnevenLists:
+    """Warns, once for each, of lists to which steps add a number for each microbatch, where a batch has fewer."""
+
+    def __init__(self) -> None:
+        self._most: dict[tuple[str, str], int] = {}
+        self._told: set[tuple[str, str]] = set()
+
+    def look(self, changes: Mapping[tuple[str, str], Any], parts: int) -> None:
+        """A batch of this number of microbatches has changed this on the last stage: by module and attribute."""
+        for key, change in changes.items():
+            if not isinstance(change, Change) or not _adds_numbers(change, parts):
+                continue
+            most = self._most[key] = max(self._most.get(key, 0), parts)
+            if parts < most and key not in self._told:
+                self._told.add(key)
+                warnings.warn(
+                    f"A step adds a number to {'.'.join(filter(None, ('self', *key)))} for each microbatch: {most} in"
+                    f" earlier batches, and {parts} in this smaller one. A mean over them counts this batch less than"
+                    " one process would: use a torchmetrics MeanMetric, in which batches count alike, or"
+                    " microbatches=1.",
+                    stacklevel=2,
+                )
+
+
+def _adds_numbers(change: Change, parts: int) -> bool:
+    """Whether to a list, or to one that it holds, one number was added for each microbatch."""
+    adds = not change.replaces and len(change.added) == parts and all(map(_is_number, change.added))
+    return adds or any(_adds_numbers(each, parts) for each in change.inner.values())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point())
 
 
 class Weight(NamedTuple):
@@ -133,3 +242,37 @@ def weighted(loss: Tensor, weight: Tensor | None) -> Tensor:
         return loss
     weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
     return torch.where(weight > 0, loss * weight, 0.0)
+
+
+def agree_on_overflows(scaler: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Make a ``GradScaler`` detect overflows on any rank; its steps become collective calls over all ranks.
+
+    Raises:
+        ConfigurationError: An optimizer that unscales gradients itself.
+    """
+    for optimizer in optimizers:
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}(fused=True) unscales gradients by itself, which precision='16-mixed' does"
+                " over all ranks: leave fused=True out, or use bf16-mixed.",
+                breaks=11,
+            )
+    scaler.__dict__["_unscale_grads_"] = _unscale
+
+
+@torch.no_grad()
+def _unscale(
+    optimizer: torch.optim.Optimizer, inverse: Tensor, overflow: Tensor, _allow_fp16: bool
+) -> dict[torch.device, Tensor]:
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter.grad is not None:
+            gradient = local_tensor(parameter.grad)
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, _), alike in by_kind.items():
+        found = torch.zeros_like(overflow, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse.to(device))
+        overflow = torch.maximum(overflow, found.to(overflow.device))
+    if dist.is_initialized():
+        dist.all_reduce(overflow, dist.ReduceOp.MAX)
+    return {overflow.device: overflow}

@@ -21,7 +21,7 @@ from lightning_shard.lightning_private import told_of_new_metrics
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.steps.means_over_steps import MeansOverSteps
+from lightning_shard.plugin.steps.loss_weight import MeansOverSteps
 from lightning_shard.state.walk import reachable
 
 _BROADCAST = "_is_broadcast_over_stages"

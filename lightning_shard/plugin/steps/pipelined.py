@@ -35,22 +35,19 @@ from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.alike import Alike
 from lightning_shard.plugin.steps.batches import Batches
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows
-from lightning_shard.plugin.steps.checks.changed_batches import ChangedBatches
-from lightning_shard.plugin.steps.checks.step_memory import StepMemory
-from lightning_shard.plugin.steps.checks.stepped_schedulers import steps_no_scheduler
+from lightning_shard.plugin.steps.checks.step_memory import ChangedBatches, StepMemory, steps_no_scheduler
 from lightning_shard.plugin.steps.direct_output import DirectOutput
 from lightning_shard.plugin.steps.first_batches import FirstBatches
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
+from lightning_shard.plugin.steps.gradients import StageUnits
 from lightning_shard.plugin.steps.inference_mode import inference_mode_as_no_grad
 from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_logged_by_last_stage
 from lightning_shard.plugin.steps.look_ahead import Arguments
 from lightning_shard.plugin.steps.loop import Loop
-from lightning_shard.plugin.steps.loss_weight import Shares, loss_of, weighted, weighted_for_backward
-from lightning_shard.plugin.steps.means_over_steps import UnevenLists
+from lightning_shard.plugin.steps.loss_weight import Shares, UnevenLists, loss_of, weighted, weighted_for_backward
+from lightning_shard.plugin.steps.randomness import Seeds
 from lightning_shard.plugin.steps.redirect import call_through
 from lightning_shard.plugin.steps.schedule_choice import log_whole_backwards
-from lightning_shard.plugin.steps.seeds import Seeds
-from lightning_shard.plugin.steps.stage_units import StageUnits
 from lightning_shard.plugin.steps.state.after_network import KeptStates
 from lightning_shard.plugin.steps.state.per_stage import StatesApart
 

@@ -4,26 +4,44 @@ In a step, the generators are seeded from the run's seed, the step, the microbat
 tensor rank of one pipeline draws the same numbers, and a resumed run draws those that the uninterrupted one would have.
 After the step the generators are restored. In a pipeline, generators that a module itself holds are treated the same,
 each with its own seed, since stages would draw different amounts from them. Those that a step makes without a seed get
-one too (``unseeded.py``).
+one too.
+
+Seeds the generators for the parts of pipelined steps: microbatches, blocks, and calls of the network.
+
+Seeds the generators that a step makes without a seed, which would draw from the operating system.
+
+``np.random.default_rng()`` or ``random.Random()`` in a step would give each stage and tensor rank other numbers. Inside
+of :func:`seeded` they take their seeds, one after the other, from that of the microbatch or block.
+
+Private: ``numpy.random.bit_generator.randbits`` (seen in numpy 2.4), which a ``SeedSequence`` without entropy calls: so
+all bit generators, ``RandomState()`` and ``np.random.seed()``. Where numpy has no such name it is left alone. Public,
+but replaced: ``random.Random.seed`` and ``random.seed``. Other threads draw as ever, since it isn't the same on all
+ranks when they do; so do processes that a step forks, such as the workers of a loader, which would all draw the same.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.random import bit_generator
+from torch import Tensor, nn
 
 from lightning_shard import tree
-from lightning_shard.plugin.steps import unseeded
+from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.state.tree_state import remember_own
-from lightning_shard.state.walk import OwnGenerator
+from lightning_shard.state.walk import OwnGenerator, own_generators
 
 _numpy: Any = np.random
 
@@ -53,15 +71,15 @@ def seed_all(seed: int, *, torch_alone: bool = False) -> None:
     Args:
         torch_alone: Leave numpy's and Python's global generators, which take most of the time.
     """
-    if unseeded.STATE.is_active:
-        unseeded.STATE.next = seed, 0
+    if STATE.is_active:
+        STATE.next = seed, 0
     # torch.manual_seed formats a stack trace for each uninitialized kind of device: a tenth of a small step's time
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
     if not torch_alone:
         np.random.seed(seed % 2**32)
-        unseeded.seed_python(seed)
+        seed_python(seed)
 
 
 def remember(
@@ -75,7 +93,7 @@ def remember(
             cached.
         torch_alone: Numpy's and Python's global generators are left as they are.
     """
-    made, cpu, set_cpu = unseeded.STATE.next, torch.default_generator.get_state(), torch.default_generator.set_state
+    made, cpu, set_cpu = STATE.next, torch.default_generator.get_state(), torch.default_generator.set_state
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     python = numpys = None
     generator = _numpy.get_bit_generator()
@@ -86,7 +104,7 @@ def remember(
             _numpy.set_bit_generator(for_numpy)
 
     def put_back() -> None:
-        unseeded.STATE.next = made
+        STATE.next = made
         set_cpu(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
@@ -185,3 +203,171 @@ def restore(state: dict[str, Tensor], device: torch.device) -> None:
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+class Seeds:
+    """The seeds of one module's steps on this rank's stages.
+
+    A microbatch's seed is equal on every stage, for the code around the blocks. Blocks have seeds of their own, so that
+    it doesn't matter which stage runs them.
+    """
+
+    def __init__(self, module: nn.Module, stages: Iterable[Stage], device: torch.device, data_rank: int) -> None:
+        self._module = module
+        self._device = device
+        self._data_rank = data_rank
+        self._may_have_new_generators = True
+        self._know({})
+        for stage in stages:
+            stage.draws = partial(self._seed_block, stage)
+        self._draw_from_torch: set[int] = set()
+        self._draw_from_others: set[int] = set()
+        self._numpys: defaultdict[int, np.random.MT19937] = defaultdict(partial(np.random.MT19937, 0))
+
+    def _know(self, own: Mapping[str, OwnGenerator]) -> None:
+        """Seed and remember the global generators, and these."""
+        self._generators = AllGenerators(self._device, own)
+        self.seed: Callable[[int], None] = self._generators.seed if own else seed_all
+        self.remember: Callable[..., Callable[[], None]] = (
+            self._generators.remember if own else partial(remember, self._device)
+        )
+
+    def look_for_generators(self) -> None:
+        """Before the next steps, look for the generators that the module itself holds."""
+        self._may_have_new_generators = True
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restore all generators after the steps that run inside; seed those that steps make without a seed."""
+        if self._may_have_new_generators:
+            self._know(own_generators(self._module))
+            self._may_have_new_generators = False
+        with seeded(), self._generators.preserved():
+            yield
+
+    def of_parts(self, draw: int, parts: int) -> list[int]:
+        """The seeds of a step's microbatches.
+
+        Args:
+            draw: The step's seed.
+            parts: The number of microbatches.
+        """
+        return [derive(draw, part, self._data_rank) for part in range(parts)]
+
+    def after_call(self, seed: int, calls: int) -> None:
+        """Seed the generators equally on all ranks, whatever each has drawn in its parts of the call.
+
+        Args:
+            seed: The microbatch's.
+            calls: The number of calls of the network so far.
+        """
+        self.seed(derive(seed, "call", calls))
+
+    def _seed_block(self, stage: Stage, index: int) -> Callable[[], None] | None:
+        """Seed the generators for a block; returns a function that restores them for the code around it.
+
+        For a block of another stage only the second Gaussian number that numpy may have cached is dropped, as it is for
+        the stage's own, and there is nothing to restore.
+
+        Numpy's and Python's generators take most of the time. In evaluations they are skipped for a block that didn't
+        draw from them in the first microbatch of its kind, unless modules have generators of their own.
+        """
+        if index not in stage.owned and len(stage.places[stage.blocks[index]]) == 1:
+            _numpy.set_bit_generator(_numpy.get_bit_generator())
+            return None
+        calls = stage.calls.count if stage.calls is not None else 0
+        own = stage.seed ^ _of_block(index, calls)
+        skips = not torch.is_grad_enabled() and not self._generators.own
+        if skips and index in self._draw_from_torch and not stage.passage.searching:
+            _numpy.set_bit_generator(_numpy.get_bit_generator())  # as a replacement of numpy's generator does below
+            put_torch_back = remember(self._device, torch_alone=True)
+            seed_all(own, torch_alone=True)
+            return put_torch_back
+        put_back = self.remember(self._numpys[index])
+        self.seed(own)
+        if not skips or index in self._draw_from_others:
+            return put_back
+        before = where_others_stand()
+
+        def note_and_put_back() -> None:
+            drew = where_others_stand() != before
+            self._draw_from_torch.discard(index)
+            (self._draw_from_others if drew else self._draw_from_torch).add(index)
+            put_back()
+
+        return note_and_put_back
+
+
+@lru_cache(maxsize=2**16)
+def _of_block(place: int, call: int) -> int:
+    """The difference between the seeds of a block in a call of the network, and of the microbatch."""
+    return derive("block", place, call)
+
+
+_BITS = 128
+_seed_python: Any = random.Random.seed
+seed_python: Any = random.seed
+"""Python's own, which seeds the global generator."""
+
+
+class _State(threading.local):
+    """Of each thread.
+
+    Attributes:
+        is_active: Whether it is inside of :func:`seeded`.
+        next: From which seed the next ones are derived, and how many were; ``None`` as long as there is none.
+    """
+
+    is_active = False
+    next: tuple[int, int] | None = None
+
+
+STATE = _State()
+
+
+def _forget() -> None:
+    STATE.next = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Context in which generators without a seed of their own get derived ones, once ``STATE.next`` is set."""
+    if STATE.is_active:
+        yield
+        return
+    python: Any = random
+    numpy: Any = bit_generator
+    seed_global = python.seed
+    of_system: Any = getattr(numpy, "randbits", None)
+
+    def bits(count: int) -> int:
+        return of_system(count) if STATE.next is None else _next(count)
+
+    def seed_one(generator: random.Random, a: Any = None, version: int = 2) -> None:
+        _seed_python(generator, _next(_BITS) if a is None and STATE.next is not None else a, version)
+
+    STATE.is_active = True
+    python.Random.seed = seed_one
+    python.seed = MethodType(seed_one, seed_global.__self__)
+    if of_system is not None:
+        numpy.randbits = bits
+    try:
+        yield
+    finally:
+        STATE.is_active, STATE.next = False, None
+        python.Random.seed, python.seed = _seed_python, seed_global
+        if of_system is not None:
+            numpy.randbits = of_system
+
+
+def _next(bits: int) -> int:
+    """The next seed, of so many bits."""
+    assert STATE.next is not None
+    seed, taken = STATE.next
+    STATE.next = seed, taken + 1
+    text = f"{seed}/made/{taken}"
+    size = -(-bits // 8)
+    return int.from_bytes(hashlib.shake_128(text.encode()).digest(size), "big") >> (8 * size - bits)

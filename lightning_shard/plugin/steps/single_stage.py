@@ -12,16 +12,16 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from lightning_shard.parallel.fsdp.bypassed_units import BypassedUnits
-from lightning_shard.parallel.fsdp.lockstep import Lockstep
+from lightning_shard.parallel.fsdp.part_calls import Lockstep
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.fsdp.units import is_unit
 from lightning_shard.parallel.fsdp.unsharded import unsharded_of
-from lightning_shard.plugin.steps import randomness, unseeded
+from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.gradients import Gradients
 from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted_for_backward
 from lightning_shard.plugin.steps.redirect import call_through, refuse_sharded
-from lightning_shard.plugin.steps.used_hooks import has_hooks
+from lightning_shard.plugin.steps.running_hooks import has_hooks
 
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
 """Hooks between a step and its backward. Parameters stay gathered over them, unless such a hook is used."""
@@ -121,7 +121,7 @@ class SingleStageSteps:
             return self._run(method, draw, args, kwargs)
 
     def _run(self, method: str, draw: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with unseeded.seeded(), randomness.preserved(self._device):
+        with randomness.seeded(), randomness.preserved(self._device):
             randomness.seed_all(randomness.derive(draw, 0, self._data_rank))
             step = partial(getattr(self._module, method), *args, **kwargs)
             return call_through(self._module, step) if self._module.automatic_optimization else step()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.boxes import Box
-from lightning_shard.checkpoint.folder import Earlier
+from lightning_shard.checkpoint.catalog import Earlier
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.saving import commit, merge
 from lightning_shard.checkpoint.saving.accounts import Account, joined

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint.convert import local_copy, write
-from lightning_shard.checkpoint.folder import Earlier
+from lightning_shard.checkpoint.catalog import Earlier
+from lightning_shard.checkpoint.convert import outfile, write
 from lightning_shard.checkpoint.saving import accounts, commit, files, merge
 from lightning_shard.checkpoint.store.remote import RemoteStore
 from lightning_shard.cli import main
@@ -67,7 +67,7 @@ def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
     folder = tmp_path_factory.mktemp("c")
     full = {"t": torch.randn(shape), "last": torch.arange(math.prod(shape)).view(shape)}
     # blocks of 64 bytes, and pieces, bands and slabs that fit neither them nor rows
-    sizes = {write: ("COPY_BYTES", "COPY_SLAB_BYTES", "BUFFER_BYTES"), local_copy: ("PIECE_BYTES", "BAND_BYTES")}
+    sizes = {write: ("COPY_BYTES", "COPY_SLAB_BYTES", "BUFFER_BYTES"), outfile: ("PIECE_BYTES", "BAND_BYTES")}
     with contextlib.ExitStack() as patches:
         for module in (merge, files, accounts):
             patches.enter_context(mock.patch.object(module, "BLOCK_BYTES", 64))

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard import ModelCheckpoint, checkpoint
-from lightning_shard.checkpoint import folder as folders
+from lightning_shard.checkpoint import catalog as folders
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_shard import checkpoint
-from lightning_shard.plugin.saving.local_folders import put_link
+from lightning_shard.plugin.saving.uploads import put_link
 from lightning_shard.testing import run_ranks
 from tests.checkpoint.faults.calls import Call, met
 from tests.checkpoint.faults.cuts import BESIDE, FIRST, IN_NEW_FOLDERS, Save, Tried, cut_after_every_call, recorded

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint import leaders
+from lightning_shard.checkpoint import ranks
 from lightning_shard.checkpoint.saving import save as saving
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointError, RankFailure
@@ -82,7 +82,7 @@ def attempt(operation: str, fault: str, folder: Path, group: Any) -> tuple[str, 
 def lead(operation: str) -> None:
     """So that the victim is a leader of a group, where these are to fail."""
     if operation == "merge":
-        leaders.GROUP_RANKS = 1
+        ranks.GROUP_RANKS = 1
 
 
 def fail_in_turn(operation: str, root: Path) -> list[tuple[str, str, float]]:

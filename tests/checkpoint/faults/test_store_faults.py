@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint import folder
+from lightning_shard.checkpoint import catalog
 from lightning_shard.checkpoint.convert import write
 from lightning_shard.checkpoint.store import calls, open_store, remote, s3
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
@@ -167,7 +167,7 @@ def save_under(place: Place, faults: list[tuple[int, FaultOf]], saver: Place | N
             lost.append(f"request {at}: after saving {number} over {before}, {there} is there, {error!r}")
         before = number if there is None else there
     # what the server didn't let go of, the next save frees, when it is old
-    with mock.patch.object(folder, "LEFTOVER_AGE_S", -3600.0):
+    with mock.patch.object(catalog, "LEFTOVER_AGE_S", -3600.0):
         place.save(before)
     if uploads := place.uploads():
         lost.append(f"uploads are left over: {uploads}")

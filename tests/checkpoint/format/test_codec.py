@@ -23,8 +23,7 @@ from omegaconf import OmegaConf
 
 from lightning_shard.checkpoint import register_codec
 from lightning_shard.checkpoint.format.decode import decode, parse
-from lightning_shard.checkpoint.format.encode import encode
-from lightning_shard.checkpoint.format.registered import Reference, by_name, by_type
+from lightning_shard.checkpoint.format.encode import Reference, by_name, by_type, encode
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 
 

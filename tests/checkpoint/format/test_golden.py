@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lightning_shard import checkpoint
+from lightning_shard.checkpoint.format.encode import by_name, by_type
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import FORMAT_VERSION
-from lightning_shard.checkpoint.format.registered import by_name, by_type
 from lightning_shard.checkpoint.memory import byte_view
 from lightning_shard.errors import FormatVersionError
 from tests.checkpoint.golden.values import OPTIMIZER, OTHER, PLAIN, RANK, SHARDED, Color, Point, data_of, trainer_state

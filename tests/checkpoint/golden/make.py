@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_shard import checkpoint
+from lightning_shard.checkpoint.format.encode import Reference
 from lightning_shard.checkpoint.format.header import DTYPES
-from lightning_shard.checkpoint.format.registered import Reference
 from lightning_shard.testing import run_ranks
 from tests.checkpoint.golden.values import (
     OPTIMIZER,

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint import leaders
+from lightning_shard.checkpoint import ranks as collectives
 from lightning_shard.checkpoint.format import table as tables
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.loading import load as loading
@@ -80,7 +80,7 @@ def load_in_all_ways(path: Path, rank: int) -> None:
     """The first rank reads the manifest, and all read of it what they need; in one group, and by leaders."""
     for size in (64, 1):
         state, moment = emptied(), emptied()["rows"]
-        with mock.patch.object(leaders, "GROUP_RANKS", size), counted() as ways:
+        with mock.patch.object(collectives, "GROUP_RANKS", size), counted() as ways:
             assert checkpoint.load(path, state, optimizer={"m": moment}) == ([], [])
         assert holds({**state, "rows": moment})
         assert holds(state)
@@ -97,7 +97,7 @@ def load_in_all_ways(path: Path, rank: int) -> None:
     # names that only some ask for are joined by leaders too
     without = {name: tensor for name, tensor in emptied().items() if name != "plain"}
     everything = emptied()
-    with mock.patch.object(leaders, "GROUP_RANKS", 1):
+    with mock.patch.object(collectives, "GROUP_RANKS", 1):
         assert checkpoint.load(path, everything if rank == 1 else without) == ([], [])
         with pytest.raises(StateMismatchError, match="Not in the state \\(1\\)"):
             checkpoint.load(path, without)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint import leaders
+from lightning_shard.checkpoint import ranks
 from lightning_shard.checkpoint.saving import background, save
 from lightning_shard.errors import CheckpointError, UnsupportedStateError
 from lightning_shard.testing import run_ranks
@@ -46,11 +46,11 @@ def try_sizes(root):
     state = state_of_a_stage(mesh)
     with mock.patch.object(save, "new_attempt", return_value="0123456789ab"):
         for size in (64, 3, 2, 1):
-            with mock.patch.object(leaders, "GROUP_RANKS", size):
+            with mock.patch.object(ranks, "GROUP_RANKS", size):
                 save_to(root / f"{size}.ckpt", state, mesh)
     with (
         mock.patch.object(background, "new_attempt", return_value="0123456789ab"),
-        mock.patch.object(leaders, "GROUP_RANKS", 1),
+        mock.patch.object(ranks, "GROUP_RANKS", 1),
         mock.patch.object(save, "joined", wraps=save.joined) as joining,
         checkpoint.AsyncSaver() as saver,
     ):
@@ -59,7 +59,7 @@ def try_sizes(root):
     assert joining.call_count == 1  # on every rank: each is the leader of its group
     dist.barrier()
     errors = []
-    with mock.patch.object(leaders, "GROUP_RANKS", 2):
+    with mock.patch.object(ranks, "GROUP_RANKS", 2):
         for case in ("leader", "member", "both", "tied"):
             changed = {name: tensor + 1 for name, tensor in state.items()}
             if case == "tied" and "layer1" in changed:

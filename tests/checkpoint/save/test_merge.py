@@ -12,7 +12,7 @@ from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Piece, arranged, write_file
 from lightning_shard.checkpoint.saving.merge import Merged
-from lightning_shard.checkpoint.saving.replicated import FINGERPRINT_BYTES
+from lightning_shard.checkpoint.saving.part import FINGERPRINT_BYTES
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointError
 

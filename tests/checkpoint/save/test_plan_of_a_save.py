@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_shard.checkpoint import sharing
+from lightning_shard.checkpoint import shards
 from lightning_shard.checkpoint.boxes import Box, coverage_fault
 from lightning_shard.checkpoint.loading import ranges
 from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
@@ -23,13 +23,15 @@ from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Piece, arranged, write_file
 from lightning_shard.checkpoint.saving.part import my_cuts, outlined
 from lightning_shard.checkpoint.shards import (
+    Shared,
+    deal,
     local_boxes,
     local_shape,
     shard,
     shard_strided_last,
+    share,
     strided_factors_fit,
 )
-from lightning_shard.checkpoint.sharing import Shared, deal, share
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.checkpoint.tensors import Frame, KnownMesh, Located, Spread, _boxes, _splits
 from lightning_shard.errors import CheckpointError
@@ -131,7 +133,7 @@ boxes = shapes.flatmap(lambda shape: st.tuples(st.just(shape), st.sampled_from([
 @settings(max_examples=100, deadline=None)
 def test_shares_make_up_every_tensor_once(items, holders, min_part):
     shared = [Shared(Box.whole(shape), width) for shape, width in items]
-    with mock.patch.object(sharing, "MIN_PART_BYTES", min_part):
+    with mock.patch.object(shards, "MIN_PART_BYTES", min_part):
         shares = [share(shared, holders, index) for index in range(holders)]
         dealt = list(deal(shared, holders))
     assert dealt == [
@@ -211,7 +213,7 @@ def test_any_layout_reads_into_any_other(tmp_path_factory, data):
     # small limits, so that small tensors take the paths of large ones
     limits = mock.patch.multiple(files, BLOCK_BYTES=64, WRITE_STEP_BYTES=24, STAGING_BYTES=32)
     reading = mock.patch.multiple(ranges, BATCH_BYTES=128, SPAN_BYTES=data.draw(st.sampled_from([32, 4096])))
-    grid, parts = mock.patch.object(merge, "BLOCK_BYTES", 64), mock.patch.object(sharing, "MIN_PART_BYTES", 8)
+    grid, parts = mock.patch.object(merge, "BLOCK_BYTES", 64), mock.patch.object(shards, "MIN_PART_BYTES", 8)
     blocks = mock.patch.object(accounts_module, "BLOCK_BYTES", 64)
     steps = mock.patch.object(LocalStore, "step_bytes", data.draw(st.sampled_from([24, 4096])))
     with limits, reading, grid, blocks, parts, steps:

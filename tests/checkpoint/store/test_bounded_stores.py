@@ -24,7 +24,7 @@ from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint.saving.save import Order
 from lightning_shard.checkpoint.store import calls, open_store, remote
 from lightning_shard.checkpoint.store.calls import Calls
-from lightning_shard.checkpoint.store.credentials import redact
+from lightning_shard.checkpoint.store.paths import redact
 from lightning_shard.checkpoint.store.remote import RemoteStore
 from lightning_shard.checkpoint.store.s3 import S3Store
 from lightning_shard.cli import main

@@ -9,8 +9,8 @@ import torch
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
-from lightning_shard.plugin.optimizers.coupled import depends_on_others
 from lightning_shard.plugin.optimizers.sharded import refuse
+from lightning_shard.plugin.optimizers.trials import depends_on_others
 
 
 class Own(torch.optim.Optimizer):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError, LayoutError, StepError
+from lightning_shard.parallel.context.attention import Part
 from lightning_shard.parallel.context.blocks import ShardedSequences, sequence_dim
-from lightning_shard.parallel.context.chunks import Part
 from lightning_shard.plugin.assembly.probe import trial_runs
 
 WIDTH, LENGTH = 8, 16

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.plugin.steps.checks.copies_of_stages import CopiesOfStages
-from lightning_shard.plugin.steps.checks.own_calls import OwnCalls
+from lightning_shard.plugin.steps.alike import OwnCalls
+from lightning_shard.plugin.steps.checks.buffers import CopiesOfStages
 
 
 def stage(index: int) -> nn.Module:

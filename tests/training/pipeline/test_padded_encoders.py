@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.stages.padded_encoders import use_dense_tensors
+from lightning_shard.pipeline.dataflow.masks import use_dense_tensors
 from tests.training.pipelines import Root, evaluated_on_stages
 
 

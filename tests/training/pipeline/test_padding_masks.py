@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_shard.pipeline.dataflow.transformers_masks import masks_made_as_given
+from lightning_shard.pipeline.dataflow.masks import masks_made_as_given
 from tests.training.pipelines import assert_alike
 
 transformers: Any = pytest.importorskip("transformers")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_shard.plugin.running.environment import differences
+from lightning_shard.plugin.running.launchers import differences
 from lightning_shard.processors import Available, shares
 
 ALL = tuple(range(8))

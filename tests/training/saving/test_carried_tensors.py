@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint import StoredTensor
-from lightning_shard.plugin.saving import state
+from lightning_shard.plugin.saving import own_loading
 from lightning_shard.plugin.saving.own_loading import LazyTensor
 
 
@@ -45,4 +45,4 @@ def test_each_rank_tells_of_what_it_converts(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("lightning.pytorch.utilities.rank_zero.rank_zero_only.rank", 1)
     pairs: Any = [(Stored(2, dtype=torch.bfloat16), torch.zeros(2))]
     with pytest.warns(UserWarning, match="weight is torch.bfloat16 in the checkpoint and torch.float32"):
-        state._tell_of_types(pairs)
+        own_loading._tell_of_types(pairs)

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.errors import CheckpointError, ConfigurationError
-from lightning_shard.plugin.saving.local_folders import put_link
 from lightning_shard.plugin.saving.model_checkpoint import save_as_last
+from lightning_shard.plugin.saving.uploads import put_link
 from tests.parity import QUIET
 from tests.servers import KEY, SECRET, Server, let_servers_forget, serve
 

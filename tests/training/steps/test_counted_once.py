@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.clip import count_elsewhere
-from lightning_shard.plugin.steps.counted_once import counted_once
+from lightning_shard.plugin.steps.gradient_norms import counted_once
 
 TIED = "embedding.weight"
 

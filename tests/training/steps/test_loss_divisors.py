@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_shard.plugin.steps.checks.loss_divisors import divisions
+from lightning_shard.plugin.steps.checks.unequal_means import divisions
 from lightning_shard.plugin.steps.loss_weight import weighted_for_backward
 
 TARGETS = torch.tensor([1, 2, -100, 3, -100, 0])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_shard.plugin.steps import randomness, unseeded
+from lightning_shard.plugin.steps import randomness
 
 CPU = torch.device("cpu")
 
@@ -99,7 +99,7 @@ def made() -> list[float]:
 def test_generators_that_a_step_makes_draw_the_same_on_every_rank() -> None:
     runs = []
     for number in (5, 5, 6):
-        with unseeded.seeded(), randomness.preserved(CPU):
+        with randomness.seeded(), randomness.preserved(CPU):
             randomness.seed_all(number)
             runs.append(made() + made())
     assert runs[0] == runs[1]
@@ -111,7 +111,7 @@ def test_generators_with_a_seed_and_those_of_other_threads_are_left_alone() -> N
     expected = np.random.default_rng(3).random(), random.Random(3).random(), random.Random("a").random()
     drawn: list[list[float]] = []
     for _ in range(2):
-        with unseeded.seeded(), randomness.preserved(CPU):
+        with randomness.seeded(), randomness.preserved(CPU):
             randomness.seed_all(5)
             assert (
                 np.random.default_rng(3).random(),
@@ -132,7 +132,7 @@ def test_processes_that_a_step_forks_draw_as_ever() -> None:
     """The workers of a loader that a step goes over drew the same numbers, each as the others."""
     fork = multiprocessing.get_context("fork")
     drawn: list[list[float]] = []
-    with unseeded.seeded(), randomness.preserved(CPU):
+    with randomness.seeded(), randomness.preserved(CPU):
         randomness.seed_all(5)
         for _ in range(2):
             receiver, sender = fork.Pipe(duplex=False)

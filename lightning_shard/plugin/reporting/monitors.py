@@ -6,6 +6,11 @@ its share: samples, items, FLOPs and model FLOPs utilisation (MFU). ``flops_per_
 batch that a rank reads.
 
 Private in Lightning 2.6, used here: ``ThroughputMonitor._throughputs``.
+
+Warns hooks that ask a Trainer for its number of ranks, where a batch isn't dealt to as many.
+
+``lr * self.trainer.world_size`` is common where all ranks are data ranks. The ranks of a pipeline, and tensor ranks,
+read the same batch, so the rate would be too high and nothing would fail.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard.layout import Layout
 
@@ -34,3 +40,12 @@ def _shared(throughput: Throughput, ranks_per_model: int) -> dict[str, Any]:
     metrics = type(throughput).compute(throughput)
     rates = ("_per_sec", f"{throughput.separator}mfu")
     return {name: value / ranks_per_model if name.endswith(rates) else value for name, value in metrics.items()}
+
+
+def warn_of_number_of_ranks(layout: Layout, hook: str) -> None:
+    rank_zero_warn(
+        f"{hook} asks for world_size, which is the number of ranks, {layout.world_size}; batches are dealt to"
+        f" {layout.data_parallel_size} data ranks, and each batch's samples are computed by several ranks. To scale"
+        " learning rates or to count samples take trainer.strategy.layout.data_parallel_size;"
+        " trainer.estimated_stepping_batches counts steps."
+    )

@@ -1,0 +1,242 @@
+"""Replaces parameters, and their ids, in what code has kept of them before the module was laid out.
+
+Such as ``self.head = {id(p) for p in …}`` in ``__init__``, asked in ``configure_optimizers``; a dict by parameter; or a
+list whose gradients a callback scales. Laying a module out puts other parameters in place of these. Looked through is
+the state of modules and callbacks, as ``state/walk.py`` walks it: containers, the user's objects,
+closures, and globals that the code uses.
+
+Shows all parameters of a module on each stage while ``configure_optimizers`` runs.
+
+Then parameter groups, and settings that depend on counting (such as a learning rate by layer index), are the same on
+all stages, and as in one process. A parameter of another stage is shown as a hollow tensor (``taint.Hollow``: right
+shape and dtype, no values). Afterwards, hollow ones are removed from the optimizers.
+
+Detects parameters that were added to a module or removed after it was laid out: no rank shards or averages new ones.
+
+Also refuses copies made after that, which torch doesn't support: shards and hooks are bound to the original's ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_shard.errors import ConfigurationError, PlacementError, StepError
+from lightning_shard.parallel.fsdp.shard import reshard
+from lightning_shard.parallel.fsdp.units import class_name, is_unit
+from lightning_shard.pipeline.dataflow.taint import Hollow
+from lightning_shard.state.walk import CONTAINERS, below, entries, hold_same, put_entries, reachable
+
+_LARGEST = 2**17
+"""A container of more entries isn't one of parameters."""
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+
+
+def names_by_id(module: nn.Module) -> dict[int, str]:
+    """Of a module that isn't laid out yet."""
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def replace_kept(module: nn.Module, names: Mapping[int, str], others: Iterable[object] = ()) -> None:
+    """Replace them wherever a module that was laid out, and other objects, have kept them; containers in place.
+
+    Args:
+        names: Those of the parameters before, by id. Nothing else can have had that id.
+    """
+    now = _named(module)
+    found = {key: now[name] for key, name in names.items() if name in now and key != id(now[name])}
+    if not found:
+        return
+    walks = (reachable(module), *(below("", other) for other in others))
+    for holder in {id(each): each for _, each in chain(*walks)}.values():
+        _replace_in(holder, found)
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters by all of their names, other stages' too."""
+    named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    for path, part in module.named_modules():
+        inner = {f"{path}.{name}" if path else name: each for name, each in vars(part).items()}
+        named |= {name: each for name, each in inner.items() if isinstance(each, Hollow)}
+    return named
+
+
+def _replace_in(holder: Any, found: Mapping[int, Tensor]) -> None:
+    if isinstance(holder, Tensor) or (isinstance(holder, CONTAINERS) and len(holder) > _LARGEST):
+        return
+    is_module, is_dict, held = isinstance(holder, nn.Module), isinstance(holder, dict), entries(holder)
+    replaced = {_replaced(key, found) if is_dict else key: _replaced(value, found) for key, value in held.items()}
+    if is_module:  # where a hollow one would be taken for the module's own parameter
+        replaced = {k: held[k] if k in _OF_MODULES or isinstance(v, Hollow) else v for k, v in replaced.items()}
+    if not hold_same(held, replaced):
+        put_entries(holder, replaced)
+
+
+def _replaced(value: Any, found: Mapping[int, Tensor]) -> Any:
+    """The value, or what takes its place; a tuple or frozen set with other entries."""
+    if type(value) is int:
+        return id(found[value]) if value in found else value
+    if isinstance(value, nn.Parameter):
+        return found.get(id(value), value)
+    if not isinstance(value, (tuple, frozenset)) or len(value) > _LARGEST:
+        return value
+    entries = [*value]
+    replaced = [_replaced(entry, found) for entry in entries]
+    if all(one is other for one, other in zip(entries, replaced)):
+        return value
+    return tuple.__new__(type(value), replaced) if isinstance(value, tuple) else type(value)(replaced)
+
+
+@contextmanager
+def all_parameters(
+    module: nn.Module, names: Mapping[str, str], gather_over_stages: Callable[[Any], list[Any]]
+) -> Iterator[None]:
+    """Inside, ``module`` has all parameters of the whole module, in its order; a collective call over the pipeline.
+
+    Args:
+        names: All names in the whole module's order, each mapped to the first name of that parameter.
+        gather_over_stages: All-gathers a value over the pipeline.
+    """
+    own = {name: parameter.requires_grad for name, parameter in module.named_parameters(remove_duplicate=False)}
+    trains = {name: trains for of_stage in gather_over_stages(own) for name, trains in of_stage.items()}
+    order = {name: place for place, name in enumerate(names)}
+    placed: dict[str, Hollow] = {}
+    hollow: list[tuple[nn.Module, str, Hollow]] = []
+    for path, part in module.named_modules():
+        start = f"{path}." if path else ""
+        for key, value in [item for item in vars(part).items() if isinstance(item[1], Hollow)]:
+            first = names[f"{start}{key}"]
+            hollow.append((part, key, vars(part).pop(key)))
+            one: Any = placed.setdefault(first, value)  # tied parameters are one object
+            _be_parameter(one, True, trains.get(first, False))
+            part._parameters[key] = one
+            in_order = sorted(part._parameters.items(), key=lambda item: order.get(f"{start}{item[0]}", -1))
+            part._parameters.clear()
+            part._parameters.update(in_order)
+    try:
+        yield
+    finally:
+        for part, key, value in hollow:
+            part._parameters.pop(key, None)
+            _be_parameter(value, False, False)
+            vars(part)[key] = value
+
+
+def what_trains(module: nn.Module, gather_over_stages: Callable[[Any], list[Any]]) -> list[dict[str, bool]]:
+    """Which parameters train, by name, for each stage; a collective call over the pipeline."""
+    trains = gather_over_stages({name: p.requires_grad for name, p in module.named_parameters()})
+    every = {name: does for stage in trains for name, does in stage.items()}
+    held = (value for part in module.modules() for value in vars(part).values())
+    for hollow in (value for value in held if isinstance(value, Hollow)):
+        hollow.trains = every.get(hollow.fqn, hollow.trains)
+    return trains
+
+
+def refuse_frozen(trains: Iterable[Mapping[str, bool]]) -> None:
+    """Check the stages' parameters that train.
+
+    Raises:
+        PlacementError: There are none.
+    """
+    if not any(any(stage.values()) for stage in trains):
+        raise PlacementError(
+            "No parameter requires gradients, so the pipeline stages have nothing to train: unfreeze some, or use"
+            " pipeline_parallel_size=1."
+        )
+
+
+def leave_out_elsewhere(optimizer: torch.optim.Optimizer) -> None:
+    """Remove other stages' parameters from each group, and state that the optimizer has created for them."""
+    for group in optimizer.param_groups:
+        kept = [not isinstance(parameter, Hollow) for parameter in group["params"]]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [value for value, is_kept in zip(group[key], kept, strict=True) if is_kept]
+    for parameter in [key for key in optimizer.state if isinstance(key, Hollow)]:
+        del optimizer.state[parameter]
+
+
+def _be_parameter(hollow: Any, is_one: bool, trains: bool) -> None:
+    """Turn a hollow tensor into a parameter, or back. What is computed from it stays unknown, even if kept."""
+    hollow._is_param = is_one  # isinstance(…, nn.Parameter) asks for this
+    with torch._C.DisableTorchFunctionSubclass():
+        hollow.requires_grad_(trains)
+
+
+_REMEDY = (
+    ": change the module in __init__, configure_model or setup, before it is trained or evaluated the first time, or"
+    " build a new one from its weights (strategy.gather_full_parameters(), or load_from_checkpoint of a checkpoint)."
+)
+
+
+class LaidOutParameters:
+    """The parameters that a module had when it was laid out.
+
+    Args:
+        module: Between steps.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._known = {name: _kind(parameter) for name, parameter in module.named_parameters()}
+
+    def check(self, module: nn.Module, gather_over_stages: Callable[[Any], list[Any]], *, is_cut: bool) -> None:
+        """Compare with the module's parameters now; a collective call over the pipeline.
+
+        Args:
+            gather_over_stages: All-gathers a value over the pipeline.
+            is_cut: Whether other stages have stand-ins for what is removed here, and would still call them.
+
+        Raises:
+            ConfigurationError: On all ranks, if any has other parameters now.
+        """
+        reshard(module)
+        now = {name: _kind(parameter) for name, parameter in module.named_parameters()}
+        came = [name for name, kind in now.items() if self._known.get(name) != kind]
+        left = [name for name in self._known if name not in now] if is_cut else []
+        of_stages = gather_over_stages((came, left))
+        came, left = (list(dict.fromkeys(name for names in of_each for name in names)) for of_each in zip(*of_stages))
+        for names, did in (
+            (came, "was added to the module, or replaced, after it was sharded, so ranks don't synchronize it"),
+            (left, "was removed after the module was split into stages, and other stages still use it"),
+        ):
+            if names:
+                more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+                raise ConfigurationError(f"The parameter {names[0]!r}{more} {did}{_REMEDY}", breaks=9)
+
+
+def _kind(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor)
+
+
+def refuse_copies(module: nn.Module, *, is_cut: bool) -> None:
+    """Make ``copy.deepcopy`` of the module, or of a part with parameters, fail by name, equally on all stages."""
+    for part in module.modules():
+        can_be_cut = is_cut and not hasattr(type(part), "__deepcopy__")
+        if is_unit(part) or (can_be_cut and _has_parameters(part)):
+            part.__dict__["__deepcopy__"] = partial(_refuse_copy, class_name(part))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """Whether a module has parameters, here or on another stage."""
+    return any(
+        any(value is not None for value in part._parameters.values())
+        or any(isinstance(value, Hollow) for value in vars(part).values())
+        for part in module.modules()
+    )
+
+
+def _refuse_copy(kind: str, _: Any) -> Any:
+    raise StepError(
+        f"copy.deepcopy of a {kind} after it was sharded isn't supported: the copy would have no hooks that gather its"
+        " shards. Make the copy in __init__, where it is sharded like the original; for an"
+        " average of weights use Lightning's EMAWeightAveraging; or keep values, {name: p.detach().clone() for name, p"
+        " in module.named_parameters()}.",
+        breaks=9,
+    )
