@@ -103,7 +103,7 @@ def comparisons() -> dict[str, list[Comparison]]:
     return {
         f"CPU processes on 2 cores, gloo; {training['date']}": steps,
         f"CPU processes on 2 cores, local disk; {saving['date']}": list(on_disk),
-        f"one H100; {device['date']}": [*device_steps, *on_device],
+        f"one {device['device'].split()[1]}; {device['date']}": [*device_steps, *on_device],
     }
 
 
