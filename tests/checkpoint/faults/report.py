@@ -45,11 +45,10 @@ INTRODUCTION = """\
 3. **Loading a checkpoint from a stranger runs no code, and reads and writes nowhere else.**
 4. **No rank waits for ever.** When one fails, dies or stops, the others stop within a deadline with the first cause.
 
-*Points tried* are separate trials, each from a fresh start: calls at which a process was killed, images of a disk after
-a power cut, bytes flipped, answers of a store spoiled. *Lost* are those after which a promise didn't hold; one fails
-the tests. The last column is the same fault on torch.distributed.checkpoint by its defaults, which promises none of it:
-neither checkpoint could be loaded, or wrong values were loaded without an error. There a new path for each save is
-safer, which is tried too.
+*Points tried* are separate trials: calls at which a process was killed, images of a disk after a power cut, bytes
+flipped, answers of a store spoiled. *Lost* are those after which a promise didn't hold; one fails the tests. The last
+column is the same fault on torch.distributed.checkpoint by its defaults, which promises none of it. There a new path
+for each save is safer, which is tried too.
 
 Not promised:
 

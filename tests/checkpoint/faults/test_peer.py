@@ -38,7 +38,7 @@ def enter(ledger: Any, group: str, fault: str, system: str, faults: list[str], t
 
 
 def _kind(fault: str) -> str:
-    return next((kind for kind in (WRONG, DIED, SAID) if kind in fault), "neither can be loaded")
+    return next((kind for kind in (WRONG, DIED, SAID) if kind in fault), "neither loads")
 
 
 WRONG = "wrong values were loaded"

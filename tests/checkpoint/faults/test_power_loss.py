@@ -32,7 +32,7 @@ RANKS = [Save(FIRST, 2), Save(IN_NEW_FOLDERS, 2), Save(FIRST, 2, asynchronous=Tr
 
 def enter(ledger: Any, case: Save, tried: Tried, *, sample: bool = False) -> None:
     print(*tried.faults, sep="\n")
-    note = f"images of the disk, after {'some' if sample else 'each'} of {tried.calls} calls"
+    note = f"after {'some' if sample else 'each'} of {tried.calls} calls"
     ledger("Power loss", str(case), tried=tried.images, lost=len(tried.faults), note=note, sample=sample)
 
 

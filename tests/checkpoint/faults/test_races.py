@@ -20,7 +20,8 @@ from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointConflictError, CheckpointNotFoundError, CheckpointReplacedError
 from lightning_shard.testing import run_ranks
 
-RACES = pytest.mark.parametrize("races", [40, pytest.param(600, marks=pytest.mark.long)])
+ALL = 600
+RACES = pytest.mark.parametrize("races", [40, pytest.param(ALL, marks=pytest.mark.long)])
 
 
 def state(value: float) -> dict[str, torch.Tensor]:
@@ -32,6 +33,10 @@ def value_of(tensors: dict[str, torch.Tensor]) -> float:
     values = {value for tensor in tensors.values() for value in tensor.flatten().tolist()}
     assert len(values) == 1, f"a mixture of {values}"
     return values.pop()
+
+
+def told(ends: Counter[str]) -> str:
+    return ", ".join(f"{number} × {end}" for end, number in ends.most_common())
 
 
 def alone() -> Any:
@@ -87,7 +92,7 @@ def test_of_several_saves_to_one_path_one_wins_and_is_whole(
     assert all("another save was committed to this path while this one was running: attempt" in end for end in lost)
     for race in range(races):
         assert "saved" in [of_one[race] for of_one in ends]
-    ledger("Races", "three programs save to one path at once", tried=races, note=f"{len(lost)} saves were refused")
+    ledger("Races", "three programs save to one path at once", tried=races, note=f"{len(lost)} refused", sample=races < ALL)
 
 
 def save_and_remove(folder: Path, races: int) -> list[bool]:
@@ -114,7 +119,7 @@ def save_and_remove(folder: Path, races: int) -> list[bool]:
 def test_a_save_beside_a_removal_is_whole_or_removed(tmp_path: Path, races: int, ledger: Callable[..., None]) -> None:
     kept = Counter(run_ranks(save_and_remove, 2, tmp_path, races, timeout_s=60 + races)[0])
     assert kept[True], "every save was removed"
-    ledger("Races", "a save beside a removal", tried=races, note=f"{kept[True]} were kept")
+    ledger("Races", "a save beside a removal", tried=races, note=f"{kept[True]} kept", sample=races < ALL)
 
 
 EXPECTED = {"loaded", "gathered", "read", "told that it was replaced", "replaced twice while one was read"}
@@ -166,7 +171,8 @@ def test_a_reader_beside_a_writer_sees_one_checkpoint_or_is_told(
     total = sum(seen, Counter[str]())
     assert set(total) <= EXPECTED
     assert total["told that it was replaced"] + total["replaced twice while one was read"], "they never met"
-    ledger("Races", "readers beside a program that overwrites", tried=sum(total.values()), note=str(dict(total)))
+    about = {"note": told(total), "sample": races < ALL}
+    ledger("Races", "readers beside a program that overwrites", tried=total.total(), **about)
 
 
 def load_and_remove(folder: Path, races: int) -> Counter[str]:
@@ -196,7 +202,7 @@ def load_and_remove(folder: Path, races: int) -> Counter[str]:
 def test_a_load_beside_a_removal_is_whole_or_an_error(tmp_path: Path, races: int, ledger: Callable[..., None]) -> None:
     seen = run_ranks(load_and_remove, 2, tmp_path, races, timeout_s=60 + races)[1]
     assert sum(seen.values()) == races
-    ledger("Races", "a load beside a removal", tried=races, note=str(dict(seen)))
+    ledger("Races", "a load beside a removal", tried=races, note=told(seen), sample=races < ALL)
 
 
 def finish_late(folder: Path, existing: bool) -> str:
