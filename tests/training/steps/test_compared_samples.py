@@ -240,6 +240,24 @@ class MeanInBlock(CodesInBlock):
     is_mean = True
 
 
+class Counts(Undropped):
+    """What it keeps changes with each call, and nothing that it returns does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.last = 0, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls, self.last = self.calls + 1, float(x.sum())
+        return super().forward(x)
+
+
+class CountsInBlock(UndroppedMean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = Counts()
+
+
 class Codes(nn.Module):
     """Returns the perplexity of a codebook's use."""
 
@@ -326,7 +344,8 @@ def test_what_compares_samples_is_reported_once(settings: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("settings", SCHEDULES)
 def test_means_over_samples_are_not(settings: dict[str, Any]) -> None:
-    cases: list[Case] = [(kind, 16) for kind in (Module, InOrder, Normalized, MeanInBlock, Kendall, Recurrent, Views)]
+    cases: list[Case] = [(kind, 16) for kind in (Module, InOrder, Normalized, MeanInBlock, CountsInBlock)]
+    cases += [(kind, 16) for kind in (Kendall, Recurrent, Views)]
     cases += [(kind, 4) for kind in (BothWays, TimeFirst, Shared)]  # of one sample for each microbatch
     ranks = run_ranks(fit_each, 2, cases, settings, elastic=True, timeout_s=200)
     assert [texts for rank in ranks for texts, _ in rank] == [[]] * (2 * len(cases))
