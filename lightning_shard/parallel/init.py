@@ -1,4 +1,6 @@
-"""Initial weights that are bit-equal on every layout.
+"""What parameters are when a module is laid out: initial weights, and what users set on them.
+
+Initial weights that are bit-equal on every layout.
 
 A module built with real weights keeps them. If processes built different ones (no seed was set), rank 0's are
 broadcast, as in Lightning's DDP. A module built on ``meta`` is initialised part by part (a part is a block, or one

@@ -1,4 +1,6 @@
-"""The running order of blocks, and of the parts around them: a guess from source code.
+"""In which order a network's modules run, told from its source, where it can't be run.
+
+The running order of blocks, and of the parts around them: a guess from source code.
 
 A wrong guess costs communication or is refused, but can't give wrong numbers: a value that a stage doesn't hold is
 tainted as unknown there (``pipeline/dataflow/taint.py``), and a part may not change buffers there.

@@ -1,4 +1,6 @@
-"""Encodes and parses the safetensors header: names, dtypes, shapes and byte ranges.
+"""The safetensors header, and the strict JSON that it and the manifest are parsed by.
+
+Encodes and parses the safetensors header: names, dtypes, shapes and byte ranges.
 
 A safetensors file is ``u64 little-endian N`` · ``N bytes of JSON`` · data. We pad the JSON with spaces so that the data
 begins at a multiple of 4096 bytes, a page. https://github.com/safetensors/safetensors#format

@@ -1,4 +1,6 @@
-"""Keeps transformers from deciding by values whether there is a mask, where values may not decide, or aren't there.
+"""Masks and nested tensors that torch and transformers decide on by values: on stages they are made, or not, alike.
+
+Keeps transformers from deciding by values whether there is a mask, where values may not decide, or aren't there.
 
 - Given an ``attention_mask``, its models make no mask where nothing is padded. Then a microbatch runs fewer operations
   than a padded one (values that cross are named by operation number), and blocks that return a mask's sum with position

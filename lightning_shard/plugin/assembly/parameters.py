@@ -1,4 +1,6 @@
-"""Replaces parameters, and their ids, in what code has kept of them before the module was laid out.
+"""The parameters of a module that is laid out, in what users' code kept, is shown, and changes of them.
+
+Replaces parameters, and their ids, in what code has kept of them before the module was laid out.
 
 Such as ``self.head = {id(p) for p in …}`` in ``__init__``, asked in ``configure_optimizers``; a dict by parameter; or a
 list whose gradients a callback scales. Laying a module out puts other parameters in place of these. Looked through is

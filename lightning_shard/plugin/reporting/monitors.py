@@ -1,4 +1,6 @@
-"""Makes Lightning's ThroughputMonitor count each sample, and the model's FLOPs, once.
+"""What asks for the number of ranks, and means that of models: Lightning's monitor, and users' hooks.
+
+Makes Lightning's ThroughputMonitor count each sample, and the model's FLOPs, once.
 
 The monitor treats every rank as a model of its own: its rates over all devices are rank 0's times the world size. The
 ranks of a pipeline and of a tensor group work on one model and one batch together. So each device's rates are set to

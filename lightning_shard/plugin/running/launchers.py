@@ -1,4 +1,6 @@
-"""Chooses how a Trainer's ranks start: by running the script again, or, where there is no script, as forks.
+"""How a Trainer's ranks start, and that all of them compute alike.
+
+Chooses how a Trainer's ranks start: by running the script again, or, where there is no script, as forks.
 
 A notebook, ``python -c`` and ``python - < script`` have no file that another process could run, so ranks are forks of
 the process that calls ``fit``. They end with the call. What it left, the weights and the logged metrics, is brought

@@ -1,4 +1,6 @@
-"""Has loggers that upload checkpoints (``log_model``) upload sharded ones, which are folders, once they are committed.
+"""Checkpoints that are folders, where loggers and local disks are asked for files.
+
+Has loggers that upload checkpoints (``log_model``) upload sharded ones, which are folders, once they are committed.
 
 Lightning's loggers look for files, and skip folders without a word. MLflow and W&B take folders.
 
