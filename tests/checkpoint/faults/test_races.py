@@ -92,7 +92,9 @@ def test_of_several_saves_to_one_path_one_wins_and_is_whole(
     assert all("another save was committed to this path while this one was running: attempt" in end for end in lost)
     for race in range(races):
         assert "saved" in [of_one[race] for of_one in ends]
-    ledger("Races", "three programs save to one path at once", tried=races, note=f"{len(lost)} refused", sample=races < ALL)
+    ledger(
+        "Races", "three programs save to one path at once", tried=races, note=f"{len(lost)} refused", sample=races < ALL
+    )
 
 
 def save_and_remove(folder: Path, races: int) -> list[bool]:
