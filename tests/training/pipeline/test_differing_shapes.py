@@ -124,6 +124,7 @@ def test_forwards_that_are_collective_over_data_ranks_are_made_alike(
     assert_equal(plain, parameters)
 
 
+@pytest.mark.long
 def test_but_not_where_experts_are_dealt() -> None:
     with pytest.raises(RanksFailed, match="Data ranks call the network a different number of times within one step"):
         run_ranks(fit, 4, Generates, {"expert_parallel_size": 2}, elastic=True)

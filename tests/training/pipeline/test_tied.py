@@ -174,6 +174,7 @@ def accumulate_in_several_ways(sizes: dict[str, int]) -> list[Seen]:
     return [accumulate(sizes, **options) for options in ({}, split)]
 
 
+@pytest.mark.long
 def test_accumulated_gradients_are_added_once_however_often_they_are_reduced() -> None:
     sizes = layout(pipeline=2)
     plain = accumulate()

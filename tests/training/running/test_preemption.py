@@ -253,7 +253,7 @@ def kill_rank_1(folder: str) -> None:
     train(folder, {3: send(signal.SIGKILL, rank=1)})
 
 
-@pytest.mark.parametrize("how", [freeze_rank_1, pytest.param(kill_rank_1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", [pytest.param(freeze_rank_1, marks=pytest.mark.long), kill_rank_1])
 def test_a_rank_that_doesnt_answer_is_named_in_an_error_of_ours(
     how: Callable[[str], None], tmp_path: Path, ledger: Ledger
 ) -> None:

@@ -16,7 +16,8 @@ from tests.servers import KEY, SECRET, serve
 TRAIN = CONFIG.parent / "recipes" / "train.py"
 
 
-@pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("runs", [1, 2])
 def test_a_run_saves_to_s3_and_goes_on_from_there(runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "poem.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 400)
     with serve("s3", tmp_path / "served") as server:
