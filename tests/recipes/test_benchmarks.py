@@ -27,6 +27,7 @@ def result_of(monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
+@pytest.mark.ranks
 @pytest.mark.long
 def test_the_benchmark_of_checkpoints_measures_all_contenders_in_turn(result_of: Run, tmp_path: Path) -> None:
     sizes = ["--mib", "1", "--gather-mib", "1", "--ranks", "2", "--folder", str(tmp_path)]
@@ -65,6 +66,7 @@ def test_the_profile_of_planning_tells_what_ranks_spend_beside_the_bytes(result_
     assert all(row["seconds"] > 0 for row in result["rows"])
 
 
+@pytest.mark.ranks
 @pytest.mark.long
 def test_each_setting_saves_the_memory_that_arithmetic_says(result_of: Run, tmp_path: Path) -> None:
     result = result_of("memory", tmp_path)
@@ -73,6 +75,7 @@ def test_each_setting_saves_the_memory_that_arithmetic_says(result_of: Run, tmp_
     assert all(judged.values()), judged
 
 
+@pytest.mark.ranks
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_benchmark_of_training_compares_ways_that_train_alike(result_of: Run, tmp_path: Path) -> None:
