@@ -72,7 +72,7 @@ _SUPER = "super()."
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
 _LIBRARIES = ("torch.", "lightning.")
 _CHILDREN = {"children", "named_children", "_modules"}
-_QUESTIONS = {"callable", "hasattr", "id", "isinstance", "len", "type"}
+_QUESTIONS = {"callable", "hasattr", "id", "isinstance", "len", "setattr", "type"}
 """Builtins that don't run their arguments."""
 
 
@@ -274,7 +274,8 @@ def _names_used(nodes: Iterable[ast.AST]) -> Iterator[str]:
         if _only_asks(node):
             continue
         if isinstance(node, ast.Call):
-            yield from _names_used([*node.args, *node.keywords, node.func])
+            # what is handed on runs after what the other arguments call: ``run(self.blocks, self.embed(x))``
+            yield from _names_used([*sorted([*node.args, *node.keywords], key=_calls_nothing), node.func])
             if isinstance(node.func, ast.Name) and node.func.id in _SELF:
                 yield "forward"
         elif isinstance(node, ast.Attribute):
@@ -282,11 +283,35 @@ def _names_used(nodes: Iterable[ast.AST]) -> Iterator[str]:
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value is not None:
             yield from _names_used([node.value])
         elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
-            yield from _names_used([*node.generators, node.elt])
+            loops = [each for each in node.generators if _runs_elements(each.target, [*node.generators, node.elt])]
+            yield from _names_used([*loops, node.elt])
         elif isinstance(node, ast.For):
-            yield from _names_used([node.iter, *node.body, *node.orelse])
+            is_run = _runs_elements(node.target, node.body)
+            yield from _names_used([*([node.iter] if is_run else ()), *node.body, *node.orelse])
         else:
             yield from _names_used(ast.iter_child_nodes(node))
+
+
+def _calls_nothing(node: ast.AST) -> bool:
+    return not any(isinstance(each, ast.Call) for each in ast.walk(node))
+
+
+def _runs_elements(target: ast.AST, body: Sequence[ast.AST]) -> bool:
+    """Whether a loop may run what it loops over, and doesn't only reset it, as by ``block.loss = None``."""
+    names = {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+    def taken(node: ast.AST) -> Sequence[ast.AST]:
+        """The parts of code that compute with what they name."""
+        if isinstance(node, ast.Call) and not _only_asks(node):
+            given = [*node.args, *node.keywords]
+            is_reset = isinstance(node.func, ast.Attribute) and not given
+            return given if is_reset else [*given, node.func]
+        if isinstance(node, (ast.For, ast.comprehension)):
+            return [node.iter]
+        return [node.left, node.right] if isinstance(node, ast.BinOp) else []
+
+    parts = [part for each in body for node in ast.walk(each) for part in taken(node)]
+    return any(isinstance(node, ast.Name) and node.id in names for part in parts for node in ast.walk(part))
 
 
 def _only_asks(node: ast.AST) -> bool:

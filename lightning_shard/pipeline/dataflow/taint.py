@@ -13,6 +13,7 @@ not synchronised.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,7 +137,8 @@ class Unknown(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in ("register_hook", "retain_grad") and isinstance(args[0], Unknown) and args[0].needs:
-            return RemovableHandle({}) if name == "register_hook" else None  # the stage that has the value does it
+            # the stage that has the value does it
+            return RemovableHandle(OrderedDict()) if name == "register_hook" else None
         given = leaves_of_call(args, kwargs)
         taken = given if name not in TAKES_SOME else leaves(arguments_read(name, args, kwargs))
         unknown = []

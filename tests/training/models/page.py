@@ -122,8 +122,8 @@ _REASONS = {
     " gradient would cross the stages.",
     r"returned without calling the network, or the network skipped": "The network skips blocks (of text alone, those of"
     " images): a training step must call each.",
-    r"changes the parameter .* in place\. In a step parameters are read": "It changes its weights in place in a step, which runs"
-    " once for each microbatch.",
+    r"changes the parameter .* in place\. In a step parameters are read": "It changes its weights in place in"
+    " a step, which runs once for each microbatch.",
     r"as a number \(__bool__\)": "Its code decides by the values of a parameter that another stage holds.",
     r"runs within another block, or without its __call__": "It calls a block within another one or by `forward`: a"
     " pipeline cuts between calls of blocks.",

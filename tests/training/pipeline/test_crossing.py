@@ -1085,6 +1085,23 @@ class HooksGradients(Net):
         return self.head(self.norm(hidden + first))
 
 
+class HooksGradientsOfTied(Net):
+    """Before the blocks, of an embedding that the last stage holds too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(WORDS, WIDTH)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x) + self.positions(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * 0.5)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
 class HooksGradientsLate(Net):
     def forward(self, x: Tensor) -> Tensor:
         first = hidden = self.embed(x)
@@ -1236,7 +1253,8 @@ class Clamps(Net):
     ("network", "step"),
     [
         (Keeps, with_losses_of_blocks),
-        *((network, loss) for network in (Sums, Hooked, Clamps, Counts, HooksGradients, PreHooks, PreHooksAround)),
+        *((network, loss) for network in (Sums, Hooked, Clamps, Counts, PreHooks, PreHooksAround)),
+        *((network, loss) for network in (HooksGradients, HooksGradientsOfTied)),
         *((network, loss) for network in (PassesState, PassesDict, ChangesState)),
         *((network, loss) for network in (Appends, Collects, CollectsDensely, WritesIntoObject, PassesAGraph, Aliases)),
     ],
