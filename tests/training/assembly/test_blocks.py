@@ -77,6 +77,34 @@ def test_the_order_is_that_of_the_code_and_inner_lists_arent_blocks() -> None:
     assert list(block_lists(Whole())) == ["layers"]
 
 
+class Resets(L.LightningModule):
+    """Names its blocks before the layer that runs before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.loss = None
+        for number, block in enumerate(self.blocks):
+            block.requires_grad_()
+            setattr(block, "number", number)
+        names = [type(block) for block in self.blocks]
+        return self.last(self.run(self.blocks, self.first(x))) * len(names)
+
+    def run(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x)
+        return x
+
+
+def test_what_only_resets_blocks_or_hands_them_on_doesnt_run_them() -> None:
+    found = find_blocks(Resets())
+    assert found.parts == (("first", 0), ("last", 3))
+
+
 def test_a_path_may_leave_out_its_beginning_where_that_is_clear() -> None:
     assert find_blocks(Model("llama"), "layers").names[1] == "model.model.layers.1"
     assert find_blocks(Model("llama"), "model.layers").names[1] == "model.model.layers.1"
