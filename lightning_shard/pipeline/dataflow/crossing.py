@@ -330,8 +330,8 @@ def switched_off(name: str) -> StepError:
     return StepError(
         f"{name} and other blocks run with gradients switched off within a step that needs them, so no gradient would"
         " cross the stages: with activation checkpointing, use use_reentrant=False; if they are frozen,"
-        " requires_grad_(False) is enough, without torch.no_grad(), or name the blocks that train by pipeline_blocks; or"
-        " use pipeline_parallel_size=1.",
+        " requires_grad_(False) is enough, without torch.no_grad(); or name the blocks that train by pipeline_blocks,"
+        " or use pipeline_parallel_size=1.",
         breaks=3,
     )
 

@@ -140,11 +140,15 @@ class WholeNorms:
         plugin are replaced.
         """
 
+        def own(optimizer: Any) -> list[nn.Parameter]:
+            with nullcontext() if self._guard is None else self._guard.aside():  # a hook's own clip_gradients is right
+                return [*plugin.main_params(optimizer)]
+
         def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
-            clip_by_norm(plugin.main_params(optimizer), clip_val, self._mesh, self._device, dtype=self._dtype)
+            clip_by_norm(own(optimizer), clip_val, self._mesh, self._device, dtype=self._dtype)
 
         def clip_grad_by_value(optimizer: Any, clip_val: float) -> None:
-            clip_by_value(plugin.main_params(optimizer), clip_val)
+            clip_by_value(own(optimizer), clip_val)
 
         methods: dict[str, Any] = {"clip_grad_by_norm": clip_grad_by_norm, "clip_grad_by_value": clip_grad_by_value}
         for hook in ("post_backward", "_after_closure"):
