@@ -90,7 +90,7 @@ class Resets(L.LightningModule):
             block.loss = None
         for number, block in enumerate(self.blocks):
             block.requires_grad_()
-            setattr(block, "number", number)
+            block.number = number
         names = [type(block) for block in self.blocks]
         return self.last(self.run(self.blocks, self.first(x))) * len(names)
 

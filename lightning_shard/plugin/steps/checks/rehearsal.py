@@ -7,7 +7,7 @@ state that the first began with; and both joined to one. All draw the same rando
 
 - The second one's result must not depend on what the first has left: else the step is refused.
 - The loss of the joined one is the mean of the two losses, and so are logs, or their sum where they count.
-- Numbers and tensors that are kept are the same after the two as after the joined one (``state/counters.py``).
+- Numbers and tensors that are kept are the same after the two as after the joined one (:func:`left_otherwise`).
 - How long what the step returns is for each and for both tells how to merge it (``runtime/outputs.py``).
 
 All is put back. Not judged: a step that can't run on both at once; losses and logs where random numbers are drawn in

@@ -10,7 +10,7 @@ A hook that sums over all parameters, takes a norm, or zips them with another mo
   hooks that receive gradients, warn once for each hook.
 
 Steps have a guard of their own (``pipeline/stages/cut.py``), and so has ``configure_optimizers``
-(``assembly/all_parameters.py``). After a run all code is warned, on data ranks of ``state_dict()``.
+(``assembly/parameters.py``). After a run all code is warned, on data ranks of ``state_dict()``.
 """
 
 from __future__ import annotations
