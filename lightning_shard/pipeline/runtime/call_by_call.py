@@ -78,6 +78,10 @@ class CallByCall:
     ) -> Any:
         """Run one call of the network; returns its output on the rank of the last stage."""
 
+        calls = self._ends[-1][0].calls
+        assert calls is not None
+        objects, kept = calls.objects, calls.kept
+
         def run(stage: Stage, _: int) -> Any:
             ledger, output = stage.passage.ledger, None
             assert ledger is not None
@@ -86,13 +90,10 @@ class CallByCall:
                 output = call()
                 if stage.is_last:
                     refuse(output, "What the network returns")
-                    calls.objects.fetch(ledger)
-            calls.objects.stage_ends(ledger, is_last=stage.is_last)
+                    objects.fetch(ledger)
+            objects.stage_ends(ledger, is_last=stage.is_last)
             return output
 
-        calls = self._ends[-1][0].calls
-        assert calls is not None
-        kept = calls.kept
         of_any(True)  # a rank whose step has ended raises
         with in_call():
             kept.stages_begin()
