@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import tree
-from lightning_shard.errors import BatchError, StepError
+from lightning_shard.errors import BatchError
 from lightning_shard.parallel.blocks import find_blocks, names_of_parameters
 from lightning_shard.parallel.fsdp.watched_parameters import watch_data
 from lightning_shard.pipeline.cost import measure
@@ -373,4 +373,15 @@ def assert_alike(make: Callable[[], nn.Module], step: Step, parts: Sequence[Any]
     return seen
 
 
-__all__ = ["StepError", "alone", "assert_alike", "on_stages"]
+def assert_evaluates_alike(
+    make: Callable[[], nn.Module],
+    step: Callable[[nn.Module, Any], Any],
+    batches: Sequence[Any],
+    stages: int,
+    **options: Any,
+) -> None:
+    """What an evaluation step returns on stages is what it returns for the network alone."""
+    root = Root(make()).eval()
+    with torch.no_grad():
+        expected = [step(root, batch) for batch in batches]
+    torch.testing.assert_close(evaluated_on_stages(make, step, batches, stages, **options), expected)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.errors import StepError
-from tests.training.pipelines import Root, assert_alike, evaluated_on_stages, on_stages
+from tests.training.pipelines import assert_alike, assert_evaluates_alike, on_stages
 
 WIDTH, WORDS = 8, 16
 
@@ -48,9 +48,14 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
+        return self.leave(self.through(self.embed(x)))
+
+    def through(self, hidden: Tensor, *given: Any) -> Tensor:
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden, *given)
+        return hidden
+
+    def leave(self, hidden: Tensor) -> Tensor:
         return self.head(self.norm(hidden))
 
 
@@ -63,10 +68,7 @@ class Conditioned(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         condition = self.time(x[:, :1, None].float() / WORDS)
-        hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden, condition)
-        return self.head(self.norm(hidden))
+        return self.leave(self.through(self.embed(x), condition))
 
 
 class Given(nn.Module):
@@ -83,10 +85,11 @@ class Given(nn.Module):
 class PartInBlocks(Net):
     """Every second block is recomputed."""
 
+    block = Given
+
     def __init__(self) -> None:
         super().__init__()
         self.positions = nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH))
-        self.blocks = nn.ModuleList(Given() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x) + self.positions(torch.arange(x.shape[1]))
@@ -95,15 +98,13 @@ class PartInBlocks(Net):
                 hidden = checkpoint(block, hidden, self.positions, use_reentrant=False)
             else:
                 hidden = block(hidden, self.positions)
-        return self.head(self.norm(hidden))
+        return self.leave(hidden)
 
 
 class Residual(Net):
     def forward(self, x: Tensor) -> Tensor:
-        first = hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden + first))
+        first = self.embed(x)
+        return self.leave(self.through(first) + first)
 
 
 class InPairs(Net):
@@ -123,7 +124,7 @@ class InPairs(Net):
         for attention, feedforward in self.blocks:
             hidden = attention(hidden, hidden, hidden, need_weights=False)[0] + hidden
             hidden = feedforward(hidden) + hidden
-        return self.head(self.norm(hidden))
+        return self.leave(hidden)
 
 
 class UNet(Net):
@@ -134,17 +135,20 @@ class UNet(Net):
             skips.append(hidden)
         for block in self.blocks[2:]:
             hidden = block(hidden + skips.pop())
-        return self.head(self.norm(hidden))
+        return self.leave(hidden)
 
 
 class Collecting(Net):
-    """The mean of all layers' states."""
+    """The mean of all layers' states. Each stage misses several values, in its middle."""
+
+    runs: ClassVar[list[int]] = []
 
     def forward(self, x: Tensor) -> Tensor:
+        self.runs.append(0)
         states = [self.embed(x)]
         for block in self.blocks:
             states.append(block(states[-1]))
-        return self.head(self.norm(torch.stack(states).mean(0)))
+        return self.leave(torch.stack(states).mean(0))
 
 
 class InPlace(Net):
@@ -160,7 +164,7 @@ class InPlace(Net):
         for block in self.blocks:
             hidden = block(hidden, condition)
             hidden *= 0.9
-        return self.head(self.norm(hidden))
+        return self.leave(hidden)
 
 
 class InTurn(Net):
@@ -174,7 +178,7 @@ class InTurn(Net):
         hidden = self.embed(x)
         for block, other in zip(self.blocks, self.others):
             hidden = hidden + other(block(hidden))
-        return self.head(self.norm(hidden))
+        return self.leave(hidden)
 
 
 class OnBothSides(Net):
@@ -185,19 +189,18 @@ class OnBothSides(Net):
         self.scale = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(self.embed(x) * self.scale)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden * self.scale))
+        return self.leave(self.through(self.norm(self.embed(x) * self.scale)) * self.scale)
 
 
 class LooksIntoBlocks(Net):
+    """And asks parts and blocks for their dtype by a parameter, as transformers' models do, wherever they are."""
+
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
         for block in self.blocks:
             assert isinstance(block, Block)
-            hidden = block(hidden) * (1 + 1 / block.up.out_features)
-        return self.head(self.norm(hidden))
+            hidden = block(hidden.to(next(block.parameters()).dtype)) * (1 + 1 / block.up.out_features)
+        return self.leave(hidden.to(next(self.head.parameters()).dtype))
 
 
 class Decides(Net):
@@ -207,9 +210,7 @@ class Decides(Net):
         hidden = self.embed(x)
         if hidden.square().mean() > 0:
             hidden = -hidden
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))
+        return self.leave(self.through(hidden))
 
 
 class OwnFunction(torch.autograd.Function):
@@ -222,40 +223,12 @@ class OwnFunction(torch.autograd.Function):
         return gradient * 2
 
 
-class WithAnOwnFunction(Conditioned):
-    def forward(self, x: Tensor) -> Tensor:
-        condition = OwnFunction.apply(self.time(x[:, :1, None].float() / WORDS))
-        hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden, condition * self.time[0].bias)
-        return self.head(self.norm(hidden))
+own_function = OwnFunction.apply
 
 
-class CapturedFunction(Conditioned):
-    def forward(self, x: Tensor) -> Tensor:
-        condition = own_function(self.time(x[:, :1, None].float() / WORDS))
-        hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden, condition)
-        return self.head(self.norm(hidden))
-
-
-class ByFunction(Net):
-    """A function inside of which tensors lose their class gives what all blocks take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        condition = self.condition(self.time(hidden))
-        for block in self.blocks:
-            hidden = block(hidden, condition)
-        return self.head(self.norm(hidden))
-
-    def condition(self, time: Tensor) -> Tensor:
-        raise NotImplementedError
+@torch.jit.script
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
 
 
 @torch.jit.script
@@ -263,16 +236,39 @@ def chosen(x: Tensor) -> Tensor:
     return x.argmax(-1)
 
 
-class ScriptedInteger(ByFunction):
-    def condition(self, time: Tensor) -> Tensor:
-        return F.one_hot(chosen(time), WIDTH).float()
+def nearest(net: Any, time: Tensor) -> Tensor:
+    """What isn't known is not among the arguments."""
+    return torch.vmap(lambda each: (each @ net.time.weight).argmax(-1))(torch.ones_like(time))
 
 
-class VmappedInside(ByFunction):
-    """One transform in another, both of all that the network knows."""
+def one_hot(numbers: Tensor) -> Tensor:
+    return F.one_hot(numbers, WIDTH).float()
 
-    def condition(self, time: Tensor) -> Tensor:
-        return torch.vmap(torch.vmap(lambda each: each * each.argmax(-1)))(time)
+
+FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "own": lambda net, time: OwnFunction.apply(time) * net.time.bias,
+    "scripted": lambda net, time: doubled(time),
+    "scripted, of integers": lambda net, time: one_hot(chosen(time)),
+    "vmapped": lambda net, time: one_hot(torch.vmap(lambda each: each.argmax(-1))(time)),
+    "vmapped inside": lambda net, time: torch.vmap(torch.vmap(lambda each: each * each.argmax(-1)))(time),
+    "vmapped closure": lambda net, time: one_hot(nearest(net, time)),
+    "functionalized": lambda net, time: torch.func.functionalize(lambda each: each * 2)(time),
+    "captured": lambda net, time: own_function(time),
+}
+"""Inside of them tensors lose their class; of the last two this package isn't told."""
+
+
+class ByFunction(Net):
+    """A function gives what all blocks take."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.time = nn.Linear(WIDTH, WIDTH)
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        return self.leave(self.through(hidden, FUNCTIONS[self.name](self, self.time(hidden))))
 
 
 class Masked(Net):
@@ -281,9 +277,7 @@ class Masked(Net):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
         mask = (hidden.argmax(-1, keepdim=True) > WIDTH // 2).float()
-        for block in self.blocks:
-            hidden = block(hidden, condition=mask)
-        return self.head(self.norm(hidden))
+        return self.leave(self.through(hidden, mask))
 
 
 class Down(nn.Module):
@@ -305,41 +299,10 @@ class ReturnsTwice(Net):
         self.down = Down()
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        hidden, others = self.down(hidden)
+        hidden, others = self.down(self.embed(x))
         for block, other in zip(self.blocks, (*others, *others)):
             hidden = block(hidden) + other
-        return self.head(self.norm(hidden))
-
-
-@torch.jit.script
-def doubled(x: Tensor) -> Tensor:
-    return x * 2
-
-
-class Scripted(ByFunction):
-    def condition(self, time: Tensor) -> Tensor:
-        return doubled(time)
-
-
-class VmappedInteger(ByFunction):
-    def condition(self, time: Tensor) -> Tensor:
-        return F.one_hot(torch.vmap(lambda each: each.argmax(-1))(time), WIDTH).float()
-
-
-class VmappedClosure(ByFunction):
-    """What isn't known is not among the arguments."""
-
-    def condition(self, time: Tensor) -> Tensor:
-        nearest = torch.vmap(lambda each: (each @ self.time.weight).argmax(-1))
-        return F.one_hot(nearest(torch.ones_like(time)), WIDTH).float()
-
-
-class Functionalized(ByFunction):
-    """Isn't told of."""
-
-    def condition(self, time: Tensor) -> Tensor:
-        return torch.func.functionalize(lambda each: each * 2)(time)
+        return self.leave(hidden)
 
 
 class Recurrent(nn.Module):
@@ -359,18 +322,6 @@ class Recurrent(nn.Module):
         return self.head(hidden + states[0].mean())
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.encoder = nn.TransformerEncoder(layer, 4, norm=nn.LayerNorm(WIDTH))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embed(x)))
-
-
 class EncoderAndDecoder(nn.Module):
     """Of different classes, one after the other, the decoder with the encoder's states."""
 
@@ -385,36 +336,6 @@ class EncoderAndDecoder(nn.Module):
         return self.head(self.both(self.source(x), self.target(x)))
 
 
-class Residuals(nn.Module):
-    """One block of a ResNet with GroupNorm."""
-
-    def __init__(self, before: int, after: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(before, after, 3, 1 if before == after else 2, 1)
-        self.norm = nn.GroupNorm(2, after)
-        self.second = nn.Conv2d(after, after, 3, 1, 1)
-        self.shortcut = nn.Identity() if before == after else nn.Conv2d(before, after, 1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.second(F.relu(self.norm(self.first(x)))) + self.shortcut(x))
-
-
-class ResNet(nn.Module):
-    """Its stages are lists of blocks, one after the other, of changing shapes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(1, 4, 3, 1, 1)
-        self.layer1 = nn.Sequential(Residuals(4, 4), Residuals(4, 4))
-        self.layer2 = nn.Sequential(Residuals(4, 8), Residuals(8, 8))
-        self.head = nn.Linear(8, 6 * WORDS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        picture = F.pad(x.float() / WORDS, (0, 10)).reshape(len(x), 1, 4, 4)
-        features = self.layer2(self.layer1(F.relu(self.stem(picture))))
-        return self.head(features.mean((2, 3))).reshape(len(x), 6, WORDS)
-
-
 class BetweenAll(Net):
     """One part, of several layers, runs between all blocks: a stage that doesn't hold it would skip it."""
 
@@ -426,7 +347,7 @@ class BetweenAll(Net):
         hidden = self.embed(x)
         for block in self.blocks:
             hidden = block(hidden) * self.gate(hidden).sigmoid()
-        return self.head(self.norm(hidden))
+        return self.leave(hidden)
 
 
 class MasksBetween(Net):
@@ -441,7 +362,7 @@ class MasksBetween(Net):
         for block, norm in zip(self.blocks, self.norms, strict=True):
             hidden = norm(hidden + block(hidden))
             hidden *= mask
-        return self.head(self.norm(hidden))
+        return self.leave(hidden)
 
 
 def sequential() -> nn.Module:
@@ -463,14 +384,18 @@ def like_a_vgg() -> nn.Module:
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    kind.__name__: kind
-    for kind in (
-        *(Net, Conditioned, Residual, UNet, Collecting, InPlace, InTurn, OnBothSides, LooksIntoBlocks, Decides),
-        *(WithAnOwnFunction, Encoder, EncoderAndDecoder, ResNet, BetweenAll, InPairs),
-        *(MasksBetween, PartInBlocks, ScriptedInteger, VmappedInside),
-    )
-} | {"sequential": sequential, "like a VGG": like_a_vgg}
-EVALUATED = ("UNet", "InPlace", "Decides", "Encoder", "EncoderAndDecoder", "VmappedInside")
+    **{
+        kind.__name__: kind
+        for kind in (
+            *(Net, Conditioned, Residual, UNet, Collecting, InPlace, InTurn, OnBothSides, LooksIntoBlocks, Decides),
+            *(EncoderAndDecoder, BetweenAll, InPairs, MasksBetween, PartInBlocks),
+            *(ReturnsTwice, Recurrent, Masked),
+        )
+    },
+    **{name: partial(ByFunction, name) for name in [*FUNCTIONS][:-2]},
+    **{"sequential": sequential, "like a VGG": like_a_vgg},
+}
+EVALUATED = ("UNet", "InPlace", "Decides", "EncoderAndDecoder", "vmapped inside")
 CROSSED = {"Net": [1, 1, 1], "Residual": [2, 2, 2], "UNet": [1, 2, 2], "Collecting": [2, 3, 4]}
 """How many values cross each cut: the hidden state alone where nothing else is needed."""
 
@@ -499,21 +424,18 @@ def test_a_network_on_stages_is_the_network_alone(network: str, stages: int) -> 
         assert seen.crossed == CROSSED[network]
 
 
-@pytest.mark.parametrize("network", [ReturnsTwice, Recurrent, Masked, Scripted, VmappedInteger, VmappedClosure])
-def test_what_is_given_otherwise_than_from_block_to_block_crosses(network: type[nn.Module]) -> None:
-    """Twice, beside the hidden state, or by functions inside of which it isn't seen."""
-    assert_alike(seeded(network), loss, batches(), 4)
-
-
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize(
     "network", [n if n in EVALUATED else pytest.param(n, marks=pytest.mark.long) for n in NETWORKS]
 )
 def test_a_network_is_evaluated_on_stages_as_alone(network: str, stages: int) -> None:
-    alone = Root(seeded(NETWORKS[network])()).eval()
-    with torch.no_grad():
-        expected = [loss(alone, x) for x in batches()]
-    torch.testing.assert_close(evaluated_on_stages(seeded(NETWORKS[network]), loss, batches(), stages), expected)
+    assert_evaluates_alike(seeded(NETWORKS[network]), loss, batches(), stages)
+
+
+def test_a_step_runs_once_for_each_microbatch_on_each_stage() -> None:
+    Collecting.runs.clear()
+    on_stages(seeded(Collecting), loss, batches(), 3, microbatches=1)
+    assert len(Collecting.runs) == 3 * len(batches())
 
 
 class Scale(nn.Module):
@@ -545,10 +467,7 @@ class InPagesOfTheirOwn(nn.Module):
 
 
 def test_what_is_written_in_place_and_fetched_leaves_its_memory_to_others() -> None:
-    alone = Root(seeded(InPagesOfTheirOwn)()).eval()
-    with torch.no_grad():
-        expected = [loss(alone, x) for x in batches(1)]
-    torch.testing.assert_close(evaluated_on_stages(seeded(InPagesOfTheirOwn), loss, batches(1), 2), expected)
+    assert_evaluates_alike(seeded(InPagesOfTheirOwn), loss, batches(1), 2)
 
 
 class Leaving(Net):
@@ -558,11 +477,10 @@ class Leaving(Net):
         super().__init__()
         self.called = called
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
+    def through(self, hidden: Tensor, *given: Any) -> Tensor:
         for i in self.called:
             hidden = self.blocks[i](hidden)
-        return self.head(self.norm(hidden))
+        return hidden
 
 
 class LeavingWithMore(Leaving):
@@ -576,7 +494,7 @@ class LeavingWithMore(Leaving):
             states.append(hidden)
         if hidden.mean() > 1e6:  # a stage without the last block can't know this
             raise AssertionError
-        return self.head(self.norm(torch.stack([first, *states]).sum(0) + self.embed.weight[0]))
+        return self.leave(torch.stack([first, *states]).sum(0) + self.embed.weight[0])
 
 
 class LeavingWithHooks(Leaving):
@@ -585,11 +503,9 @@ class LeavingWithHooks(Leaving):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
         hidden.register_hook(lambda gradient: gradient * 2)
-        for i in self.called:
-            hidden = self.blocks[i](hidden)
-        hidden = hidden * 3
+        hidden = self.through(hidden) * 3
         hidden.register_hook(lambda gradient: gradient * 5)
-        return self.head(self.norm(hidden))
+        return self.leave(hidden)
 
 
 @pytest.mark.parametrize(
@@ -624,7 +540,7 @@ class NeedsByShape(UNet):
         first = hidden = self.embed(x)
         for block in self.blocks[: None if x.shape[1] < 7 else 1]:
             hidden = block(hidden)
-        return self.head(self.norm(hidden * 2 if x.shape[1] == 5 else hidden + first))
+        return self.leave(hidden * 2 if x.shape[1] == 5 else hidden + first)
 
 
 @pytest.mark.parametrize(("lengths", "stages"), [((4, 5, 6, 7, 8), 4), ((8, 7, 4, 4), 2), ((6, 3, 6, 3), 4)])
@@ -645,7 +561,7 @@ class LeavingByParity(Net):
         hidden = self.embed(x)
         for block in self.blocks[: self.numbers[int(x.sum()) % 2]]:
             hidden = block(hidden)
-        return self.head(self.norm(hidden))
+        return self.leave(hidden)
 
 
 @pytest.mark.parametrize(
@@ -662,30 +578,21 @@ def test_blocks_that_depend_on_values_are_refused_or_right(
 
 
 class Backwards(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
+    def through(self, hidden: Tensor, *given: Any) -> Tensor:
         for block in self.blocks[::-1]:
             hidden = block(hidden)
-        return self.head(self.norm(hidden))
+        return hidden
 
 
 class OtherMethods(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
+    def through(self, hidden: Tensor, *given: Any) -> Tensor:
         for block in self.blocks[::-1]:
             hidden = block.down(block.up(hidden))
-        return self.head(self.norm(hidden))
+        return hidden
 
 
-def test_blocks_out_of_order_are_refused_by_name() -> None:
-    with pytest.raises(
-        StepError, match=r"came to net\.blocks\.3, net\.blocks\.2 before net\.blocks\.1, which an earlier"
-    ):
-        on_stages(seeded(Backwards), loss, batches(), 2)
-    with pytest.raises(StepError, match=r"none of net\.blocks\.0, .* \(a block's methods other than __call__"):
-        on_stages(seeded(OtherMethods), loss, batches(), 2)
-    names = [f"net.blocks.{i}" for i in (3, 2, 1, 0)]
-    assert_alike(seeded(Backwards), loss, batches(), 2, blocks=names)
+def test_blocks_run_in_another_order_if_that_is_said() -> None:
+    assert_alike(seeded(Backwards), loss, batches(), 2, blocks=[f"net.blocks.{i}" for i in (3, 2, 1, 0)])
 
 
 # -- steps
@@ -696,10 +603,6 @@ def penalized(root: nn.Module, x: Tensor) -> Tensor:
     return loss(root, x) + root.net.embed.weight.square().mean()
 
 
-def test_a_loss_with_another_stages_parameter() -> None:
-    assert_alike(seeded(Net), penalized, batches(), 3)
-
-
 class ByHand(Net):
     """The first block's weights are used beside the block."""
 
@@ -707,8 +610,9 @@ class ByHand(Net):
         return super().forward(x) * self.blocks[0].norm.weight.sum()
 
 
-def test_a_blocks_parameter_used_beside_it() -> None:
-    assert_alike(seeded(ByHand), loss, batches(), 3)
+@pytest.mark.parametrize(("network", "step"), [(Net, penalized), (ByHand, loss)])
+def test_parameters_of_other_stages_may_be_used_after_the_blocks(network: type[Net], step: Any) -> None:
+    assert_alike(seeded(network), step, batches(), 3)
 
 
 class WithFeatures(Net):
@@ -740,46 +644,36 @@ def with_features(root: nn.Module, x: Tensor) -> Tensor:
     return value
 
 
-def test_hooks_inside_of_blocks_see_what_they_would_in_one_process() -> None:
+@pytest.mark.parametrize(("ranks", "schedule"), [(4, "1F1B"), (2, "Interleaved1F1B")])
+def test_hooks_inside_of_blocks_and_counters_see_each_microbatch_once(ranks: int, schedule: str) -> None:
     made: list[WithFeatures] = []
 
     def make() -> nn.Module:
         made.append(WithFeatures())
         return made[-1]
 
-    assert_alike(seeded(make), with_features, batches(), 4)
-    assert [net.calls for net in made] == [4] * 5  # also where a stage ran its part again
+    assert_alike(seeded(make), with_features, batches(), ranks, schedule=schedule)
+    assert [net.calls for net in made] == [4] * (1 + ranks)  # also where a stage ran its part again
 
 
 # -- what blocks do beside what they return
 
 
-class Keeping(Block):
-    """Keeps a loss, as mixtures of experts do, and adds to a tensor that it is given."""
-
+class AddsToCondition(Block):
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
         result = super().forward(x)
-        self.aux = result.square().mean()
-        if condition is not None:
-            condition.add_(result.detach())
+        assert condition is not None
+        condition.add_(result.detach())
         return result
 
 
-class Keeps(Net):
-    block = Keeping
+class Sums(Net):
+    block = AddsToCondition
 
-
-def with_losses_of_blocks(root: nn.Module, x: Tensor) -> Tensor:
-    return loss(root, x) + sum(block.aux for block in root.net.blocks)
-
-
-class Sums(Keeps):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
         total = torch.zeros_like(hidden).detach()
-        for block in self.blocks:
-            hidden = block(hidden, total)
-        return self.head(self.norm(hidden + total))
+        return self.leave(self.through(hidden, total) + total)
 
 
 @dataclass
@@ -820,12 +714,12 @@ class Passes(Block):
 class PassesState(Net):
     """Through blocks whose output it doesn't look at: they change what they are given."""
 
+    block = Passes
     kind: Callable[[Any], Any] = State
     returns = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Passes() for _ in range(4))
         for block in self.blocks:
             block.returns = self.returns  # type: ignore[assignment]
 
@@ -833,7 +727,7 @@ class PassesState(Net):
         held = type(self).kind(self.embed(x))
         for block in self.blocks:
             block(held)
-        return self.head(self.norm(held_by(held)))
+        return self.leave(held_by(held))
 
 
 class PassesDict(PassesState):
@@ -862,10 +756,8 @@ class Appends(Net):
     block = Appending
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden, means = self.embed(x), []
-        for block in self.blocks:
-            hidden = block(hidden, means)
-        return self.head(self.norm(hidden)) * sum(means)
+        means: list[Tensor] = []
+        return self.leave(self.through(self.embed(x), means)) * sum(means)
 
 
 class Collector:
@@ -877,13 +769,22 @@ class Collector:
         self.calls = 0
 
 
+class WithTotal(Collector):
+    """Holds one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+        self.states.append(self.total)
+
+
 class Collected(Block):
     def forward(self, x: Tensor, held: Any = None) -> Tensor:  # type: ignore[override]
         x = super().forward(x)
-        self.leave(x, held)
+        self.collect(x, held)
         return x
 
-    def leave(self, x: Tensor, held: Any) -> None:
+    def collect(self, x: Tensor, held: Any) -> None:
         held.calls += 1
         held.states.append(x.tanh())
         held.by_name[f"mean {held.calls}"] = (Plain(x.mean(0)), held.calls)
@@ -892,58 +793,49 @@ class Collected(Block):
 class Collects(Net):
     """Losses and features in an object, of lists and dicts, that no block returns."""
 
-    kind = Collected
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(type(self).kind() for _ in range(4))
+    block = Collected
+    made: Callable[[], Any] = Collector
 
     def forward(self, x: Tensor) -> Tensor:
-        held, hidden = Collector(), self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden, held)
-        means = sum(mean.hidden * number for mean, number in held.by_name.values())
-        return self.head(self.norm(hidden + sum(held.states))) + held.calls * means.mean()
+        held = type(self).made()
+        hidden = self.through(self.embed(x), held)
+        means = sum((mean.hidden * number for mean, number in held.by_name.values()), torch.zeros(()))
+        states = sum(held.states, torch.zeros(()))
+        return self.leave(hidden + states) * (1 + held.calls * (1 + means.mean()) + states.mean())
 
 
-class DenselyCollected(Collected):
+def collecting(collect: Callable[[Any, Tensor, Any], None], made: Callable[[], Any] = Collector) -> type[Net]:
+    """With blocks that leave something else there."""
+    block = type("Block", (Collected,), {"collect": collect})
+    return type(collect.__name__, (Collects,), {"block": block, "made": made})
+
+
+def collects_densely(block: Collected, x: Tensor, held: Any) -> None:
     """Computes with what earlier blocks have left."""
-
-    def leave(self, x: Tensor, held: Any) -> None:
-        super().leave(x + sum(held.states), held)
+    Collected.collect(block, x + sum(held.states), held)
 
 
-class CollectsDensely(Collects):
-    kind = DenselyCollected
+def adds_to_total(block: Collected, x: Tensor, held: Any) -> None:
+    held.total += x.mean()
 
 
-class WritesInto(Collected):
-    def leave(self, x: Tensor, held: Any) -> None:
-        if not held.states:
-            held.states.append(torch.zeros(()))
-            held.total = held.states[0]
-        held.total += x.sum()
+def leaves_one_twice(block: Collected, x: Tensor, held: Any) -> None:
+    held.first = held.second = [x]
 
 
-class WritesIntoObject(Collects):
-    kind = WritesInto
-
-    def forward(self, x: Tensor) -> Tensor:
-        held, hidden = Collector(), self.embed(x)
-        held.total = torch.zeros(())  # type: ignore[attr-defined]
-        held.states.append(held.total)  # type: ignore[attr-defined]
-        for block in self.blocks:
-            hidden = block(hidden, held)
-        return self.head(self.norm(hidden)) + held.total  # type: ignore[attr-defined]
+def takes(block: Collected, x: Tensor, held: Any) -> None:
+    if held.states:
+        held.states.pop()
+    else:
+        held.states.append(x)
 
 
-class LeavesTwice(Collected):
-    def leave(self, x: Tensor, held: Any) -> None:
-        held.first = held.second = [x]
+def queues(block: Collected, x: Tensor, held: Any) -> None:
+    held.append(x)
 
 
-class LeavesOneTwice(Collects):
-    kind = LeavesTwice
+def counts_by_value(block: Collected, x: Tensor, held: Any) -> None:
+    held.calls += int(x.detach().sum() * 1e6)
 
 
 class Store(UserDict[str, Any]):
@@ -978,10 +870,8 @@ class PassesAGraph(Net):
     block = OfGraph
 
     def forward(self, x: Tensor) -> Tensor:
-        graph = Graph(x=self.embed(x), scale=x.float().mean())
-        for block in self.blocks:
-            graph = block(graph)
-        return self.head(self.norm(graph.x))
+        graph: Any = Graph(x=self.embed(x), scale=x.float().mean())
+        return self.leave(self.through(graph).x)
 
 
 class Holding(Block):
@@ -1005,16 +895,10 @@ class HoldsACollector(Net):
 class ReturnsNested(Net):
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.nested.as_nested_tensor(list(self.embed(x)), layout=torch.jagged)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden.to_padded_tensor(0.0)))
+        return self.leave(self.through(hidden).to_padded_tensor(0.0))
 
 
-class WorksInPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
-
+class WorksInPlace(Scale):
     def forward(self, x: Tensor) -> Tensor:
         return x.add_(self.scale)
 
@@ -1025,52 +909,12 @@ class Aliases(Net):
     block = WorksInPlace
 
     def forward(self, x: Tensor) -> Tensor:
-        first = hidden = self.embed(x) * 1
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden + first))
+        first = self.embed(x) * 1
+        return self.leave(self.through(first) + first)
 
 
-class Takes(Collected):
-    def leave(self, x: Tensor, held: Any) -> None:
-        if held.states:
-            held.states.pop()
-        else:
-            held.states.append(x)
-
-
-class TakesFromObject(Collects):
-    kind = Takes
-
-
-class Queues(Collected):
-    def leave(self, x: Tensor, held: Any) -> None:
-        held.append(x)
-
-
-class GivesADeque(Collects):
-    kind = Queues
-
-    def forward(self, x: Tensor) -> Tensor:
-        held, hidden = deque[Tensor](), self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden, held)
-        return self.head(self.norm(hidden))
-
-
-class CountsValues(Collected):
-    def leave(self, x: Tensor, held: Any) -> None:
-        held.calls += int(x.detach().sum() * 1e6)
-
-
-class CountsByValue(Collects):
-    kind = CountsValues
-
-    def forward(self, x: Tensor) -> Tensor:
-        held, hidden = Collector(), self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden, held)
-        return self.head(self.norm(hidden)) + held.calls
+def halved(gradient: Tensor) -> Tensor:
+    return gradient * 0.5
 
 
 class HooksGradients(Net):
@@ -1081,8 +925,8 @@ class HooksGradients(Net):
         hidden.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
         for block in self.blocks:
             hidden = block(hidden)
-            hidden.register_hook(lambda gradient: gradient * 0.5)
-        return self.head(self.norm(hidden + first))
+            hidden.register_hook(halved)
+        return self.leave(hidden + first)
 
 
 class HooksGradientsOfTied(Net):
@@ -1096,36 +940,28 @@ class HooksGradientsOfTied(Net):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x) + self.positions(x)
         if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: gradient * 0.5)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))
+            hidden.register_hook(halved)
+        return self.leave(self.through(hidden))
 
 
 class HooksGradientsLate(Net):
     def forward(self, x: Tensor) -> Tensor:
-        first = hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        first.register_hook(lambda gradient: gradient * 0.5)
-        return self.head(self.norm(hidden + first))
+        first = self.embed(x)
+        hidden = self.through(first)
+        first.register_hook(halved)
+        return self.leave(hidden + first)
 
 
-class HooksBackward(Net):
-    """A block's own backward hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.register_full_backward_hook(lambda module, inputs, outputs: tuple(g * 0.5 for g in inputs))
-
-
-def halve(module: nn.Module, gradients: Any, *_: Any) -> Any:
-    return tuple(gradient * 0.5 for gradient in gradients)
-
-
-def cut_off(module: nn.Module, gradients: Any) -> Any:
+def cut_off(module: nn.Module, gradients: Any, *_: Any) -> Any:
     return tuple(gradient.clamp(-1e-3, 1e-3) for gradient in gradients)
+
+
+def hooked(make: Callable[[], nn.Module], kind: str, *paths: str) -> nn.Module:
+    """With backward hooks."""
+    net = make()
+    for path in paths:
+        getattr(net.get_submodule(path), f"register_full_backward_{kind}")(cut_off)
+    return net
 
 
 class Layers(nn.Module):
@@ -1148,72 +984,36 @@ class AroundBlocks(Net):
         del self.blocks
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.encoder(self.embed(x))))
-
-
-class HooksAround(AroundBlocks):
-    """Was never called where the first blocks are, and was given None on the last stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder.register_full_backward_hook(halve)
-
-
-class PreHooks(Net):
-    """On what is used on one stage, whichever that is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for module in (self.embed, *self.blocks, self.head):
-            module.register_full_backward_pre_hook(cut_off)
+        return self.leave(self.encoder(self.embed(x)))
 
 
 class PreHooksAround(AroundBlocks):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder.register_full_backward_pre_hook(cut_off)
         self.register_full_backward_hook(lambda module, inputs, outputs: None)
-        self.register_full_backward_pre_hook(cut_off)
+        hooked(lambda: self, "pre_hook", "", "encoder")
 
 
-class PreHooksOfParts(Residual):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed.register_full_backward_pre_hook(cut_off)
-
-
-class PreHooksOfGroups(Net):
+class Groups(Net):
     """What is around some blocks, all of one stage."""
 
     def __init__(self) -> None:
         super().__init__()
         self.groups = nn.ModuleList(Layers(block) for block in self.blocks)
         del self.blocks
-        for group in self.groups:
-            group.register_full_backward_pre_hook(cut_off)
 
     def forward(self, x: Tensor) -> Tensor:
         states = [self.embed(x)]
         for group in self.groups:
             states.append(group(states[-1]))
-        return self.head(self.norm(states[1] + states[-1]))
-
-
-class PreHooksOfSkips(UNet):
-    """The first block's is sent, and used where it was computed too: each stage would cut off its part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].register_full_backward_pre_hook(cut_off)
+        return self.leave(states[1] + states[-1])
 
 
 class Freezes(Net):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            hidden = self.embed(x)
-            for block in self.blocks:
-                hidden = block(hidden)
-        return self.head(self.norm(hidden))
+            hidden = self.through(self.embed(x))
+        return self.leave(hidden)
 
 
 class Hooked(Net):
@@ -1231,9 +1031,7 @@ class Counts(Net):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
         many = hidden[hidden > 0].numel()
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden)) * (1 + many / 100)
+        return self.leave(self.through(hidden)) * (1 + many / 100)
 
 
 class Clamps(Net):
@@ -1243,27 +1041,7 @@ class Clamps(Net):
         first = self.embed(x) * 2
         with torch.no_grad():
             first.clamp_(-1, 1)
-        hidden = first
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden + first))
-
-
-@pytest.mark.parametrize(
-    ("network", "step"),
-    [
-        (Keeps, with_losses_of_blocks),
-        *((network, loss) for network in (Sums, Hooked, Clamps, Counts, PreHooks, PreHooksAround)),
-        *((network, loss) for network in (HooksGradients, HooksGradientsOfTied)),
-        *((network, loss) for network in (PassesState, PassesDict, ChangesState)),
-        *((network, loss) for network in (Appends, Collects, CollectsDensely, WritesIntoObject, PassesAGraph, Aliases)),
-    ],
-)
-def test_what_blocks_change_beside_their_output_is_as_in_one_process(network: type[Net], step: Any) -> None:
-    assert_alike(seeded(network), step, batches(), 3)
-
-
-own_function = OwnFunction.apply
+        return self.leave(self.through(first) + first)
 
 
 class Views(Net):
@@ -1274,10 +1052,17 @@ class Views(Net):
         first, last = whole[:, :3], whole[:, 3:]
         whole[:, 0] = self.embed(x[:, 0])
         whole[:, 3:] = self.embed(x[:, 3:])
-        hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden, whole)
-        return self.head(self.norm(hidden)) * (1 + first.sum() + last.mean())
+        return self.leave(self.through(self.embed(x), whole)) * (1 + first.sum() + last.mean())
+
+
+class ViewHandedOn(Net):
+    """A view made before, given to blocks as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.zeros(2, *x.shape, WIDTH)
+        condition = whole[0]
+        whole[:] = self.embed(x)
+        return self.leave(self.through(self.embed(x), condition))
 
 
 class Caches(Net):
@@ -1288,10 +1073,8 @@ class Caches(Net):
     def forward(self, x: Tensor) -> Tensor:
         if self.table is None:
             self.table = torch.arange(6.0).cos().sin()[:, None]
-        first = hidden = self.embed(x) + self.table
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden) + first)
+        first = self.embed(x) + self.table
+        return self.head(self.norm(self.through(first)) + first)
 
 
 class CheckpointsHead(Net):
@@ -1309,29 +1092,7 @@ class CheckpointedTogether(Net):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.blocks[0](self.embed(x))
         hidden = checkpoint(lambda hidden: self.blocks[2](self.blocks[1](hidden)), hidden, use_reentrant=False)
-        return self.head(self.norm(self.blocks[3](hidden)))
-
-
-class Measured(Block):
-    """Keeps in a buffer, and in a tensor that is none, what the network looks at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("usage", torch.zeros(()))
-        self.calls = torch.zeros(())
-
-    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
-        result = super().forward(x)
-        self.usage.copy_(result.detach().square().mean())
-        self.calls.fill_(2)
-        return result
-
-
-class LooksAtBuffers(Net):
-    block = Measured
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * sum(block.usage / block.calls for block in self.blocks)
+        return self.leave(self.blocks[3](hidden))
 
 
 class Replacing(Net):
@@ -1347,39 +1108,32 @@ class Replacing(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.clear()
-        result = super().forward(x)
-        return result + sum(each.square().mean() * i for i, each in enumerate(self.seen))
+        return super().forward(x) * sum(each.square().mean() * i for i, each in enumerate(self.seen))
 
 
-class ViewHandedOn(Net):
-    """A view made before, given to blocks as it is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        whole = torch.zeros(2, *x.shape, WIDTH)
-        condition = whole[0]
-        whole[:] = self.embed(x)
-        hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden, condition)
-        return self.head(self.norm(hidden))
-
-
-@pytest.mark.parametrize("network", [Views, ViewHandedOn, Caches, CheckpointsHead, LooksAtBuffers, Replacing])
-def test_what_else_networks_do_is_as_in_one_process(network: type[Net]) -> None:
+@pytest.mark.parametrize(
+    "network",
+    [
+        *(Sums, Hooked, Clamps, Counts, PreHooksAround, HooksGradients, HooksGradientsOfTied),
+        *(PassesState, PassesDict, ChangesState, Appends, Collects, PassesAGraph, Aliases),
+        *(Views, ViewHandedOn, Caches, CheckpointsHead, Replacing),
+        *(collecting(collects_densely), collecting(adds_to_total, WithTotal)),
+        # on what is used on one stage, whichever that is
+        pytest.param(partial(hooked, Net, "pre_hook", "embed", *(f"blocks.{i}" for i in range(4)), "head"), id="hooks"),
+    ],
+)
+def test_what_networks_do_beside_computing_is_as_in_one_process(network: Callable[[], nn.Module]) -> None:
     assert_alike(seeded(network), loss, batches(), 3)
+
+
+# -- what can't be right is refused
 
 
 class Differentiates(Net):
     def forward(self, x: Tensor) -> Tensor:
         first = self.embed(x)
         (slope,) = torch.autograd.grad(first.square().sum(), first, create_graph=True)
-        hidden = first + slope
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))
-
-
-# -- what can't be right is refused
+        return self.leave(self.through(first + slope))
 
 
 class HeadFirst(Net):
@@ -1391,10 +1145,7 @@ class HeadFirst(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         prepare = "late"
-        hidden = getattr(self, prepare)(self.embed(x))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))
+        return self.leave(self.through(getattr(self, prepare)(self.embed(x))))
 
 
 class Twice(Net):
@@ -1411,58 +1162,40 @@ class ValuesDecide(Conditioned):
         return Net.forward(self, x)
 
 
-class DropsAtFirst(Net):
-    """Leaves its first block out, depending on values."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for block in self.blocks[0 if x[0, 0] > WORDS // 2 else 1 :]:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))
-
-
-class NotesRuns(Collecting):
-    """Each stage misses several values, in its middle."""
-
-    runs: ClassVar[list[int]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs.append(0)
-        return super().forward(x)
-
-
-def test_a_step_runs_once_for_each_microbatch_on_each_stage() -> None:
-    NotesRuns.runs.clear()
-    on_stages(seeded(NotesRuns), loss, batches(), 3, microbatches=1)
-    assert len(NotesRuns.runs) == 3 * len(batches())
-
-
 @pytest.mark.parametrize(
     ("network", "says"),
     [
         (HeadFirst, r"takes what is computed from net\.late\.(weight|bias).*register parts in __init__"),
-        (TakesFromObject, r"net\.blocks\.1 takes entries out of a list that it is given"),
-        (GivesADeque, r"net\.blocks\.0 changes a deque that it is given"),
-        (LeavesOneTwice, r"net\.blocks\.0 puts one list into two places of what it is given"),
+        (collecting(takes), r"net\.blocks\.1 takes entries out of a list that it is given"),
+        (collecting(queues, deque), r"net\.blocks\.0 changes a deque that it is given"),
+        (collecting(leaves_one_twice), r"net\.blocks\.0 puts one list into two places of what it is given"),
+        (collecting(counts_by_value), r"net\.blocks\.\d changes an object .* otherwise than for an earlier microbatch"),
         (HoldsACollector, r"net\.blocks\.0 changes its Collector held"),
         (ReturnsNested, "net.blocks.0 returns a nested tensor, which can't be sent"),
-        (CountsByValue, r"net\.blocks\.\d changes an object that it is given otherwise than for an earlier microbatch"),
         (HooksGradientsLate, "registers a hook on a tensor that an earlier pipeline stage computed"),
-        (HooksBackward, r"net\.blocks\.0 has a backward hook \(register_full_backward_hook\)"),
-        (HooksAround, r"net\.encoder has a backward hook"),
-        (PreHooksOfParts, r"net\.embed has a backward pre-hook"),
-        (PreHooksOfSkips, r"net\.blocks\.0 has a backward pre-hook.*a part of the gradient on each"),
+        (
+            partial(hooked, Net, "hook", "blocks.0"),
+            r"net\.blocks\.0 has a backward hook \(register_full_backward_hook\)",
+        ),
+        (partial(hooked, AroundBlocks, "hook", "encoder"), r"net\.encoder has a backward hook"),
+        (partial(hooked, Residual, "pre_hook", "embed"), r"net\.embed has a backward pre-hook"),
+        # the first block's output is sent, and used where it was computed too: each stage would cut off its part
+        (
+            partial(hooked, UNet, "pre_hook", "blocks.0"),
+            r"net\.blocks\.0 has .* pre-hook.*a part of the gradient on each",
+        ),
         (Freezes, r"gradients switched off.*requires_grad_\(False\)"),
         (Differentiates, r"takes gradients itself \(grad\)"),
-        (Functionalized, r"net\.blocks\.\d.*Its value isn't known there"),
-        (CapturedFunction, r"net\.blocks\.\d.*Its value isn't known there"),
+        (partial(ByFunction, "functionalized"), r"net\.blocks\.\d.*Its value isn't known there"),
+        (partial(ByFunction, "captured"), r"net\.blocks\.\d.*Its value isn't known there"),
         (CheckpointedTogether, "recomputes net.blocks.[12] together with blocks or other code"),
+        (Backwards, r"came to net\.blocks\.3, net\.blocks\.2 before net\.blocks\.1, which an earlier"),
+        (OtherMethods, r"none of net\.blocks\.0, .* \(a block's methods other than __call__"),
         (Twice, r"net\.blocks\.0 ran 2 times within one step, and a pipeline expects it 1×"),
-        (DropsAtFirst, r"net\.blocks\.0 runs, and didn't for an earlier microbatch of the same shapes"),
         (ValuesDecide, "may depend on a batch's shapes, not on its values"),
     ],
 )
-def test_what_cant_be_right_is_refused(network: type[Net], says: str) -> None:
+def test_what_cant_be_right_is_refused(network: Callable[[], nn.Module], says: str) -> None:
     parts = torch.stack([torch.zeros(2, 6).long(), torch.full((2, 6), WORDS - 1)])
     with pytest.raises(StepError, match=says):
         on_stages(seeded(network), loss, parts.unbind(), 2)
@@ -1470,8 +1203,9 @@ def test_what_cant_be_right_is_refused(network: type[Net], says: str) -> None:
 
 def test_a_backward_hook_of_a_module_around_blocks_of_one_stage_is_refused_too() -> None:
     blocks = [f"net.groups.{i}.layers.0" for i in range(4)]
+    make = partial(hooked, Groups, "pre_hook", "groups.0")
     with pytest.raises(StepError, match=r"net\.groups\.0 has a backward pre-hook"):
-        on_stages(seeded(PreHooksOfGroups), loss, batches(), 2, blocks=blocks)
+        on_stages(seeded(make), loss, batches(), 2, blocks=blocks)
 
 
 @pytest.mark.parametrize(("kind", "network"), [("hook", Net), ("pre_hook", UNet)])
@@ -1483,20 +1217,6 @@ def test_a_backward_hook_of_all_modules_is_refused(kind: str, network: type[Net]
             on_stages(seeded(network), loss, batches(), 2)
     finally:
         hook.remove()
-
-
-class Dtypes(Net):
-    """Asks parts and blocks for their dtype by a parameter, as transformers' models do, wherever they are."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden.to(next(block.parameters()).dtype))
-        return self.head(self.norm(hidden).to(next(self.head.parameters()).dtype))
-
-
-def test_a_dtype_is_had_of_what_another_stage_holds() -> None:
-    assert_alike(seeded(Dtypes), loss, batches(), 2)
 
 
 def test_all_parameters_of_what_isnt_whole_here() -> None:
