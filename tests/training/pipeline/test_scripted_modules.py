@@ -4,25 +4,13 @@ import warnings
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError, PlacementError
 from lightning_shard.testing import assert_trains_alike
-
-WIDTH = 8
-INTERLEAVED = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
+from tests.training.pipeline.test_modules_as_written import INTERLEAVED, WIDTH, Layer, Trained, batches
 
 
 class WithScripted(nn.Module):
@@ -66,42 +54,38 @@ def frozen(module: nn.Module) -> nn.Module:
     return module.eval().requires_grad_(False)
 
 
-class Module(L.LightningModule):
+class Module(Trained):
     """The network is the module itself."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
+        del self.blocks
         made: dict[str, nn.Module] = {name: nn.Identity() for name in ("augment", "teacher", "other")}
-        made |= {"loss": nn.MSELoss(), "embed": nn.Linear(WIDTH, WIDTH)}
-        blocks: list[nn.Module] = [Residual() for _ in range(4)]
+        made |= {"criterion": nn.MSELoss(), "embed": nn.Linear(WIDTH, WIDTH)}
+        blocks: list[nn.Module] = [Layer() for _ in range(4)]
         activations = [make(nn.Tanh()) for make in (scripted, traced) * 2]
         if what == "everywhere":
-            made |= {"loss": scripted(nn.MSELoss()), "augment": scripted(nn.Sequential(Sums(), nn.Hardtanh(-3.0, 3.0)))}
-            made |= {"teacher": scripted(frozen(Residual())), "other": traced(frozen(Residual()))}
+            made |= {
+                "criterion": scripted(nn.MSELoss()),
+                "augment": scripted(nn.Sequential(Sums(), nn.Hardtanh(-3.0, 3.0))),
+            }
+            made |= {"teacher": scripted(frozen(Layer())), "other": traced(frozen(Layer()))}
             blocks = [layer for each in activations for layer in (WithScripted(Sums()), each)]
         elif what == "layers":
             blocks = [layer for each in activations for layer in (nn.Linear(WIDTH, WIDTH), each)]
         elif what == "trained":
             blocks = [scripted(block) for block in blocks]
         elif what == "in a part":
-            made["embed"] = WithScripted(frozen(Residual()))
+            made["embed"] = WithScripted(frozen(Layer()))
         for name, each in made.items():
             self.add_module(name, each)
         self.blocks = nn.Sequential(*blocks)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        result = self.blocks(self.embed(self.augment(batch)))
-        loss: Tensor = self.loss(result, self.other(self.teacher(2 * batch)))
-        self.log("loss", loss)
-        return loss
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.embed(self.augment(x)))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.1)
-
-
-def batches() -> list[Tensor]:
-    made = torch.Generator().manual_seed(0)
-    return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.criterion(self(batch), self.other(self.teacher(2 * batch)))
 
 
 @pytest.mark.parametrize(
