@@ -10,7 +10,7 @@ import pytest
 from lightning_shard.testing import run_ranks
 from tests.parity import Seen, combine, layout, train, world
 from tests.training.parallel.test_memory_settings import CLIPPED
-from tests.training.pipeline.test_several_stages import check
+from tests.training.pipeline.test_schedules import check
 
 IN_TWO_PARTS = {"schedule": "ZBVZeroBubble"}
 REPLICAS = {"data_parallel_replicas": 2}

@@ -48,32 +48,6 @@ class Generates(L.LightningModule):
         return self.model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=more)
 
 
-class Trains(Generates):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.model(batch, labels=batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit(schedule: str | None = None) -> float:
-    L.seed_everything(3)
-    options: Any = {"devices": 1}
-    if schedule is not None:
-        strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=4, schedule=schedule)
-        options = {"strategy": strategy, "devices": 2}
-    trainer = L.Trainer(max_steps=2, **{**QUIET, "num_sanity_val_steps": 1}, **options)
-    module, data = Trains(), DataLoader(PROMPTS, batch_size=8)
-    trainer.fit(module, data, data)
-    return float(trainer.callback_metrics["mean"])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("schedule", ["auto", "ZBVZeroBubble"])
-def test_validation_generates_within_a_fit_with_several_stages_on_each_rank(schedule: str) -> None:
-    assert run_ranks(fit, 2, schedule, elastic=True, timeout_s=60) == [fit()] * 2
-
-
 def evaluate(sizes: dict[str, int] | None, schedule: str = "1F1B") -> tuple[dict[str, Any], list[list[int]]]:
     L.seed_everything(3)
     options: Any = {"devices": 1}
