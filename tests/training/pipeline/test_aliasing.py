@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_shard.errors import StepError
 from tests.training.pipeline.test_crossing import WIDTH, Block, Net, batches, loss, seeded
@@ -23,7 +23,7 @@ class KeepsViews(Net):
             hidden = block(hidden)
             firsts.append(hidden[:, :1])
             hidden = self.change(hidden)
-        return self.head(self.norm(hidden + sum(firsts)))
+        return self.leave(hidden + sum(firsts))
 
     def change(self, hidden: Tensor) -> Tensor:
         return hidden + 1
@@ -43,22 +43,18 @@ class ChangesView(Net):
         for block in self.blocks:
             hidden = block(hidden)
             hidden.view(-1, WIDTH).mul_(0.5)
-        return self.head(self.norm(hidden))
+        return self.leave(hidden)
 
 
-class Between(KeepsViews):
+class Between(Net):
     """A middle stage changes one of two that came from the first."""
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden, first = self.embed(x), None
-        for i, block in enumerate(self.blocks):
-            hidden = block(hidden)
-            if i == 0:
-                first = hidden[:, :1]
-                state = hidden
-            if i == 1:
-                state.mul_(0.5)
-        return self.head(self.norm(hidden + first + state))
+        state = self.blocks[0](self.embed(x))
+        first = state[:, :1]
+        hidden = self.blocks[1](state)
+        state.mul_(0.5)
+        return self.leave(self.blocks[3](self.blocks[2](hidden)) + first + state)
 
 
 class WithView(Block):
@@ -74,15 +70,15 @@ class ReturnsViews(Net):
         hidden, total = self.embed(x), 0.0
         for block in self.blocks:
             hidden, first = block(hidden)
-            total = total + self.change(hidden, first)
-        return self.head(self.norm(hidden + total))
+            total = total + self.change(first)
+        return self.leave(hidden + total)
 
-    def change(self, hidden: Tensor, first: Tensor) -> Tensor:
+    def change(self, first: Tensor) -> Tensor:
         return first * 0.5
 
 
 class ChangesReturnedView(ReturnsViews):
-    def change(self, hidden: Tensor, first: Tensor) -> Tensor:
+    def change(self, first: Tensor) -> Tensor:
         return first.mul_(0.5)
 
 
@@ -101,7 +97,7 @@ class ViewOfWritten(Net):
         first = hidden[:, :1]
         for block in self.blocks:
             block(hidden)
-        return self.head(self.norm(hidden + first))
+        return self.leave(hidden + first)
 
 
 class Activated(Block):
@@ -116,35 +112,19 @@ class Activated(Block):
 
 
 class HooksActivated(Net):
-    """A hook keeps what an activation changes then."""
+    """A hook keeps what an activation changes then, or what it returns."""
 
-    def __init__(self, layer: str = "up") -> None:
+    block = Activated
+
+    def __init__(self, layer: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Activated() for _ in range(4))
         self.seen: list[Tensor] = []
         for block in self.blocks:
             block.get_submodule(layer).register_forward_hook(lambda module, inputs, output: self.seen.append(output))
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.clear()
-        result = super().forward(x)
-        return result + sum(each.mean() for each in self.seen)
-
-
-class HooksAfterwards(HooksActivated):
-    def __init__(self) -> None:
-        super().__init__("activate")
-
-
-class ActivatesInput(Block):
-    """The hidden state itself."""
-
-    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
-        return super().forward(F.relu(x, inplace=True))
-
-
-class InputsActivated(Net):
-    block = ActivatesInput
+        return super().forward(x) * sum(each.mean() for each in self.seen)
 
 
 class Halves(Net):
@@ -156,21 +136,18 @@ class Halves(Net):
             hidden = block(hidden)
             left, right = hidden[..., : WIDTH // 2], hidden[..., WIDTH // 2 :]
             hidden = torch.cat([right * 0.5, left], -1)
-        return self.head(self.norm(hidden))
+        return self.leave(hidden)
 
 
-CROSSING = [KeepsViews, ChangesView, ViewOfWritten, ReturnsViews, HooksAfterwards, InputsActivated, Halves]
+AFTERWARDS, BEFORE = (partial(HooksActivated, layer) for layer in ("activate", "up"))
 
 
-@pytest.mark.parametrize("network", CROSSING)
+@pytest.mark.parametrize("network", [KeepsViews, ChangesView, ViewOfWritten, ReturnsViews, AFTERWARDS, Halves])
 def test_what_shares_memory_and_stays_as_it_is_crosses(network: type[Net]) -> None:
     assert_alike(seeded(network), loss, batches(), 3)
 
 
-CHANGED = [AddsToAll, Between, ChangesReturnedView, HooksActivated]
-
-
-@pytest.mark.parametrize("network", CHANGED)
+@pytest.mark.parametrize("network", [AddsToAll, Between, ChangesReturnedView, BEFORE])
 def test_what_shares_memory_and_is_changed_is_refused(network: type[Net]) -> None:
     with pytest.raises(StepError, match="shares its memory with a tensor that the step changes in place"):
         on_stages(seeded(network), loss, batches(), 3)

@@ -1,4 +1,4 @@
-"""What blocks and parts keep in attributes and containers of their own, which code around the blocks reads."""
+"""What blocks and parts keep, in attributes and in objects that they are given, which code around the blocks reads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,20 @@ from lightning_shard.errors import StepError
 from tests.training.pipeline.test_crossing import WIDTH, WORDS, Block, Net, batches, loss, seeded
 from tests.training.pipelines import assert_alike, on_stages
 
-TWO_EACH = (2, {"schedule": "Interleaved1F1B"})
+TWO_EACH: dict[str, Any] = {"stages": 2, "schedule": "Interleaved1F1B"}
 
 
 class Keeping(Block):
+    aux: Any = None
+    """What the loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin()
+
+    def begin(self) -> None:
+        pass
+
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
         result = super().forward(x)
         self.keep(x, result)
@@ -31,7 +41,7 @@ class Keeping(Block):
 
 
 class CachesAtFirst(Keeping):
-    """What follows the mask had another number where it was there already, and one value was taken for another."""
+    """Makes a value fewer in later microbatches."""
 
     mask: Tensor | None = None
 
@@ -42,62 +52,32 @@ class CachesAtFirst(Keeping):
         self.entropy = result.mean()
 
 
-class HidesADict(Keeping):
-    """It was left out, as libraries' private attributes are."""
-
-    _aux: Any = None
-
-    def keep(self, x: Tensor, result: Tensor) -> None:
-        self._aux = {"square": result.square().mean(), "all": [result.mean(), 2.0]}
-
-    @property
-    def aux(self) -> Tensor:
-        return self._aux["square"] + self._aux["all"][0] * self._aux["all"][1]
-
-
 class CountsByValue(Keeping):
     """Another number for each microbatch."""
+
+    aux = property(lambda self: (self.positive + self.most) / 100)
 
     def keep(self, x: Tensor, result: Tensor) -> None:
         self.positive = int((x > 0).sum())
         self.most = float(x.detach().max())
 
-    @property
-    def aux(self) -> Any:
-        return (self.positive + self.most) / 100
 
+class Writes(Keeping):
+    """Into a buffer, also by ``.data``, which leaves its version as it was; into a tensor that is none; in a dict."""
 
-class Lists(Keeping):
-    """Refused before, since its entries have gradients."""
+    aux = property(lambda self: self.usage / self.calls + self.total + self.stats["mean"])
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[Tensor] = []
-        self.stats: dict[str, Any] = {"inner": {}}
-
-    def keep(self, x: Tensor, result: Tensor) -> None:
-        self.losses.clear()
-        self.losses.append(result.square().mean())
-        self.stats["inner"]["mean"] = result.detach().mean()
-
-    @property
-    def aux(self) -> Tensor:
-        return sum(self.losses) * self.stats["inner"]["mean"]  # type: ignore[return-value]
-
-
-class PastVersions(Keeping):
-    """BatchNorm and ``.data`` leave a tensor's version as it was: it had its first value on later stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
+        self.register_buffer("usage", torch.zeros(()))
         self.register_buffer("total", torch.zeros(()))
+        self.calls = torch.zeros(())
+        self.stats = {"mean": torch.zeros(())}
 
     def keep(self, x: Tensor, result: Tensor) -> None:
+        self.usage.copy_(result.detach().square().mean())  # type: ignore[operator]
         self.total.data.zero_().add_(result.detach().mean())  # type: ignore[operator]
-
-    @property
-    def aux(self) -> Tensor:
-        return self.total  # type: ignore[return-value]
+        self.calls.fill_(2)
+        self.stats["mean"].copy_(result.detach().mean())
 
 
 @dataclass
@@ -106,87 +86,49 @@ class Told:
     calls: int = 0
 
 
-class InADataclass(Keeping):
-    """It was as at the beginning on later stages, where the loss was left out."""
+class Containers(Keeping):
+    """Entries with gradients and without, in private attributes too; a dict of nothing but ``None`` is one as well."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
+        self.losses: list[Tensor] = []
+        self.stats: dict[str, Any] = {"inner": {}}
         self.told = Told()
+        self._hidden: Any = None
 
     def keep(self, x: Tensor, result: Tensor) -> None:
+        self.losses.clear()
+        self.losses.append(result.square().mean())
+        self.stats["inner"]["mean"] = result.detach().mean()
         self.told.loss = result.square().mean()
-
-    @property
-    def aux(self) -> Tensor:
-        return self.told.loss  # type: ignore[no-any-return]
-
-
-class NothingInADict(Keeping):
-    """A dict that holds nothing but ``None`` was taken for an attribute that isn't there."""
-
-    def keep(self, x: Tensor, result: Tensor) -> None:
-        self.told = {"loss": None}
+        self._hidden = {"square": result.square().mean(), "all": [result.mean(), 2.0]}
+        self.nothing = {"loss": None}
         self.number = 2**70  # more than a tensor holds
 
     @property
-    def aux(self) -> Tensor | None:
-        return self.told["loss"]
-
-
-class Writes(Keeping):
-    """Into a tensor within a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stats = {"mean": torch.zeros(())}
-
-    def keep(self, x: Tensor, result: Tensor) -> None:
-        self.stats["mean"].copy_(result.detach().mean())
-
-    @property
-    def aux(self) -> Tensor:
-        return self.stats["mean"]
+    def aux(self) -> Any:  # type: ignore[override]
+        hidden = self._hidden["square"] + self._hidden["all"][0] * self._hidden["all"][1]
+        listed = sum(self.losses) * self.stats["inner"]["mean"]
+        return (hidden + listed + self.told.loss) * (2 if self.nothing["loss"] is None else self.number)
 
 
 class InADeque(Keeping):
-    """Of what has no gradients: it was empty on later stages."""
+    aux = property(lambda self: sum(self.last))
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.last: deque[Tensor] = deque(maxlen=1)
 
     def keep(self, x: Tensor, result: Tensor) -> None:
         self.last.append(result.detach().mean())
 
-    @property
-    def aux(self) -> Tensor:
-        return sum(self.last)  # type: ignore[return-value]
-
-
-class NoneBySign(Keeping):
-    """In a dict: where it was None at first, it was left out on later stages."""
-
-    def keep(self, x: Tensor, result: Tensor) -> None:
-        self.told = {"loss": result.square().mean() if result.sum() > 0 else None}
-
-    @property
-    def aux(self) -> Tensor | None:
-        return self.told["loss"]
-
 
 class InANamespace(Keeping):
-    """Of what has gradients: it was left out on later stages."""
+    aux = property(lambda self: self.told.loss)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.told = SimpleNamespace(loss=None)
 
     def keep(self, x: Tensor, result: Tensor) -> None:
         self.told.loss = result.square().mean()
-
-    @property
-    def aux(self) -> Tensor | None:
-        return self.told.loss  # type: ignore[no-any-return]
 
 
 class Meter:
@@ -198,27 +140,19 @@ class Meter:
 
 
 class InAMeter(Keeping):
-    """A number in an object: it was 0 on later stages."""
+    aux = property(lambda self: self.meter.total)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.meter = Meter()
 
     def keep(self, x: Tensor, result: Tensor) -> None:
         self.meter.total += float(result.detach().mean())
 
-    @property
-    def aux(self) -> float:
-        return self.meter.total
-
 
 class SetLater(Keeping):
     """In the third microbatch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.aux: Tensor | None = None
+    calls = 0
 
     def keep(self, x: Tensor, result: Tensor) -> None:
         self.calls += 1
@@ -228,10 +162,15 @@ class SetLater(Keeping):
 class BySign(Keeping):
     """Nothing, depending on values."""
 
-    aux: Any = None
-
     def keep(self, x: Tensor, result: Tensor) -> None:
         self.aux = result.square().mean() if result.sum() > 0 else None
+
+
+class NoneBySign(Keeping):
+    aux = property(lambda self: self.told["loss"])
+
+    def keep(self, x: Tensor, result: Tensor) -> None:
+        self.told = {"loss": result.square().mean() if result.sum() > 0 else None}
 
 
 class Of(Net):
@@ -246,13 +185,12 @@ def with_aux(root: nn.Module, x: Tensor) -> Tensor:
     return loss(root, x) * (1 + sum(block.aux for block in root.net.blocks if block.aux is not None))
 
 
-@pytest.mark.parametrize("on", [pytest.param((3, {}), marks=pytest.mark.long), TWO_EACH], ids=["3", "4 on 2 ranks"])
 @pytest.mark.parametrize(
-    "kind", [CachesAtFirst, HidesADict, CountsByValue, Lists, Writes, PastVersions, InADataclass, NothingInADict]
+    "on", [pytest.param({"stages": 3}, marks=pytest.mark.long), TWO_EACH], ids=["3", "4 on 2 ranks"]
 )
-def test_what_blocks_keep_is_as_in_one_process(kind: type[Keeping], on: tuple[int, dict[str, Any]]) -> None:
-    stages, options = on
-    assert_alike(seeded(partial(Of, kind)), with_aux, batches(), stages, **options)
+@pytest.mark.parametrize("kind", [CachesAtFirst, CountsByValue, Writes, Containers])
+def test_what_blocks_keep_is_as_in_one_process(kind: type[Keeping], on: dict[str, Any]) -> None:
+    assert_alike(seeded(partial(Of, kind)), with_aux, batches(), **on)
 
 
 @pytest.mark.parametrize(
@@ -275,8 +213,51 @@ def test_what_a_block_first_leaves_unset_is_warned_of() -> None:
         on_stages(seeded(partial(Of, SetLater)), with_aux, batches(), 2, microbatches=1)
 
 
+# -- what several blocks keep together
+
+
+class Shares(Block):
+    """All add to one list, write to one tensor, and count in one object."""
+
+    def __init__(self, losses: list[Tensor], total: Tensor, meter: Meter) -> None:
+        super().__init__()
+        self.losses, self.total, self.meter = losses, total, meter
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        self.losses.append(super().forward(x).square().mean())
+        self.total.add_(x.detach().mean())
+        self.meter.total += 1
+        return super().forward(x)
+
+
+class Sharing(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses, self.total, self.meter = list[Tensor](), torch.zeros(()), Meter()
+        self.blocks = nn.ModuleList(Shares(self.losses, self.total, self.meter) for _ in range(4))
+
+
+def with_losses(root: nn.Module, x: Tensor) -> Tensor:
+    root.net.losses.clear()
+    return loss(root, x) * (1 + sum(root.net.losses))
+
+
+@pytest.mark.parametrize("on", [{"stages": 4}, TWO_EACH], ids=["4", "4 on 2 ranks"])
+def test_blocks_may_collect_in_one_list(on: dict[str, Any]) -> None:
+    assert_alike(seeded(Sharing), with_losses, batches(), **on)
+
+
+@pytest.mark.parametrize("name", ["total", "meter"])
+def test_what_blocks_of_several_stages_change_together_is_warned_of(name: str) -> None:
+    with pytest.warns(UserWarning, match=rf"net\.blocks\.0\.{name} is one .* with net\.{name}, and changed"):
+        on_stages(seeded(Sharing), with_losses, batches(), 2)
+
+
+# -- arguments that are handed on, and parts
+
+
 class HandsOnAtFirst(Block):
-    """Its output was taken for its argument ever after."""
+    """Returns its argument or something else, depending on values."""
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
         return x if x.sum() > 0 else super().forward(x)
@@ -285,21 +266,16 @@ class HandsOnAtFirst(Block):
 class Supervised(Net):
     """All hidden states are used."""
 
-    def __init__(self, second: Callable[[], nn.Module]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks[1] = second()
+        self.blocks[1] = HandsOnAtFirst()
 
     def forward(self, x: Tensor) -> Tensor:
         hidden, total = self.embed(x), 0
         for place, block in enumerate(self.blocks):
             hidden = block(hidden)
             total = total + hidden * (place + 1)
-        return self.head(self.norm(total))
-
-
-def test_a_block_may_hand_its_argument_on_for_some_microbatches() -> None:
-    stages, options = TWO_EACH
-    assert_alike(seeded(partial(Supervised, HandsOnAtFirst)), loss, batches(), stages, **options)
+        return self.leave(total)
 
 
 class Mask(Block):
@@ -317,22 +293,22 @@ class Masked(Net):
         hidden, mask = self.embed(x), (x > 3).float().unsqueeze(-1)
         for block in self.blocks:
             hidden, mask = block(hidden, mask)
-        return self.head(self.norm(hidden))
+        return self.leave(hidden)
 
 
-def test_an_argument_that_is_handed_on_for_some_microbatches_only_is_refused() -> None:
+def test_an_argument_that_is_handed_on_for_some_microbatches_only_is_right_or_refused() -> None:
+    assert_alike(seeded(Supervised), loss, batches(), **TWO_EACH)
     with pytest.raises(StepError, match=r"net\.blocks\.\d returns something new in place of an argument"):
         on_stages(seeded(Masked), loss, batches(), 2)
 
 
-class Embedding(nn.Module):
+class Words(nn.Module):
     """A part with layers of its own, which keeps what the loss needs in a dict."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.info: dict[str, Tensor] = {}
-        self.scale = 1
 
     def forward(self, x: Tensor) -> Tensor:
         self.info["mask"] = (x > 3).float()
@@ -342,25 +318,17 @@ class Embedding(nn.Module):
 class Informed(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = Embedding()  # type: ignore[assignment]
+        self.embed = Words()  # type: ignore[assignment]
 
 
 def with_mask(root: nn.Module, x: Tensor) -> Tensor:
     return loss(root, x) * root.net.embed.info["mask"].mean()
 
 
-def test_a_part_that_keeps_something_in_a_dict_runs_for_each_microbatch() -> None:
-    """It was taken for one that does nothing but return."""
-    assert_alike(seeded(Informed), with_mask, batches(), 2)
+class Cut(Words):
+    """An attribute decides how long its output is, and not only in the first microbatch."""
 
-
-class Cut(nn.Module):
-    """A part whose attribute decides how long its output is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.keep = 2
+    keep: int
 
     def forward(self, x: Tensor) -> Tensor:
         return self.words(x[:, : self.keep])
@@ -370,28 +338,23 @@ class Shortened(Net):
     def __init__(self) -> None:
         super().__init__()
         self.extra = Cut()
+        self.extra.keep = 2
 
     def forward(self, x: Tensor) -> Tensor:
         length = self.extra(x).shape[1]
         return super().forward(x) * length
 
 
-def test_a_part_whose_attribute_decides_its_outputs_shape_has_it_changed() -> None:
-    """What stages that don't hold it took for its output had the shape of the first microbatch's."""
-
-    def step(root: nn.Module, x: Tensor) -> Tensor:
-        root.net.extra.keep = 2 + int(x[0, 0]) % 3
-        return loss(root, x)
-
-    assert_alike(seeded(Shortened), step, batches(), 2)
+def with_other_lengths(root: nn.Module, x: Tensor) -> Tensor:
+    root.net.extra.keep = 2 + int(x[0, 0]) % 3
+    return loss(root, x)
 
 
-class Noting(nn.Module):
-    """A part that leaves what it computes in a list that it was given."""
+class Noting(Words):
+    """Leaves what it computes in a list that it was given when it was made."""
 
     def __init__(self, noted: list[Any]) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
         self.noted = noted
 
     def forward(self, x: Tensor) -> Tensor:
@@ -406,12 +369,166 @@ class Noted(Net):
         self.extra = Noting(self.noted)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x) + self.extra(x)
-        for block in self.blocks:
-            hidden = block(hidden)
+        hidden = self.through(self.embed(x) + self.extra(x))
         return self.head(self.norm(hidden) + self.noted[0]["mean"])
 
 
-def test_a_list_that_a_part_shares_with_the_network_stays_one_list() -> None:
-    """The part was given a list of its own, and code around it read what the microbatch before had left."""
-    assert_alike(seeded(Noted), loss, batches(), 2)
+@pytest.mark.parametrize(("network", "step"), [(Informed, with_mask), (Shortened, with_other_lengths), (Noted, loss)])
+def test_what_parts_keep_is_of_each_microbatch_on_all_stages(network: type[Net], step: Any) -> None:
+    assert_alike(seeded(network), step, batches(), 2)
+
+
+# -- objects with tensors that blocks and their submodules are given, return and keep
+
+
+class Memory:
+    """A cache as libraries write them: objects in a list in an object."""
+
+    def __init__(self) -> None:
+        self.layers: list[SimpleNamespace] = []
+
+    def add(self, keys: Tensor) -> None:
+        self.layers.append(SimpleNamespace(keys=keys))
+
+    def sum(self) -> Tensor:
+        return torch.stack([layer.keys for layer in self.layers]).sum(0)
+
+
+class Attention(nn.Linear):
+    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x).tanh()
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Memory) -> Any:
+        x = x + self.attention(x, memory=memory)
+        memory.add(x.detach())
+        return x
+
+
+class Network(Net):
+    block = Remembers
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = Memory()
+        hidden = self.through(self.embed(x), memory)
+        return self.leave(hidden + memory.sum() + self.more())
+
+    def more(self) -> Any:
+        return 0.0
+
+
+class Hooked(Network):
+    """Collects by hooks of submodules that are given the memory too."""
+
+    def collect(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        self.collected.append(output.square())
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attention.register_forward_hook(self.collect, with_kwargs=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.collected: list[Tensor] = []
+        return super().forward(x)
+
+    def more(self) -> Tensor:
+        return torch.stack(self.collected).mean(0)
+
+
+class HookedOnMemory(Hooked):
+    def collect(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        layers = kwargs["memory"].layers
+        self.collected.append(layers[-1].keys.mean() if layers else output.mean())
+
+
+class ReturnsMemory(Remembers):
+    def forward(self, x: Tensor, memory: Memory) -> Any:
+        return super().forward(x, memory), memory
+
+
+class Handed(Net):
+    """Each block returns the memory that it is given, and the next is given what it returns."""
+
+    block = ReturnsMemory
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = memory = Memory()
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden, memory = block(hidden, memory)
+            assert memory is first
+        return self.leave(hidden + memory.sum())
+
+
+class ReturnsNewMemory(Remembers):
+    def forward(self, x: Tensor, memory: Memory) -> Any:
+        new = Memory()
+        new.add(super().forward(x, new))
+        return x, new
+
+
+class NewMemories(Net):
+    block = ReturnsNewMemory
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden, memory = block(hidden, Memory())
+        return self.leave(hidden + memory.sum())
+
+
+class Queues(Remembers):
+    def forward(self, x: Tensor, memory: Memory) -> Any:
+        x = super().forward(x, memory)
+        memory.layers[-1].last = deque([x])
+        return x
+
+
+class Queued(Network):
+    block = Queues
+
+
+class KeepsMemory(Remembers):
+    def forward(self, x: Tensor, memory: Memory) -> Any:
+        self.seen = [x.mean(-1, keepdim=True) * x.sin(), Memory()]
+        self.seen[1].add(x)
+        return super().forward(x, memory)
+
+
+class Kept(Network):
+    """Uses what blocks keep beside an object that holds tensors."""
+
+    block = KeepsMemory
+
+    def more(self) -> Any:
+        return sum(block.seen[0] for block in self.blocks)
+
+
+class KeptAndUsed(Kept):
+    def more(self) -> Any:
+        return super().more() + sum(block.seen[1].sum() for block in self.blocks)
+
+
+@pytest.mark.parametrize("network", [Hooked, Handed, Kept])
+def test_objects_that_blocks_share_are_as_in_one_process(network: type[Net]) -> None:
+    assert_alike(seeded(network), loss, batches(), 4)
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (HookedOnMemory, "uses a Memory of what net.blocks.1.attention computes, on an earlier stage"),
+        (KeptAndUsed, "uses a Memory of what net.blocks.0 keeps as seen, on an earlier stage"),
+        (NewMemories, "net.blocks.0 returns a Memory, which can't be sent to another pipeline stage"),
+        (Queued, "leaves a deque in what it is given"),
+    ],
+)
+def test_what_would_be_the_first_microbatchs_is_refused(network: type[Net], said: str) -> None:
+    with pytest.raises(StepError, match=said):
+        on_stages(seeded(network), loss, batches(), 2)
