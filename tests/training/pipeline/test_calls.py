@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
-from tests.training.pipelines import Root, evaluated_on_stages
+from tests.training.pipelines import assert_evaluates_alike, evaluated_on_stages
 
 WORDS, WIDTH = 24, 8
 
@@ -72,6 +73,7 @@ class Net(nn.Module):
         self.places = nn.Embedding(16, WIDTH)
         self.blocks = nn.ModuleList(Block(i) for i in range(4))
         self.head = nn.Linear(WIDTH, WORDS)
+        self.asked = 0
 
     def forward(self, x: Tensor, cache: Cache | None = None, keeps: bool = False) -> Output:
         if keeps and cache is None:
@@ -93,14 +95,8 @@ def next_of(output: Output) -> Tensor:
 
 
 def greedy(root: Any, tokens: Tensor) -> Tensor:
-    for _ in range(3):
-        tokens = torch.cat([tokens, next_of(root.net(tokens))], 1)
-    return tokens
-
-
-def through_the_root(root: Any, tokens: Tensor) -> Tensor:
-    for _ in range(3):
-        tokens = torch.cat([tokens, next_of(root(tokens))], 1)
+    for call in (root.net, root, root.net):
+        tokens = torch.cat([tokens, next_of(call(tokens))], 1)
     return tokens
 
 
@@ -114,9 +110,10 @@ def until_a_word(root: Any, tokens: Tensor) -> Tensor:
     return tokens
 
 
-def with_cache(root: Any, tokens: Tensor) -> Tensor:
-    cache, new = Cache(4), tokens
+def with_cache(root: Any, tokens: Tensor, make: Callable[[], Any] = lambda: Cache(4)) -> Tensor:
+    cache, new = make(), tokens
     for _ in range(3):
+        root.net.asked += 1
         new = next_of(root.net(new, cache))
         tokens = torch.cat([tokens, new], 1)
     return tokens
@@ -133,11 +130,7 @@ def with_its_own_cache(root: Any, tokens: Tensor) -> Tensor:
 
 def with_lazy_cache(root: Any, tokens: Tensor) -> Tensor:
     """Blocks of several stages add to one list."""
-    cache, new = LazyCache(), tokens
-    for _ in range(3):
-        new = next_of(root.net(new, cache))
-        tokens = torch.cat([tokens, new], 1)
-    return tokens
+    return with_cache(root, tokens, LazyCache)
 
 
 def sometimes(root: Any, tokens: Tensor) -> Tensor:
@@ -145,7 +138,7 @@ def sometimes(root: Any, tokens: Tensor) -> Tensor:
     return greedy(root, tokens) if len(tokens) < 4 else root.net(tokens).logits
 
 
-STEPS = [greedy, through_the_root, until_a_word, with_cache, with_its_own_cache, with_lazy_cache, sometimes]
+STEPS = [greedy, until_a_word, with_cache, with_its_own_cache, with_lazy_cache, sometimes]
 SEVERAL = [
     *((step, "Interleaved1F1B") for step in (greedy, with_its_own_cache, with_lazy_cache, sometimes)),
     *((step, "ZBVZeroBubble") for step in (with_cache, with_its_own_cache)),
@@ -159,9 +152,7 @@ SEVERAL = [
 def test_several_calls_compute_what_one_process_does(
     step: Callable[[Any, Tensor], Tensor], ranks: int, schedule: str
 ) -> None:
-    with torch.no_grad():
-        expected = [step(Root(Net()).eval(), batch) for batch in batches()]
-    torch.testing.assert_close(evaluated_on_stages(Net, step, batches(), ranks, schedule=schedule), expected)
+    assert_evaluates_alike(Net, step, batches(), ranks, schedule=schedule)
 
 
 LONGEST = 40
@@ -199,7 +190,7 @@ class NetThatWrites(Net):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Writes(i) for i in range(4))
-        self.calls, self.asked = 0, 0
+        self.calls = 0
 
     def forward(self, x: Tensor, cache: Cache | None = None, keeps: bool = False) -> Output:
         self.calls += 1
@@ -208,11 +199,7 @@ class NetThatWrites(Net):
 
 
 def with_slots(root: Any, tokens: Tensor) -> Tensor:
-    cache, new = Slots(4, len(tokens)), tokens
-    for _ in range(3):
-        root.net.asked += 1
-        new = next_of(root.net(new, cache))
-        tokens = torch.cat([tokens, new], 1)
+    tokens = with_cache(root, tokens, partial(Slots, 4, len(tokens)))
     return torch.cat([tokens, torch.full_like(tokens, root.net.calls)], 1)
 
 
@@ -224,7 +211,7 @@ class Scales(NetThatWrites):
         return super().forward(x, cache)
 
 
-class Keeps(NetThatWrites):
+class KeepsItsCache(NetThatWrites):
     """Keeps the cache itself."""
 
     def forward(self, x: Tensor, cache: Any = None, keeps: bool = False) -> Output:
@@ -241,15 +228,129 @@ def through_what_it_keeps(root: Any, tokens: Tensor) -> Tensor:
     return tokens
 
 
-@pytest.mark.parametrize(("make", "step"), [(Scales, with_slots), (Keeps, through_what_it_keeps)])
+@pytest.mark.parametrize(("make", "step"), [(Scales, with_slots), (KeepsItsCache, through_what_it_keeps)])
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.long)])
 def test_caches_that_are_written_in_place_and_state_of_the_network(
     make: Callable[[], nn.Module], step: Callable[[Any, Tensor], Tensor], schedule: str
 ) -> None:
-    plain = Root(make()).eval()
-    with torch.no_grad():
-        expected = [step(plain, batch) for batch in batches()]
-    torch.testing.assert_close(evaluated_on_stages(make, step, batches(), 2, schedule=schedule), expected)
+    assert_evaluates_alike(make, step, batches(), 2, schedule=schedule)
+
+
+class Keeps(nn.Module):
+    """A layer that keeps what it is given, in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.first: Tensor | None = None
+        self.mean = 0.0
+        self.means: list[Tensor] = []
+        self.register_buffer("largest", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first = x[0]
+        self.mean = float(x.mean())
+        self.means.append(x.mean())
+        self.largest.copy_(x.max())  # type: ignore[operator]
+        return x + torch.tanh(self.linear(x))
+
+
+class KeepsBetweenCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = Keeps()
+        self.blocks = nn.ModuleList(Keeps() for _ in range(4))
+        self.head = Keeps()
+        self.features: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        self.features = {"last": x.mean(0)}
+        return self.head(x)
+
+
+def features(root: Any, x: Tensor) -> Any:
+    y = root.net(x)
+    return y, root.net(x + root.net.features["last"])
+
+
+def kept_by(name: str, root: Any, x: Tensor) -> Any:
+    y = root.net(x)
+    layer = root.net.get_submodule(name)
+    largest = layer.largest
+    z = root.net(x + layer.first + layer.mean + layer.means[-1])
+    return y, z, largest.clone()  # of the second call: the buffer was written in place
+
+
+class Fills(nn.Module):
+    """A layer that adds to what it is given."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.index = index
+
+    def forward(self, x: Tensor, losses: Any) -> Tensor:
+        y = self.linear(x)
+        if isinstance(losses, list):
+            losses.append(y.square().mean())
+        else:
+            if "sum" in losses:
+                losses["sum"] = losses["sum"] + y.square().mean()
+                losses["number"] += 1
+            losses[self.index] = y.square().mean()
+        return x + torch.tanh(y)
+
+
+class FillingNetwork(nn.Module):
+    def __init__(self, losses: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Fills(index) for index in range(4))
+        self.fresh = losses
+
+    def forward(self, x: Tensor, losses: Any = None) -> tuple[Tensor, Any]:
+        losses = self.fresh.copy() if losses is None else losses
+        for block in self.blocks:
+            x = block(x, losses)
+        return x, losses
+
+
+def fills(root: Any, x: Tensor) -> Any:
+    """What blocks add to what the network makes."""
+    y, losses = root.net(x)
+    z, _ = root.net(y)
+    return y, z, float(len(losses)), sum(losses if isinstance(losses, list) else losses.values())
+
+
+def gives(root: Any, x: Tensor) -> Any:
+    """Gives the network what its blocks add to, in both calls."""
+    losses = root.net.fresh.copy()
+    y, _ = root.net(x, losses)
+    z, _ = root.net(y, losses)
+    return y, z, float(len(losses))
+
+
+FILLED: list[Any] = [[], {"sum": 0.0, "number": 0}, {}]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize(
+    ("make", "step"),
+    [
+        (KeepsBetweenCalls, features),
+        *((KeepsBetweenCalls, partial(kept_by, name)) for name in ("embed", "blocks.0", "blocks.3", "head")),
+        *((partial(FillingNetwork, losses), step) for losses in FILLED for step in (fills, gives)),
+    ],
+)
+def test_what_is_kept_and_added_to_between_calls_is_as_in_one_process(
+    make: Callable[[], nn.Module], step: Callable[[Any, Tensor], Any], schedule: str
+) -> None:
+    vectors = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(0)).unbind()
+    assert_evaluates_alike(make, step, vectors, 2, schedule=schedule)
 
 
 class HeadBeside(nn.Module):
