@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.masks import use_dense_tensors
-from tests.training.pipelines import Root, evaluated_on_stages
+from tests.training.pipelines import assert_evaluates_alike, evaluated_on_stages
 
 
 class Padded(nn.Module):
@@ -55,13 +56,7 @@ def test_evaluates_as_one_process_also_at_padded_positions(options: dict[str, An
     if "mask_check" in options:
         del batches[-1]
 
-    def make() -> nn.Module:
-        return Padded(**options)
-
-    plain = Root(make()).eval()
-    with torch.no_grad():
-        expected = [plain(batch) for batch in batches]
-    torch.testing.assert_close(evaluated_on_stages(make, step, batches, 4), expected)
+    assert_evaluates_alike(partial(Padded, **options), step, batches, 4)
 
 
 def test_a_frozen_encoder_gives_zeros_in_training_steps_too() -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.training.pipeline.test_crossing import WIDTH, Net, seeded
 from tests.training.pipelines import assert_alike
 
-WIDTH, PIECES = 8, 6
+PIECES = 6
 RAN: list[int] = []
 note_run = RAN.append  # what the code of a network names itself is its state, and would be put back
 
@@ -61,29 +62,19 @@ class Draws(Tower):
         return super().forward(x)
 
 
-class Net(nn.Module):
+class Towers(Net):
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
-        self.tower = tower
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.tower(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden)
+        self.embed = tower  # type: ignore[assignment]
 
 
-class Skips(Net):
+class Skips(Towers):
     """The tower's output is used after the blocks too: it crosses."""
 
     def forward(self, x: Tensor) -> Tensor:
         sizes: list[int] = []
-        hidden = seen = self.tower(x, sizes) if isinstance(self.tower, Collects) else self.tower(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden * seen) * getattr(self.tower, "sizes", 1) * (1 + sum(sizes))
+        seen = self.embed(x, sizes) if isinstance(self.embed, Collects) else self.embed(x)
+        return self.leave(self.through(seen) * seen) * getattr(self.embed, "sizes", 1) * (1 + sum(sizes))
 
 
 def loss(root: nn.Module, x: Tensor) -> Tensor:
@@ -96,19 +87,15 @@ PARTS = torch.randn(4, 2, 5, PIECES, generator=torch.Generator().manual_seed(1))
 def ran_elsewhere(make: Callable[[], nn.Module]) -> list[int]:
     """How often the tower's layer ran on each stage but the first."""
 
-    def made() -> nn.Module:
-        torch.manual_seed(1)
-        return make()
-
     RAN.clear()
-    assert_alike(made, loss, PARTS, 3)
+    assert_alike(seeded(make), loss, PARTS, 3)
     often = sorted(Counter(RAN).values())  # also of the network alone
     assert often[-1] >= len(PARTS)
     return often[:2]
 
 
-@pytest.mark.parametrize("net", [Net, Skips])
-def test_a_tower_runs_where_it_is(net: type[Net]) -> None:
+@pytest.mark.parametrize("net", [Towers, Skips])
+def test_a_tower_runs_where_it_is(net: type[Towers]) -> None:
     # elsewhere only in the first microbatch, and twice in the rehearsal after the batch
     assert ran_elsewhere(lambda: net(Tower())) == [3, 3]
 

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.stages.tied import Tie
 from lightning_shard.plugin.assembly.assemble import _apart
+from tests.training.pipeline.test_crossing import WIDTH, WORDS, Block, batches, loss, seeded
 from tests.training.pipelines import assert_alike, on_stages
-
-WIDTH, WORDS = 8, 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Looped(nn.Module):
@@ -34,7 +20,6 @@ class Looped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.block = Block()
         self.head = nn.Linear(WIDTH, WORDS)
@@ -86,14 +71,6 @@ class TiedBlocks(Listed):
 AT_FOUR_PLACES = ["net.block"] * 4
 
 
-def loss(root: nn.Module, x: Tensor) -> Tensor:
-    return F.cross_entropy(root(x).flatten(0, 1), x.flatten())
-
-
-def batches() -> Sequence[Tensor]:
-    return torch.randint(WORDS, (4, 2, 6), generator=torch.Generator().manual_seed(0)).unbind()
-
-
 @pytest.mark.parametrize(
     ("network", "stages", "blocks"),
     [
@@ -107,7 +84,7 @@ def batches() -> Sequence[Tensor]:
 def test_each_use_of_a_block_is_a_place(
     network: Callable[[], nn.Module], stages: int, blocks: list[str] | None
 ) -> None:
-    assert_alike(network, loss, batches(), stages, blocks=blocks)
+    assert_alike(seeded(network), loss, batches(), stages, blocks=blocks)
 
 
 class RecomputingMore(Looped):
@@ -128,7 +105,7 @@ def test_what_a_pipeline_cant_tell_apart_is_refused(
     network: Callable[[], nn.Module], stages: int, blocks: list[str], says: str
 ) -> None:
     with pytest.raises(StepError, match=says):
-        on_stages(network, loss, batches(), stages, blocks=blocks)
+        on_stages(seeded(network), loss, batches(), stages, blocks=blocks)
 
 
 def test_units_hold_no_parameter_that_others_use() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,16 +12,7 @@ from lightning_shard.errors import ConfigurationError, PlacementError, StepError
 from lightning_shard.plugin.steps.schedule_choice import candidates, fitting_schedules
 from lightning_shard.plugin.steps.state import per_stage
 from tests.paths import SCHEDULE_IN_A_V
-from tests.training.pipeline.test_crossing import (
-    NETWORKS,
-    WIDTH,
-    Net,
-    WithFeatures,
-    batches,
-    loss,
-    seeded,
-    with_features,
-)
+from tests.training.pipeline.test_crossing import NETWORKS, WIDTH, Net, batches, loss, seeded
 from tests.training.pipelines import Root, assert_alike, on_stages
 from tests.training.state.test_state_of_steps import Counter, Nested
 
@@ -48,9 +38,7 @@ class Stem(Net):
         self.seen += 1
         hidden = self.stem(self.embed(x).transpose(1, 2)).transpose(1, 2)
         self.around(x[:, :1, None].float().expand(-1, WIDTH, 2))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))
+        return self.leave(self.through(hidden))
 
 
 ALL = {**NETWORKS, "Tied": Tied, "Stem": Stem}
@@ -73,22 +61,6 @@ FEW = {
 )
 def test_a_network_on_four_stages_of_two_ranks_is_the_network_alone(network: str, schedule: str) -> None:
     assert_alike(seeded(ALL[network]), loss, batches(), 2, schedule=schedule)
-
-
-def made_by(make: Callable[[], nn.Module]) -> tuple[list[Any], Callable[[], nn.Module]]:
-    made: list[Any] = []
-
-    def make_one() -> nn.Module:
-        made.append(make())
-        return made[-1]
-
-    return made, make_one
-
-
-def test_hooks_and_counters_see_each_microbatch_once() -> None:
-    made, make = made_by(WithFeatures)
-    assert_alike(seeded(make), with_features, batches(), 2, schedule=INTERLEAVED)
-    assert [net.calls for net in made] == [4] * 3
 
 
 @pytest.mark.parametrize("schedule", [INTERLEAVED, V], ids=["interleaved", "V"])
@@ -119,9 +91,10 @@ class Ones:
 
 
 def test_whatever_a_step_counts_in_is_counted_once() -> None:
-    made, make = made_by(NestedWithoutIterators)
-    assert_alike(seeded(make), loss, batches(), 2, schedule=INTERLEAVED)
-    for net in made:
+    roots: list[Root] = []
+    assert_alike(seeded(NestedWithoutIterators), loss, batches(), 2, schedule=INTERLEAVED, roots=roots)
+    for root in roots:
+        net: Any = root.net
         assert net.alias is net.stats["seen"]["all"]
         counts = (net.alias[0], net.stats["array"][0], net.stats["sum"], len(net.by_kind["call"]), net.meter.total)
         assert [*map(float, counts), len(net.kept.seen), net.called] == [4] * 7
