@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -14,9 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_shard import HybridShardStrategy
+from lightning_shard.errors import StepError
+from lightning_shard.plugin.steps.alike import OwnCalls
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET
-from tests.training.habits.harness import WIDTH, Block
+from tests.training.pipeline.test_modules_as_written import WIDTH, Trained
 from tests.training.steps.test_smaller_batches import Module as Ragged
 
 
@@ -31,15 +34,9 @@ class Lengths(Dataset[tuple[Tensor, int]]):
         return torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(index)), index % WIDTH
 
 
-class Gathers(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
-
+class Gathers(Trained):
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.mean(1)
+        return super().forward(x).mean(1)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         out = self(batch[0])
@@ -51,9 +48,6 @@ class Gathers(L.LightningModule):
         self.all_gather(loss)
         if self.global_rank == 0:
             self.log("val_loss", loss, rank_zero_only=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit() -> int:
@@ -133,3 +127,20 @@ def test_metrics_outside_of_modules_are_reduced_over_data_ranks_only() -> None:
     expected["val_batches"] *= 2
     for found in run_ranks(kept, 4, {"pipeline_parallel_size": 2, "data_parallel_size": 2}, elastic=True):
         assert found == pytest.approx(expected, rel=1e-4)
+
+
+@dataclass
+class Stages:
+    in_step: bool
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_steps_own_collective_calls_over_the_world_are_refused(in_step: bool) -> None:
+    own, calls = dist.all_reduce, OwnCalls(cast(Any, Stages(in_step)))
+    with calls.watched():
+        assert not calls.made
+        for call in (lambda: dist.all_reduce(torch.ones(1)), dist.barrier):
+            with pytest.raises(StepError, match=r"calls torch\.distributed\.(all_reduce|barrier) over all ranks"):
+                call()
+    assert dist.all_reduce is own
+    assert calls.made == in_step  # what was logged is reduced when the step has ended
