@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.pipeline.schedules.named import SCHEDULES, build
-from lightning_shard.pipeline.schedules.schedule import Action, Schedule
-from lightning_shard.pipeline.schedules.simulate import Costs, Timeline, simulate
+from lightning_shard.pipeline.schedules.schedule import Schedule
+from lightning_shard.pipeline.schedules.simulate import Costs, simulate
 
 times = st.integers(1, 20).map(float)
 NAMES = sorted(SCHEDULES)
@@ -23,11 +23,6 @@ def pipelines(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     of_stages = st.lists(times, min_size=schedule.stages, max_size=schedule.stages)
     costs = Costs(draw(of_stages), draw(of_stages), draw(of_stages), draw(st.sampled_from([0.0, 1.0, 7.0])))
     return schedule, costs
-
-
-def even(name: str, ranks: int, microbatches: int, transfer: float = 0.0) -> Timeline:
-    schedule = build(name, ranks, microbatches)
-    return simulate(schedule, Costs.of_forwards([1.0] * schedule.stages, transfer))
 
 
 def test_two_stages_by_hand() -> None:
@@ -51,19 +46,6 @@ def test_two_stages_by_hand() -> None:
     assert str(timeline) == "1F1B: 41.2 % idle, at most 2 microbatches in flight"
 
 
-def test_the_first_part_of_a_backward_lets_the_stage_before_go_on() -> None:
-    split = Schedule(
-        "split",
-        (
-            (Action(0, "F", 0), Action(0, "B", 0)),
-            (Action(1, "F", 0), Action(1, "I", 0), Action(1, "W", 0)),
-        ),
-    )
-    costs = Costs.of_forwards([1.0, 1.0])
-    assert simulate(split, costs).duration == 5  # 0F 1F 1I 0B, beside 1W
-    assert simulate(build("GPipe", 2, 2).first(1), costs).duration == 6
-
-
 @some
 @given(pipeline=pipelines())
 def test_every_action_starts_when_its_rank_is_free_and_what_it_needs_has_arrived(
@@ -81,15 +63,6 @@ def test_every_action_starts_when_its_rank_is_free_and_what_it_needs_has_arrived
             assert event.start == max(free, *arrived, 0)  # neither before, nor idle without a reason
             assert event.end == event.start + costs.of(event.action)
             free = event.end
-
-
-def test_bubbles_are_those_of_the_papers() -> None:
-    assert even("1F1B", 4, 8).bubble == pytest.approx(3 / (8 + 3))
-    assert even("GPipe", 4, 8).bubble == pytest.approx(3 / (8 + 3))
-    assert even("Interleaved1F1B", 4, 8).bubble == pytest.approx(3 / (2 * 8 + 3))
-    for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
-        assert even(name, 4, 8).idle(0) == 3  # one forward for each rank that the first microbatch passes
-        assert even(name, 4, 8).duration == 3 * 2 * 8 + 3
 
 
 def test_each_cut_may_have_a_transfer_of_its_own() -> None:
