@@ -50,7 +50,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,9 @@ def open_folders(ours: Callable[[], Any]) -> None:
 
     def write(checkpoint: dict[str, Any], filepath: Any) -> None:
         path = os.fspath(filepath).removeprefix("file://")
-        with ours().out_of_the_way(path) if os.path.isdir(path) else nullcontext():
+        if os.path.isdir(path) and ours().is_ours(path):
+            ours().replace_folder(path, partial(write_file, checkpoint))
+        else:
             write_file(checkpoint, filepath)
 
     @wraps(load)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
@@ -15,7 +13,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint as LightningsOwn
 from safetensors.torch import load_file
 
 from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
-from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET, Model, Seen, combine, layout, loader, train
 from tests.servers import SECRET, serve
@@ -98,43 +95,6 @@ def test_every_rank_is_told_at_once_that_the_keys_are_wrong(tmp_path: Path) -> N
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-class WhereLastLeads(L.Callback):
-    """After every step: the checkpoint that the link leads to, if it is one."""
-
-    def __init__(self, link: Path) -> None:
-        self.link = link
-        self.seen: list[str] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        if self.link.exists():
-            self.seen.append(self.link.resolve().name if checkpoint.exists(self.link) else "nothing")
-
-
-def link_in_the_background(folder: str) -> list[str]:
-    seen = WhereLastLeads(Path(folder, "last.ckpt"))
-    keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_last="link", every_n_train_steps=1)
-    with mock.patch.object(LocalStore, "publish", slow_publish):
-        train(
-            "gpt",
-            layout(),
-            callbacks=[seen, keep],
-            trainer={"enable_checkpointing": True},
-            checkpoint_io=ShardedCheckpointIO(asynchronous=True, fsync=False),
-        )
-    return seen.seen
-
-
-def slow_publish(self: LocalStore, *args: Any, original: Any = LocalStore.publish, **kwargs: Any) -> None:
-    time.sleep(0.2)
-    original(self, *args, **kwargs)
-
-
-def test_a_link_never_leads_to_a_save_that_is_under_way(tmp_path: Path) -> None:
-    (tmp_path / "last.ckpt").mkdir()  # as an earlier run without links leaves it
-    (seen,) = run_ranks(link_in_the_background, 1, str(tmp_path), elastic=True)
-    assert seen == ["nothing", "step=1.ckpt", "step=2.ckpt"]
 
 
 def warned_of(callbacks: list[L.Callback], root: str) -> list[str]:
