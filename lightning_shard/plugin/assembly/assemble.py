@@ -294,7 +294,7 @@ def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str
     if part.stages is not None:
         leave_gathers_uncounted(module)
         _join(module, part.stages, layout.pipeline_rank, part.ties)
-    refuse_copies(module, is_cut=part.stages is not None)
+    refuse_copies(module)
 
 
 def _join(module: nn.Module, stages: Stages, rank: int, ties: Iterable[Tie]) -> None:

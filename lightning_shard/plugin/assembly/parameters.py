@@ -217,21 +217,11 @@ def _kind(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor)
 
 
-def refuse_copies(module: nn.Module, *, is_cut: bool) -> None:
-    """Make ``copy.deepcopy`` of the module, or of a part with parameters, fail by name, equally on all stages."""
+def refuse_copies(module: nn.Module) -> None:
+    """Make ``copy.deepcopy`` of the module, or of a part with a sharded unit, fail by name."""
     for part in module.modules():
-        can_be_cut = is_cut and not hasattr(type(part), "__deepcopy__")
-        if is_unit(part) or (can_be_cut and _has_parameters(part)):
+        if is_unit(part):
             part.__dict__["__deepcopy__"] = partial(_refuse_copy, class_name(part))
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    """Whether a module has parameters, here or on another stage."""
-    return any(
-        any(value is not None for value in part._parameters.values())
-        or any(isinstance(value, Hollow) for value in vars(part).values())
-        for part in module.modules()
-    )
 
 
 def _refuse_copy(kind: str, _: Any) -> Any:

@@ -36,7 +36,7 @@ from lightning_shard.plugin.assembly.parameters import (
     what_trains,
 )
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.limits import refuse, refuse_synced_generation
+from lightning_shard.plugin.limits import refuse
 from lightning_shard.plugin.optimizers.finetuning import (
     add_unfrozen_groups,
     adding_new_parameters,
@@ -47,7 +47,7 @@ from lightning_shard.plugin.reporting.monitors import share_throughput, warn_of_
 from lightning_shard.plugin.reporting.summary import report_placement, report_whole, summarize_before
 from lightning_shard.plugin.saving.averaging import average_shards
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
-from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable
+from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable_buffers
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.alike import Alike, OwnCalls
 from lightning_shard.plugin.steps.checks.buffers import CopiesOfStages, SharedBuffers
@@ -125,7 +125,6 @@ def make_steps(
         run = SingleStageSteps(module, device, layout.data_rank, gradients, weights, means, bypassed, lockstep)
         return Steps(run, gradients, checks)
     reshard(module)
-    refuse_synced_generation(module)
     reshards = known.settings.reshard_after_forward is True
     forwards_call = has_data_ranks and (reshards or layout.expert_parallel_size > 1 or syncs_batch_norm)
     alike = Alike(
@@ -192,7 +191,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self._settings = replace(self._settings, gathered_dtype=lightning_private.GATHERED.get(precision))
         refuse(trainer, module, self.layout, self._schedules[0].microbatches)
         if trainer.state.fn == TrainerFn.FITTING:
-            warn_of_unstorable(trainer, module)
+            warn_of_unstorable_buffers(trainer, module)
         known = module.__dict__.get(_ASSEMBLY)
         self._of_run.close()  # of a setup without a teardown
         self._of_run.enter_context(parametrizations_leaving_what_is_given())

@@ -65,11 +65,9 @@ def allowed(
         ConfigurationError: They can't work together.
     """
     ranks, tensor = sizes["pipeline_parallel_size"], sizes["tensor_parallel_size"]
-    experts = sizes["expert_parallel_size"]
     untried = {name: sizes[name] for name in ("expert_parallel_size", "context_parallel_size") if name in sizes}
     settings.check_beside(pipeline=ranks, tensor=tensor, **untried)
     found = candidates(schedule, ranks, microbatches, settings.placement)
-    settings.warn_beside(pipeline=ranks, tensor=tensor, experts=experts, schedule=schedule, microbatches=microbatches)
     check_counts(found, ranks, settings.placement)
     return found
 
