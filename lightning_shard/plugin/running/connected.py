@@ -18,7 +18,7 @@ from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin.data.loader import drop_repeated
 from lightning_shard.plugin.running.laid_out import LaidOut
-from lightning_shard.plugin.running.last_words import print_failed_saves, print_instead
+from lightning_shard.plugin.running.last_words import print_failed_saves
 from lightning_shard.plugin.running.launchers import ForkedRanks, check_number_of_ranks, launcher_of
 from lightning_shard.plugin.running.preemption import Preemption
 
@@ -98,8 +98,6 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
         failure = self._watch.failure_elsewhere(exception)
         if failure is not None:  # Lightning raises the exception that it has, so its message is replaced
             exception.args = (f"{failure}\n{exception}",)
-        if (line := self._watch.brief(exception)) is not None:
-            print_instead(exception, line)
         self._watch.leave(self.global_rank - self.local_rank)
 
     def _report(self, exception: BaseException) -> None:

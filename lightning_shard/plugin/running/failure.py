@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from lightning_shard.errors import RankFailure, ShardError
 from lightning_shard.plugin.running.interrupts import Interrupts
-from lightning_shard.plugin.running.last_words import briefly, say, take_over_from_observer
+from lightning_shard.plugin.running.last_words import say, take_over_from_observer
 from lightning_shard.plugin.running.rendezvous import Rendezvous, collect
 
 _KEY = "lightning_shard/watch"
@@ -76,7 +76,6 @@ class FailureWatch:
         self._seen_at = 0.0
         self._first: str | None = None
         """The first failure, if it was another rank's; set by :meth:`report`."""
-        self._was_first = False
         self._thread = threading.Thread(target=self._watch, name="lightning_shard failure watch", daemon=True)
         self._thread.start()
 
@@ -112,7 +111,6 @@ class FailureWatch:
         if self._ends or not first.endswith(f": {cause}"):
             exception.add_note(f"The first failure was on {first}")
             self._first = first
-        self._was_first = first == mine
 
     def failure_elsewhere(self, exception: BaseException) -> BaseException | None:
         """After :meth:`report`: what to raise in place of an ``exception`` that is only another failure's consequence.
@@ -130,16 +128,6 @@ class FailureWatch:
             f"rank {self._rank} lost the others. The first failure was on {self._first}\nAll ranks stop; started again"
             ' with ckpt_path="last", the run goes on from its last checkpoint.'
         )
-
-    def brief(self, exception: BaseException) -> str | None:
-        """After :meth:`report`: what to print in place of this exception's traceback; None for the first cause."""
-        is_consequence = self.failure_elsewhere(exception) is not None
-        if self._rank == 0:
-            return str(exception) if is_consequence or type(exception) is RankFailure else None
-        if is_consequence or isinstance(exception, RankFailure):
-            return f"rank {self._rank} ends, since {self._first or exception}".partition("\n")[0]
-        is_repeated = self._first is None and not self._was_first
-        return f"rank {self._rank} failed, too: {briefly(exception)}" if is_repeated else None
 
     def agree_to_save(self, position: str) -> str:
         """Agree, after :meth:`report`, that all ranks save now, and are at the same position.

@@ -19,7 +19,6 @@ from lightning_shard.parallel.collectives import gather
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.plugin.groups import Groups, set_timeout
 from lightning_shard.plugin.running.failure import FailureWatch
-from lightning_shard.plugin.running.last_words import restore_hook
 from lightning_shard.plugin.running.launchers import ComputingSettings
 from lightning_shard.plugin.running.rendezvous import Rendezvous
 from lightning_shard.plugin.settings import Settings, check_kinds
@@ -129,7 +128,6 @@ class LaidOut:
     def _begin_watch(self: Any) -> None:
         """Watch for failures, from the start and after one that a program has caught."""
         if self.world_size > 1 and (self._watch is None or self._watch.stopped):
-            restore_hook()
             self._watch = FailureWatch(self._rendezvous())
 
     def reduce(self: Any, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
