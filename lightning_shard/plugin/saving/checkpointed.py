@@ -31,11 +31,11 @@ from lightning_shard.plugin.data.resume import reopen_epoch
 from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
 from lightning_shard.plugin.running.last_words import say
-from lightning_shard.plugin.saving.averaging import of_holders
+from lightning_shard.plugin.saving.averaging import by_stages
 from lightning_shard.plugin.saving.checkpoint_io import WEIGHTS_ALONE, ShardedCheckpointIO, Site, sharded
 from lightning_shard.plugin.saving.drift import Drift, copies_of_stages, on_several_stages
 from lightning_shard.plugin.saving.frozen import Frozen
-from lightning_shard.plugin.saving.model_states import own_parts, show_kept, shown_whole
+from lightning_shard.plugin.saving.model_states import own_parts, shown_whole
 from lightning_shard.plugin.saving.own_loading import (
     as_lazy,
     as_stored,
@@ -195,7 +195,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         if finetuning_callbacks(self.lightning_module.trainer) and "optimizer_states" in checkpoint:
             whole_groups(checkpoint, self.lightning_module.trainer, self._parameter_groups())
         if self.layout.pipeline_parallel_size > 1:
-            checkpoint = of_holders(checkpoint, shapes, self.groups, self.root_device)
+            checkpoint = by_stages(checkpoint, shapes, self.groups, self.device_mesh[self.layout.stage_axes])
         checkpoint = set_aside(checkpoint)
         own: dict[str, Any] = {**checkpoint.get(OWN, {}), "seed": self._seed}
         if self.checkpoint_io.exclude_frozen:
@@ -226,8 +226,6 @@ class CheckpointedStrategy(ConnectedStrategy):
             loaded = renamed_keys(loaded, compiled) | of_optimizers
         live = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         self._gave_lazy = edits_checkpoints(module)
-        if self._gave_lazy and "callbacks" in loaded:
-            loaded["callbacks"] = show_kept(loaded["callbacks"], live, elsewhere)
         others = {name: loaded[name] for name in loaded.keys() - _LOADED_BY_NAME}
 
         def pairs() -> list[Pair]:
