@@ -74,7 +74,6 @@ class CheckpointedStrategy(ConnectedStrategy):
         self._gave_lazy = False
         """Whether hooks were given lazy tensors of a checkpoint."""
         self._left_out: Frozen | None = None
-        self._drift: Drift | None = None
         self._apart: Mapping[str, Tensor] = {}
         """What all stages hold and code has changed to different values, as found by the last save."""
         self._restore: lightning_private.PostponedRestoring | None = None
@@ -117,8 +116,6 @@ class CheckpointedStrategy(ConnectedStrategy):
             self.checkpoint_io.teardown()
         finally:
             super().teardown()
-            if self._drift is not None:
-                self._drift.report_at_end()
 
     @by_parts
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -389,7 +386,6 @@ class CheckpointedStrategy(ConnectedStrategy):
         assert self._assembly is not None
         assert self.lightning_module is not None
         mesh = self.device_mesh[self.layout.stage_axes]
-        self._drift = Drift(self.lightning_module, self.layout, mesh, self.groups.host, self._copies)
         self.checkpoint_io.connect(
             Site(
                 mesh=mesh,
@@ -399,7 +395,7 @@ class CheckpointedStrategy(ConnectedStrategy):
                 order_of=self._order_in_optimizer,
                 timeout=self._timeout,
                 host=self.groups.host,
-                drift=self._drift,
+                drift=Drift(self.lightning_module, self.layout, mesh, self.groups.host, self._copies),
             ),
             fitting=trainer.state.fn == TrainerFn.FITTING,
         )
