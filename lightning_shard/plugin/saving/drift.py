@@ -251,9 +251,10 @@ class Drift:
             )
         elif worst and not self._has_told:
             self._has_told = True
+            most = max(worst.values(), key=lambda each: each.relative)
             rank_zero_warn(
                 f"{len(worst)} replicas differ between ranks by rounding, as where sums have no fixed order: most"
-                f" {max(worst.values(), key=lambda each: each.relative)}. One rank's are saved. A run reports this once."
+                f" {most}. One rank's are saved. A run reports this once."
             )
 
 

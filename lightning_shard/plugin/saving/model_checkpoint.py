@@ -102,10 +102,9 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if (io := _sharded_io(trainer)) is not None:
+        if _sharded_io(trainer) is not None:
             self._resumed_from = self._place(str(trainer.ckpt_path)) if trainer.ckpt_path else None
             self._step_resumed_from = trainer.global_step if trainer.ckpt_path else None
-            self._forget_what_is_gone(trainer, io)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._every_n_train_steps < 1 or trainer.global_step != self._step_resumed_from:
@@ -214,23 +213,6 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if previous == current or self._place(previous) == self._resumed_from:
             return False
         return self._is_in_dirpath(previous)
-
-    def _forget_what_is_gone(self, trainer: pl.Trainer, io: ShardedCheckpointIO) -> None:
-        """Drop listed checkpoints that don't exist: the earlier run may have removed some after its last save."""
-        listed = [path for path in {**self.best_k_models, self.best_model_path: None} if self._is_in_dirpath(path)]
-        if not listed:
-            return
-        gone = _on_first_rank(trainer, lambda: [path for path in listed if not _is_committed(path, io)])
-        if not gone:
-            return
-        rank_zero_warn(f"The run that is resumed listed checkpoints that are gone since: {', '.join(gone)}.")
-        self.best_k_models = {path: score for path, score in self.best_k_models.items() if path not in gone}
-        # fewer than k are left, so there is no k-th best
-        self.kth_best_model_path = ""
-        if self.best_model_path in gone:
-            best = min if self.mode == "min" else max
-            self.best_model_path = best(self.best_k_models, key=self.best_k_models.__getitem__, default="")
-            self.best_model_score = self.best_k_models.get(self.best_model_path)
 
     def _is_in_dirpath(self, path: str) -> bool:
         return bool(path) and self._place(path).startswith(self._place(str(self.dirpath)).rstrip("/") + "/")

@@ -246,18 +246,6 @@ def test_what_a_run_was_resumed_from_is_not_saved_again_while_gradients_are_accu
     assert batches == [3, 3, 6, 6]  # of each step, and as last
 
 
-def test_checkpoints_that_are_gone_do_not_count_among_the_best(place: Place) -> None:
-    """As after a run that died between the removal of one of the best and the next save of last."""
-    keep = place.keep(**BEST_TWO)
-    place.fit(keep, 3)
-    assert sorted(relative(keep.best_k_models, place.dirpath)) == ["/step=2.ckpt", "/step=3.ckpt"]
-    place.tear("step=2.ckpt")
-    with pytest.warns(UserWarning, match=r"gone since: .*step=2\.ckpt"):
-        place.fit(keep := place.keep(**BEST_TWO), 4, resume="last")
-    assert sorted(relative(keep.best_k_models, place.dirpath)) == ["/step=3.ckpt", "/step=4.ckpt"]
-    assert place.names() == ["last.ckpt", "step=2.ckpt", "step=3.ckpt", "step=4.ckpt"]
-
-
 class Signalled(Scripted):
     """Asks for a checkpoint before the fourth step, as a signal does."""
 
