@@ -26,11 +26,11 @@ from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedules.recorded import Watch
 from lightning_shard.plugin.assembly.prepared import PreparedStrategy
 from lightning_shard.plugin.data.loader import iterates_collectively, shard_dataloader
-from lightning_shard.plugin.data.resume import batches_trained, resume_data
+from lightning_shard.plugin.data.resume import batches_trained, resume_data, run_epoch_start
 from lightning_shard.plugin.full_parameters import gather_parameters
 from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.reporting.memory import HeldMemory, held_memory
-from lightning_shard.plugin.saving.averaging import postpone_copies, resume_averaging
+from lightning_shard.plugin.saving.averaging import postpone_copies
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
@@ -282,7 +282,7 @@ class HybridShardStrategy(PreparedStrategy):
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         resume_data(self.lightning_module.trainer)
-        resume_averaging(self.lightning_module.trainer)
+        run_epoch_start(self.lightning_module.trainer)
         lightning_private.find_rates_by_all_data(self.lightning_module.trainer)
         self._keep_loaded()
         self._in_groups = None

@@ -46,7 +46,6 @@ from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.loop import has_whole_steps
 from lightning_shard.plugin.steps.metrics import SharedMetrics
-from lightning_shard.plugin.steps.schedule_choice import agree, choose
 from lightning_shard.scripted import refuse_trained, set_aside
 
 _PIPELINE, _EXPERTS, _CONTEXT = "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size"
@@ -96,7 +95,7 @@ class Assembly:
         if self.parameters is not None and self.layout.world_size > 1:
             self.parameters.check(module, groups.gather_over_stages, is_cut=self.stages is not None)
 
-    def lay_out_again(self, layout: Layout, settings: Settings, schedules: Sequence[Schedule], groups: Groups) -> None:
+    def lay_out_again(self, layout: Layout, settings: Settings, schedules: Sequence[Schedule]) -> None:
         """Reuse the module for another Trainer, and switch to that Trainer's schedule.
 
         Args:
@@ -112,8 +111,7 @@ class Assembly:
                 " new module."
             )
         self.settings = settings
-        placement = self.placement
-        if placement is None:
+        if self.placement is None:
             self.schedule = schedules[0]
             return
         fitting = [each for each in schedules if each.rank_of == self.schedule.rank_of]
@@ -123,11 +121,7 @@ class Assembly:
                 f" {self.schedule.stages} stages, and it can't be split again for {schedules[0].name!r}, with"
                 f" {schedules[0].stages}: build a new module."
             )
-        if len(fitting) > 1 and self.schedule in fitting:
-            return  # the current schedule was chosen from these
-        has_data_ranks = layout.data_parallel_size > 1
-        choice = choose(fitting, lambda _: placement, settings.of_blocks, has_data_ranks=has_data_ranks)
-        self.schedule = agree(fitting, choice, groups)
+        self.schedule = next((each for each in fitting if each.name == self.schedule.name), fitting[0])
 
 
 def assemble(

@@ -202,7 +202,7 @@ class PreparedStrategy(CheckpointedStrategy):
         if known is None:
             known = self._lay_out(trainer, module)
         else:
-            known.lay_out_again(self.layout, self._settings, self._schedules, self.groups)
+            known.lay_out_again(self.layout, self._settings, self._schedules)
             known.check_parameters(module, self.groups)
             put_on_units(module, known.attributes)
         self._report_layout(callbacks, module, known)

@@ -4,7 +4,7 @@ The callbacks copy the module in their setup, which is before it is sharded. Her
 module is assembled, the callbacks get an average of its sharded parameters, with the same sharding on the same device.
 
 Private in Lightning 2.6, used here: ``_average_model`` of both callbacks, ``WeightAveraging._kwargs`` and
-``_use_buffers``, ``StochasticWeightAveraging._scheduler_state``, ``fit_loop.restarted_mid_epoch``.
+``_use_buffers``.
 
 Averages that callbacks and hooks keep in plain tensors by parameters' names are saved by the stages that have these.
 """
@@ -46,26 +46,6 @@ def average_shards(callbacks: Iterable[pl.Callback], module: pl.LightningModule)
             callback._average_model = ShardedCopy(module)  # type: ignore[assignment]
         elif isinstance(callback, WeightAveraging) and callback._average_model is None:
             callback._average_model = ShardedAverage(module, callback._use_buffers, **callback._kwargs)
-
-
-def resume_averaging(trainer: pl.Trainer) -> None:
-    """In mid-epoch, after the loops were restored: make SWA's schedule take over again.
-
-    It does so in the epoch-start hook, which Lightning skips there. Otherwise the rest of the epoch would be trained by
-    the module's own scheduler, and SWA's would be a step behind from then on.
-    """
-    if not trainer.fit_loop.restarted_mid_epoch:
-        return
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if not isinstance(callback, StochasticWeightAveraging) or callback._scheduler_state is None:
-            continue
-        if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
-            (optimizer,) = trainer.optimizers
-            rates = [group["lr"] for group in optimizer.param_groups]
-            callback.on_train_epoch_start(trainer, trainer.lightning_module)
-            # creating the scheduler takes a step
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
 
 
 def _set_up(callback: Any, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -155,7 +155,7 @@ def copy_part(target: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
     if isinstance(content, ckpt.StoredTensor) and content.shape == target.shape:
         ckpt.load_tensors([(content, target.detach())], cast=True)
         return target
-    whole = content if isinstance(content, Tensor) else content.full()
+    whole = full_tensor(content) if isinstance(content, Tensor) else content.full()
     if isinstance(target, DTensor):
         whole = local_part(whole.expand(target.shape), target)
     local_tensor(target.detach()).copy_(whole)
@@ -328,18 +328,12 @@ def _pairs(targets: Mapping[str, Tensor], stored: Mapping[str, Any]) -> list[ckp
         if isinstance(value, ckpt.StoredTensor):
             pairs.append((value, target.detach()))
         elif isinstance(value, Tensor):
-            _copy_part(name, target, value)
+            if value.shape != target.shape:
+                raise StateMismatchError(
+                    f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} in the module."
+                )
+            copy_part(target, value)
     return pairs
-
-
-def _copy_part(name: str, target: Tensor, value: Tensor) -> None:
-    """Copy this rank's part of a tensor from a hook: of a full tensor, or of one that is sharded itself."""
-    if value.shape != target.shape:
-        raise StateMismatchError(
-            f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} in the module."
-        )
-    full = full_tensor(value)
-    local_tensor(target).copy_(local_part(full, target) if isinstance(target, DTensor) else full)
 
 
 def _some(what: str, names: list[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -116,7 +116,7 @@ def test_another_trainer_with_other_settings_is_told_which_differ() -> None:
     old, new = Settings("auto", None, None), Settings("auto", None, None, compile_blocks=True)
     assembly: Any = SimpleNamespace(layout=Layout(tensor_parallel_size=2), settings=old)
     with pytest.raises(ConfigurationError) as caught:
-        Assembly.lay_out_again(assembly, Layout(), new, (), cast(Any, None))
+        Assembly.lay_out_again(assembly, Layout(), new, ())
     assert str(caught.value) == (
         "An earlier Trainer has sharded this module with tensor_parallel_size=2, compile_blocks=False, and it can't be"
         " resharded to tensor_parallel_size=1, compile_blocks=True: build a new module."
