@@ -60,7 +60,7 @@ class FailureWatch:
         self._main = threading.get_ident()
         self.is_in_run = True
         """Whether the main thread is where others wait for it. Elsewhere the process with the store may have ended."""
-        self.interrupts = Interrupts(self._prefix, self._rank, rendezvous.world_size)
+        self.interrupts = Interrupts(self._key("interrupt"), self._rank)
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._failing = False

@@ -400,7 +400,7 @@ def run_script(folder: Path, *arguments: str) -> tuple[int, list[str]]:
 def test_ctrl_c_in_a_shell_saves_the_step_on_two_stages_and_exits_as_lightning_does(tmp_path: Path) -> None:
     code, lines = run_script(tmp_path, "interrupt", "2")
     assert code == 1
-    assert sum("Ctrl+C: all ranks end after this batch" in line for line in lines) == 1
+    assert sum("Ctrl+C: all ranks end after this step" in line for line in lines) == 1
     assert not any("Traceback" in line for line in lines), lines
     assert max(steps_saved(tmp_path)) in (4, 5)
 
