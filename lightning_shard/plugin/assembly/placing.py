@@ -1,7 +1,4 @@
-"""Finds a network's blocks, measures their costs, and assigns them to stages.
-
-Cuts a LightningModule to the stages of one rank: decides what each rank holds, and what another rank saves.
-"""
+"""Finds a network's blocks, assigns them to stages by cost, and cuts a module to the stages of one rank."""
 
 from __future__ import annotations
 

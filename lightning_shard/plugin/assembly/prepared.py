@@ -1,7 +1,4 @@
-"""The strategy's base class for setup: makes a LightningModule this rank's part, and sets up steps and optimizers.
-
-Makes what runs the steps of a module that was laid out, and what checks and ends them.
-"""
+"""The strategy's base class for setup: makes a LightningModule this rank's part, and sets up steps and optimizers."""
 
 from __future__ import annotations
 

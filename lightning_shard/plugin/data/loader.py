@@ -4,8 +4,8 @@ Private, used here: torch 2.13's ``DataLoader`` reads ``sampler`` and ``batch_sa
 no setters; every iteration in this process goes through ``_get_iterator``. Lightning 2.6 wraps batch samplers to know
 the indices of predictions.
 
-A rank with more batches than others would wait for them forever. So loaders' lengths are compared, and an
-IterableDataset, of which each data rank reads a part, ends on all of them when the first rank's part ends.
+A rank with more batches than others would wait for them forever: so loaders' lengths are compared, and IterableDatasets
+end together.
 """
 
 from __future__ import annotations

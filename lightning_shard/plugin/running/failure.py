@@ -5,11 +5,8 @@ connection, or wait in a collective that will never end, which gloo has no way t
 every rank polls the store, and ends the process if its main thread doesn't end by itself.
 
 A process that is killed or stopped can't report. So each thread also writes a heartbeat once a second, with the place
-where its main thread is. A rank that has lost the others checks whose heartbeat has stopped before it reports what the
-first failure was.
-
-Hooks that save after an exception would wait for ranks that don't come. So ranks that save then agree on it first,
-through the store: all of them save, from the same step, or none.
+where its main thread is: a rank that has lost the others looks whose has stopped. Ranks whose hooks save after an
+exception agree on it first, through the store: all of them save, from the same step, or none.
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ class FailureWatch:
     _made = 0
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        # Ranks run the same fits in the same order, and a failure in an earlier fit may have been caught: so the
-        # number of the fit is part of the keys.
+        # a failure in an earlier fit may have been caught, and ranks run the same fits in the same order
         FailureWatch._made += 1
         self._prefix = f"{_KEY}/{FailureWatch._made}"
         self._rendezvous = rendezvous

@@ -1,10 +1,8 @@
 """Runs modules' own loading code on sharded modules: ``load_state_dict``, ``_load_from_state_dict``, hooks.
 
 Such code renames old keys, converts old values, or fills in what old checkpoints lack. It gets all of the checkpoint,
-by name, as a :class:`LazyTensor` each. It has its shape and dtype in the checkpoint, is read when its values are
-used, and is copied into a sharded parameter by this rank's part. ``on_load_checkpoint`` gets the same.
-
-Loads a module's state from a checkpoint, by the module's own state-dict names.
+by name, as a :class:`LazyTensor` each, which is read when its values are used, and copied into a sharded parameter by
+this rank's part. ``on_load_checkpoint`` gets the same.
 """
 
 from __future__ import annotations

@@ -87,9 +87,6 @@ def test_accumulation_clipping_schedulers_and_groups(sizes: dict[str, int], sett
     check(on(sizes, accumulate, settings), accumulate(None, settings))
 
 
-# -- modules of other forms
-
-
 # -- logs and metrics
 
 
@@ -368,9 +365,6 @@ def manual(sizes: dict[str, int] | None) -> Seen:
 
 def test_manual_optimization_with_gradients_synchronized_by_hand() -> None:
     check(on(layout(data=2), manual), manual(None))
-
-
-# -- batches
 
 
 # -- modules that bring their own sharding
