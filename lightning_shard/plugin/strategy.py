@@ -190,16 +190,14 @@ class HybridShardStrategy(PreparedStrategy):
     @by_parts
     def local_shard(self) -> dict[str, Tensor]:
         """This rank's shards of the parameters, by name; they alias the parameters' memory."""
-        assert self.lightning_module is not None
-        reshard(self.lightning_module)
-        return {name: local_tensor(parameter) for name, parameter in self.lightning_module.named_parameters()}
+        reshard(self._module)
+        return {name: local_tensor(parameter) for name, parameter in self._module.named_parameters()}
 
     @by_parts
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """Return full parameters by name on rank 0's CPU; empty on other ranks. A collective call over all ranks."""
-        assert self.lightning_module is not None
-        reshard(self.lightning_module)
-        return gather_parameters(self.lightning_module, self.layout, self._groups, self.root_device)
+        reshard(self._module)
+        return gather_parameters(self._module, self.layout, self._groups, self.root_device)
 
     @by_parts
     def synchronize_gradients(self) -> None:
@@ -222,12 +220,11 @@ class HybridShardStrategy(PreparedStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        assert self.lightning_module is not None
         # imported here: next to a class with the name of Lightning's own, LightningCLI couldn't tell which is meant
         from lightning_shard.plugin.saving.model_checkpoint import take_over_stock_callbacks
 
-        trainer = self.lightning_module.trainer
-        if (guard := guard_of(self.lightning_module)) is not None:  # an earlier run's
+        trainer = self._module.trainer
+        if (guard := guard_of(self._module)) is not None:  # an earlier run's
             guard.release()
         self._watch_hooks(trainer)
         postpone_copies(trainer.callbacks)  # type: ignore[attr-defined]
@@ -238,8 +235,7 @@ class HybridShardStrategy(PreparedStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if not self._samples:
             return dataloader
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         self._loaders.append(dataloader)
         return shard_dataloader(
             dataloader,
@@ -280,10 +276,9 @@ class HybridShardStrategy(PreparedStrategy):
     # Steps
 
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
-        resume_data(self.lightning_module.trainer)
-        run_epoch_start(self.lightning_module.trainer)
-        lightning_private.find_rates_by_all_data(self.lightning_module.trainer)
+        resume_data(self._module.trainer)
+        run_epoch_start(self._module.trainer)
+        lightning_private.find_rates_by_all_data(self._module.trainer)
         self._keep_loaded()
         self._in_groups = None
         if self._generators is not None:
@@ -354,11 +349,10 @@ class HybridShardStrategy(PreparedStrategy):
         return result
 
     def _join_copies(self, *, tolerates: bool = False) -> Mapping[str, Tensor]:
-        assert self.lightning_module is not None
         apart = {} if self._first_checks is None else self._first_checks.join_copies(tolerates=tolerates)
         for text in apart.values():
             rank_zero_warn(f"{text} Until then, the last stage's copy is saved.")
-        state = self.lightning_module.state_dict() if apart else {}
+        state = self._module.state_dict() if apart else {}
         return {name: state[name] for name in apart}
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -411,8 +405,7 @@ class HybridShardStrategy(PreparedStrategy):
     def _begin_evaluation(self, method: str) -> None:
         """Let stages run batches ahead, unless user code could notice; all ranks of a pipeline decide alike."""
         self._ahead = None
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         trainer = module.trainer
         self._seed_of_evaluation = randomness.derive(self._seed, lightning_private.batches_started(trainer))
         loop = lightning_private.evaluating(trainer)
@@ -451,5 +444,4 @@ class HybridShardStrategy(PreparedStrategy):
         Called before the hooks of the evaluation's end, which may restore weights that its start hooks swapped out, and
         again after them, since they may have called the module.
         """
-        assert self.lightning_module is not None
-        reshard(self.lightning_module)
+        reshard(self._module)

@@ -178,8 +178,7 @@ class PreparedStrategy(CheckpointedStrategy):
             self._of_hooks.enter_context(self._hooks.watched())
 
     def setup(self, trainer: pl.Trainer) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         lightning_private.forbid_inference_mode(trainer)
@@ -307,9 +306,8 @@ class PreparedStrategy(CheckpointedStrategy):
         return self._schedules
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
-        reshard(self.lightning_module)
-        parameters = dict(self.lightning_module.named_parameters())
+        reshard(self._module)
+        parameters = dict(self._module.named_parameters())
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         several = self.layout.pipeline_parallel_size > 1
         assert self._assembly is not None
@@ -317,7 +315,7 @@ class PreparedStrategy(CheckpointedStrategy):
             if several:
                 inside.enter_context(allowing_empty_optimizers())
                 gather = self.groups.gather_over_stages
-                inside.enter_context(all_parameters(self.lightning_module, self._assembly.names, gather))
+                inside.enter_context(all_parameters(self._module, self._assembly.names, gather))
             super().setup_optimizers(trainer)
         self._trains = self._what_trains()
         if several:
@@ -325,20 +323,18 @@ class PreparedStrategy(CheckpointedStrategy):
         tied = {name for tie in self._assembly.ties for name in tie.names}
         self._given = prepare(self.optimizers, parameters, self._built, tied, self.layout, self.groups)
         if finetuning_callbacks(trainer):  # which may have been restored
-            add_unfrozen_groups(trainer, self.lightning_module, self.optimizers)
+            add_unfrozen_groups(trainer, self._module, self.optimizers)
             self._trains = self._what_trains()
 
     def _what_trains(self) -> list[dict[str, bool]]:
         """Which parameters train, by name, for each stage; a collective call over the pipeline."""
-        assert self.lightning_module is not None
-        return what_trains(self.lightning_module, self.groups.gather_over_stages)
+        return what_trains(self._module, self.groups.gather_over_stages)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        assert self.lightning_module is not None
         mesh = self.device_mesh[self.layout.stage_axes]
         guard = self._guard if self.layout.pipeline_parallel_size > 1 else None
-        self._norms = WholeNorms(self.lightning_module, mesh, self.groups, self.root_device, guard)
+        self._norms = WholeNorms(self._module, mesh, self.groups, self.root_device, guard)
         self._norms.take_over(self.precision_plugin)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
@@ -47,6 +48,11 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
         self._preemption = Preemption()
         lightning_private.choose_precision_by(self)
 
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
     def check_precision(self, precision: Any, accelerator: Any) -> None:
         """Refuse precisions that aren't supported, when a Trainer is made with this strategy."""
         lightning_private.refuse_precision(precision)
@@ -69,14 +75,13 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
     def setup_environment(self) -> None:
         assert self.accelerator is not None
         assert self.cluster_environment is not None
-        assert self.lightning_module is not None
         ParallelStrategy.setup_environment(self)
         # Lightning's own loaders cause it, on each rank
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", module=r"lightning\.")
         self._setup_distributed()
         self._make_groups()
-        self.lightning_module._device_mesh = self._device_mesh
-        trainer = self.lightning_module.trainer
+        self._module._device_mesh = self._device_mesh
+        trainer = self._module.trainer
         self._preemption.take_over(trainer)
         lightning_private.run_within(trainer, self._ending_as_it_should)
         lightning_private.drop_predictions(trainer, drop_repeated)
@@ -112,7 +117,6 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
     @contextmanager
     def _ending_as_it_should(self) -> Iterator[None]:
         """Raise on all ranks what ended the run; hooks may save on the exception if all ranks agree."""
-        assert self.lightning_module is not None
         watch = self._watch
         with watch.interrupts.caught() if watch else nullcontext():
             try:
@@ -124,7 +128,7 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
                     watch.fails()
                     self._report(raised)
                     raised = watch.failure_elsewhere(raised) or raised
-                    self._undo_guards = print_failed_saves(self.lightning_module.trainer, watch.is_first_to_say)
+                    self._undo_guards = print_failed_saves(self._module.trainer, watch.is_first_to_say)
                 if raised is error:
                     raise
                 raise raised from error

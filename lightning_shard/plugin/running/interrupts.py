@@ -40,7 +40,8 @@ class Interrupts:
         os.set_blocking(self._writes, False)
         self._poll = select.poll()
         self._poll.register(self._reads, select.POLLIN)
-        self._asked_at: float | None = None
+        self.asked_at: float | None = None
+        """When Ctrl+C has reached this rank."""
         self._longest_s, self._since = 0.0, time.monotonic()
         self._presses = 0
         self._saves = False
@@ -92,11 +93,6 @@ class Interrupts:
         now = time.monotonic()
         self._longest_s, self._since = max(self._longest_s, now - self._since), now
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether Ctrl+C has reached this rank."""
-        return self._asked_at is not None
-
     # The thread
 
     def wait(self, seconds: float) -> None:
@@ -116,17 +112,17 @@ class Interrupts:
         """Act on what came since; returns a reason to end at once, if there is one."""
         presses, self._presses = self._presses if self.catches else 0, 0
         now = time.monotonic()
-        if self._asked_at is None:
+        if self.asked_at is None:
             if presses:
-                self._asked_at = now
+                self.asked_at = now
                 if store.compare_set(self._key, "", str(self._rank)).decode() == str(self._rank):
                     say("Ctrl+C: all ranks end after this step. Press it again to end at once, without a checkpoint.")
             return None
         limit_s = _PATIENCE_S + 2 * self._longest_s
         if self.has_left:
             return None
-        if presses and now - self._asked_at > _SAME_S:
+        if presses and now - self.asked_at > _SAME_S:
             return "KeyboardInterrupt: Ctrl+C was pressed again, so all ranks end at once, and nothing is saved"
-        if now - max(self._asked_at, self._since) > limit_s and not self._saves:
+        if now - max(self.asked_at, self._since) > limit_s and not self._saves:
             return f"KeyboardInterrupt: no batch ended within {limit_s:.0f} s of Ctrl+C, so nothing is saved"
         return None

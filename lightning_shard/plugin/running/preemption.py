@@ -96,23 +96,15 @@ class Preemption(callbacks.Callback):
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._passes(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:  # nothing to save: others learn of it as of any failure
-            self._end_if(self._is_interrupted(trainer), trainer)
+        watch = trainer.strategy._watch  # type: ignore[attr-defined]
+        if trainer.state.fn != TrainerFn.FITTING and watch is not None and watch.interrupts.asked_at is not None:
+            raise KeyboardInterrupt  # nothing to save: others learn of it as of any failure
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def _passes(self, trainer: pl.Trainer) -> None:
         if (watch := trainer.strategy._watch) is not None:  # type: ignore[attr-defined]
             watch.interrupts.passes()
-
-    def _is_interrupted(self, trainer: pl.Trainer) -> bool:
-        watch = trainer.strategy._watch  # type: ignore[attr-defined]
-        return watch is not None and watch.interrupts.is_asked
-
-    def _end_if(self, interrupted: bool, trainer: pl.Trainer) -> None:
-        if interrupted:
-            trainer.strategy._watch.interrupts.has_left = True  # type: ignore[attr-defined]
-            raise KeyboardInterrupt
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._stop |= trainer.should_stop
@@ -145,11 +137,14 @@ class Preemption(callbacks.Callback):
         Raises:
             KeyboardInterrupt: On all ranks, after Ctrl+C on some.
         """
-        groups, interrupted = trainer.strategy.groups, self._is_interrupted(trainer)  # type: ignore[attr-defined]
+        watch, groups = trainer.strategy._watch, trainer.strategy.groups  # type: ignore[attr-defined]
+        interrupted = watch is not None and watch.interrupts.asked_at is not None
         flags = groups.any(self._stop, interrupted, self._sigterm, self._requeue, *more)
         trainer.should_stop, interrupted, *combined = flags
         self._stop = False
-        self._end_if(interrupted, trainer)
+        if interrupted:
+            watch.interrupts.has_left = True
+            raise KeyboardInterrupt
         return combined
 
     def _act(self, trainer: pl.Trainer, sigterm: bool, requeue: bool) -> None:
