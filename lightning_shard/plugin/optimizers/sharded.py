@@ -149,8 +149,8 @@ def _refuse_parameters(module: nn.Module) -> None:
     """Check a module before it is sharded.
 
     Raises:
-        ConfigurationError: A parameter has hooks that run after its gradient is accumulated (those that are set later do
-            run), or is of a class derived from ``nn.Parameter``, which an optimizer may ask for.
+        ConfigurationError: A parameter has hooks that run after its gradient is accumulated (later ones do run), or is
+            of a class derived from ``nn.Parameter``, which an optimizer may ask for.
     """
     for name, parameter in module.named_parameters():
         kind = type(parameter)

@@ -4,11 +4,10 @@ In these cases Lightning 2.6 does the following, which is replaced here:
 
 - It creates filesystems without storage options, and takes ``file://`` for the name of a folder.
 - It searches for ``last`` by paths that it normalises like local ones, and asks a store when a directory was modified,
-  which object stores don't know.
-- It takes every existing path for a checkpoint. One without a manifest isn't.
+  which object stores don't know. It takes every existing path for a checkpoint, even one without a manifest.
 - On an exception it saves over a checkpoint of the same name.
 - Resumed in the middle of gradient accumulation, it saves again after the first batch, at the step that was resumed
-  from. A resume from that would lack the gradients of that batch; as ``last`` it hides the checkpoint that lacks none.
+  from. A resume from that would lack the gradients of that batch.
 - On remote stores it removes every checkpoint that leaves the top k, even the one that the run was resumed from.
 
 Private in Lightning 2.6, used or overridden: ``_find_last_checkpoints``, ``_should_remove_checkpoint``,
