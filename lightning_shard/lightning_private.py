@@ -23,7 +23,7 @@ Of one Trainer, its loops and its callbacks:
   ``zero_grad`` and ``backward`` after it.
 * ``_accelerator_connector.use_distributed_sampler``: Lightning's sampler shuffles, and distributes by global rank.
 * ``*_loop.inference_mode``: DTensors don't work in inference mode.
-* ``*_loop.on_run_end``: all-gathered parameters are freed before the hooks that it calls.
+* ``*_loop.on_run_end``: all-gathered parameters are freed around the hooks that it calls.
 * ``_run_stage``: an error that leaves it is the one that callbacks, loggers and the user get.
 * ``predict_loop._on_predict_epoch_end``: passes ``_predictions`` and ``epoch_batch_indices`` to prediction writers.
 * ``_combined_loader``, ``_data_fetcher.done``, ``.batches``: a loop's loaders, and prefetched batches.
@@ -398,12 +398,14 @@ def loggers_in_place(module: Any, stand_in: Callable[[Any], Any]) -> Iterator[No
         trainer.loggers = before
 
 
-def before_end_hooks(loop: Any, act: Callable[[], None]) -> None:
-    """Call ``act`` whenever a loop has run its last step, before the hooks of its end."""
+def around_end_hooks(loop: Any, act: Callable[[], None]) -> None:
+    """Call ``act`` whenever a loop has run its last step, before the hooks of its end and after them."""
 
     def on_run_end() -> Any:
         act()
-        return type(loop).on_run_end(loop)
+        result = type(loop).on_run_end(loop)
+        act()
+        return result
 
     loop.on_run_end = on_run_end
 

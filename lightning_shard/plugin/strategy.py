@@ -409,7 +409,7 @@ class HybridShardStrategy(PreparedStrategy):
         trainer = module.trainer
         self._seed_of_evaluation = randomness.derive(self._seed, lightning_private.batches_started(trainer))
         loop = lightning_private.evaluating(trainer)
-        lightning_private.before_end_hooks(loop, self._free_gathered)
+        lightning_private.around_end_hooks(loop, self._free_gathered)
         broadcast_statistics(module, self.groups.gradient)
         self._join_copies()
         assert self._steps is not None
@@ -428,14 +428,7 @@ class HybridShardStrategy(PreparedStrategy):
         """Prepare a batch as Lightning does where no hook overrides it; idempotent."""
         return self.batch_to_device(self.precision_plugin.convert_input(batch), dataloader_idx=dataloader_idx)
 
-    def on_validation_end(self) -> None:
-        self._free_gathered()
-
-    def on_test_end(self) -> None:
-        self._free_gathered()
-
     def on_predict_end(self) -> None:
-        self._free_gathered()
         lightning_private.write_predictions_again(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     def _free_gathered(self) -> None:
