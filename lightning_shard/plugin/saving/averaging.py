@@ -133,7 +133,13 @@ def _one_by_one(
     return average
 
 
-_OF_THE_STRATEGY = {"state_dict", "current_model_state", "optimizer_states"}
+_OTHER_STATE = {
+    "state_dict",
+    "current_model_state",
+    "optimizer_states",
+    "hyper_parameters",
+    "datamodule_hyper_parameters",
+}
 Shape = tuple[int, ...]
 
 
@@ -174,4 +180,4 @@ def by_stages(
     def sharded(value: Tensor) -> Tensor:
         return DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
-    return {key: value if key in _OF_THE_STRATEGY else split(value) for key, value in checkpoint.items()}
+    return {key: value if key in _OTHER_STATE else split(value) for key, value in checkpoint.items()}
