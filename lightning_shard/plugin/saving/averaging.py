@@ -133,13 +133,7 @@ def _one_by_one(
     return average
 
 
-_OTHER_STATE = {
-    "state_dict",
-    "current_model_state",
-    "optimizer_states",
-    "hyper_parameters",
-    "datamodule_hyper_parameters",
-}
+_OTHER_STATE = {"state_dict", "current_model_state", "optimizer_states", "hyper_parameters"}
 Shape = tuple[int, ...]
 
 
