@@ -94,7 +94,9 @@ class Preemption(callbacks.Callback):
         if sigterm or requeue:
             self._act(trainer, sigterm, requeue)
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self._passes(trainer)
         watch = trainer.strategy._watch  # type: ignore[attr-defined]
         if trainer.state.fn != TrainerFn.FITTING and watch is not None and watch.interrupts.asked_at is not None:
