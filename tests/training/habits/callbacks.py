@@ -90,7 +90,7 @@ def keep_the_best(run: Run) -> Any:
     return seen, run.files(), best, Path(save.best_model_path).name, float(save.best_model_score)
 
 
-@habit("lightning_shard.ModelCheckpoint: by steps, all kept, weights only, the last", long=True)
+@habit("lightning_shard.ModelCheckpoint: by steps, all kept, weights only, last", long=True)
 def keep_by_steps(run: Run) -> Any:
     save = lightning_shard.ModelCheckpoint(
         run.folder, every_n_train_steps=2, save_top_k=-1, save_weights_only=True, save_last=True
