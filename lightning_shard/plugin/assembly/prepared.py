@@ -234,7 +234,7 @@ class PreparedStrategy(CheckpointedStrategy):
         if self.layout.pipeline_parallel_size > 1 and known is not self._assembly:  # else this Trainer has printed it
             report_placement(callbacks, self.layout, known.placement)
         if self.layout.world_size > 1:
-            report_whole(callbacks, module, self.groups.gather_over_stages)
+            report_whole(callbacks, module)
 
     def _restore_what_is_laid_out(self) -> None:
         """Restore all but optimizers and loops, which Lightning does after the setup; runs users' loading hooks."""
@@ -248,8 +248,7 @@ class PreparedStrategy(CheckpointedStrategy):
         """Cut and shard a module that wasn't laid out before."""
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._built, names = Built.of(module), names_by_id(module)
-        stays_whole = self.layout.world_size == self.layout.data_parallel_size and self._expert_mesh is None
-        if not stays_whole:
+        if self.layout.world_size > 1:
             summarize_before(module, callbacks)
         self.precision_plugin.convert_module(module)
         assembly = assemble(

@@ -1,16 +1,15 @@
-"""Makes Lightning's ModelSummary, plain and rich, report the whole model, with a column for this rank's part.
+"""Makes Lightning's ModelSummary, plain and rich, report the module as it was before it was laid out.
 
-The callbacks see the module only after it is laid out. Of one that is cut into stages, or whose layers are split, sizes
-and operations are those of a run on fake tensors before that, also in the fits of later Trainers. Where the example
-can't run on these, they are left out. Where summaries are on, the table of what each stage has is printed too.
+Sizes and operations are those of a run on fake tensors; where the example can't run on these, they are left out. Where
+summaries are on, the table of what each stage has is printed too.
 
 Private in Lightning 2.6, used here: the callbacks' ``_summary`` and ``_max_depth``, and a summary's
-``_get_summary_data``. The column's title is one that the rich summary knows.
+``_get_summary_data``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -18,23 +17,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.utilities.model_summary import get_human_readable_count, summarize
+from lightning.pytorch.utilities.model_summary import summarize
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
 
 from lightning_shard.layout import Layout
-from lightning_shard.parallel.fsdp.shard import reshard
-from lightning_shard.parallel.fsdp.units import class_name
 from lightning_shard.pipeline.cost import on_fake_tensors
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.plugin.assembly.probe import restoring_state
-from lightning_shard.sharding import local_tensor
 
-_COLUMN = "Params per Device"
 _BEFORE = "_lightning_shard_summary"
 """The attribute under which a module that was laid out keeps its summaries from before, by their depth."""
-_NO_LAYER = "n/a"
-"""The type in the row of parameters that belong to no layer."""
 
 
 @dataclass
@@ -59,7 +51,7 @@ class WholeSummary:
 
 
 def summarize_before(module: pl.LightningModule, callbacks: Iterable[pl.Callback]) -> None:
-    """Keep what summaries say of a module that is to be cut or split, for all Trainers that will fit it."""
+    """Keep what summaries say of a module that is to be laid out, for all Trainers that will fit it."""
     depths = {callback._max_depth for callback in _summaries(callbacks)}
     module.__dict__[_BEFORE] = {
         depth: (_on_fake_tensors(module, depth) if depths else None) or _without_a_run(module, depth)
@@ -93,13 +85,17 @@ def _without_a_run(module: pl.LightningModule, depth: int) -> WholeSummary:
     return found
 
 
-def report_whole(
-    callbacks: Iterable[pl.Callback], module: pl.LightningModule, gather_over_stages: Callable[[Any], list[Any]]
-) -> None:
-    """Make a Trainer's callbacks report the whole of a module that was laid out, with this rank's part beside it."""
-    before: dict[int, WholeSummary] | None = module.__dict__.get(_BEFORE)
+def report_whole(callbacks: Iterable[pl.Callback], module: pl.LightningModule) -> None:
+    """Make a Trainer's callbacks report a module that was laid out as it was before."""
+    before: dict[int, WholeSummary] = module.__dict__[_BEFORE]
     for callback in _summaries(callbacks):
-        vars(callback)["_summary"] = partial(_summarized, callback._max_depth, before, gather_over_stages)
+        # of another depth, if only an earlier Trainer's is known
+        found = before.get(callback._max_depth) or next(iter(before.values()))
+        vars(callback)["_summary"] = partial(_repeated, found)
+
+
+def _repeated(found: WholeSummary, *_: Any) -> WholeSummary:
+    return deepcopy(found)
 
 
 def report_placement(callbacks: Iterable[pl.Callback], layout: Layout, placement: Placement | None) -> None:
@@ -110,40 +106,3 @@ def report_placement(callbacks: Iterable[pl.Callback], layout: Layout, placement
 
 def _summaries(callbacks: Iterable[pl.Callback]) -> list[ModelSummary]:
     return [callback for callback in callbacks if isinstance(callback, ModelSummary) and callback._max_depth]
-
-
-def _summarized(
-    depth: int,
-    before: dict[int, WholeSummary] | None,
-    gather_over_stages: Callable[[Any], list[Any]],
-    _trainer: pl.Trainer,
-    module: pl.LightningModule,
-) -> WholeSummary:
-    if before is None:
-        whole = WholeSummary.of(module, depth)
-        reshard(module)  # the summary called it on its example
-    else:  # of another depth, if only an earlier Trainer's is known
-        whole = deepcopy(before.get(depth) or next(iter(before.values())))
-        trained = gather_over_stages(
-            {name: p.shape.numel() for name, p in module.named_parameters() if p.requires_grad}
-        )
-        whole.trainable_parameters = sum({name: n for stage in trained for name, n in stage.items()}.values())
-    return _with_own_part(whole, module)
-
-
-def _with_own_part(whole: WholeSummary, module: pl.LightningModule) -> WholeSummary:
-    columns = dict(whole.data)
-    names, kinds = columns["Name"], columns["Type"]
-    columns["Type"][:] = [
-        kind if kind == _NO_LAYER else class_name(module.get_submodule(name)) for name, kind in zip(names, kinds)
-    ]
-    own = {name: _own(module.get_submodule(name)) for name, kind in zip(names, kinds) if kind != _NO_LAYER}
-    rest = _own(module) - sum(count for name, count in own.items() if "." not in name)
-    counts = [get_human_readable_count(own.get(name, rest)) for name in names]
-    place = [title for title, _ in whole.data].index("Params") + 1
-    whole.data = [*whole.data[:place], (_COLUMN, counts), *whole.data[place:]]
-    return whole
-
-
-def _own(module: nn.Module) -> int:
-    return sum(local_tensor(parameter).numel() for parameter in module.parameters())

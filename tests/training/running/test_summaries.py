@@ -1,4 +1,4 @@
-"""ModelSummary on layouts: the table of one process, and this rank's part beside it."""
+"""ModelSummary on layouts: the table of one process."""
 
 from __future__ import annotations
 
@@ -50,15 +50,9 @@ def summarized(sizes: dict[str, int] | None) -> list[Any]:
     return shown
 
 
-@pytest.mark.parametrize(
-    ("sizes", "of_head"),
-    [(PIPELINE, "2.0 K"), pytest.param(TENSOR, "2.0 K", marks=pytest.mark.long)],
-    ids=["pp2", "tp2"],
-)
-def test_summaries_of_an_example_are_those_of_one_process(sizes: dict[str, int], of_head: str) -> None:
+@pytest.mark.parametrize("sizes", [PIPELINE, pytest.param(TENSOR, marks=pytest.mark.long)], ids=["pp2", "tp2"])
+def test_summaries_of_an_example_are_those_of_one_process(sizes: dict[str, int]) -> None:
     ours, plain = run_ranks(summarized, 2, sizes, elastic=True)[0], summarized(None)
     for (columns, *counts), (expected, *counts_of_one) in zip(ours, plain, strict=True):
         assert counts == counts_of_one
-        own = dict(zip(columns["Name"], columns.pop("Params per Device")))
-        assert own["model.head"].strip() == of_head
         assert columns == expected
