@@ -7,7 +7,6 @@ this rank's part. ``on_load_checkpoint`` gets the same.
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -258,7 +257,6 @@ def load_module(
     foreign = {name: module.get_buffer(name) for name in also if name in stored}
     if by_own_code:
         ckpt.load_together(lambda: _pairs(foreign, stored))
-        _tell_of_types((stored[n], own[n]) for n in own if isinstance(stored.get(n), ckpt.StoredTensor))
         plain = state.keys() - live
         return load_by_own_code(module, stored, set(elsewhere), strict=strict, plain=plain, left_out=left_out)
     own |= foreign
@@ -279,9 +277,7 @@ def load_module(
                 f" {_some('unexpected', unexpected)}. Set strict_loading = False on the module to load those they"
                 " share."
             )
-        found = _pairs(own, stored)
-        _tell_of_types(found)
-        return found
+        return _pairs(own, stored)
 
     ckpt.load_together(pairs, cast=True)  # as plain Lightning does
     with ckpt.all_or_none():
@@ -305,17 +301,6 @@ def fill(targets: Mapping[str, Tensor], stored: Mapping[str, Any], *, strict: bo
         return _pairs(targets, as_stored(stored))
 
     ckpt.load_together(pairs)
-
-
-def _tell_of_types(pairs: Iterable[ckpt.Pair]) -> None:
-    differ = [(stored, tensor) for stored, tensor in pairs if stored.dtype != tensor.dtype]
-    if differ:
-        stored, tensor = differ[0]
-        warnings.warn(  # on each rank that converts: rank 0's stage may have none of them
-            f"{stored.name} is {stored.dtype} in the checkpoint and {tensor.dtype} in the module, and is converted"
-            f"{f', and so are {len(differ) - 1} more' if len(differ) > 1 else ''}.",
-            stacklevel=2,
-        )
 
 
 def _pairs(targets: Mapping[str, Tensor], stored: Mapping[str, Any]) -> list[ckpt.Pair]:
