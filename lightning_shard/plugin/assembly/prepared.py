@@ -85,17 +85,14 @@ def make_steps(
     reduces_each: bool,
     syncs_batch_norm: bool,
 ) -> Steps:
-    """Make the steps of a module; a collective call over all ranks.
+    """Make the steps of a module that was laid out; a collective call over all ranks.
 
     Args:
-        module: Cut and sharded; with one stage a LightningModule.
-        known: How it was laid out.
+        module: With one stage a LightningModule.
         loop: The loop that will run them.
         mesh: The world's.
         weigh: The weight of a batch's loss; ``None``: all count equally.
         check_saved: Refuses what could not be saved; a collective call over all ranks.
-        reduces_each: Whether each backward reduces gradients over the data ranks.
-        syncs_batch_norm: Whether BatchNorm's statistics are those of all data ranks.
     """
     layout, stages = known.layout, known.stages
     metrics = known.metrics = known.metrics or SharedMetrics(groups, device, stages)

@@ -37,7 +37,6 @@ def prepare(
     """Make optimizers step this rank's parameters, or refuse them; a collective call over the pipeline.
 
     Args:
-        parameters: This rank's, by name.
         built: The module's parameters before sharding, if it was sharded for this run.
         tied: Names of parameters that other stages hold too.
 

@@ -136,12 +136,8 @@ class Drift:
         """The sections of a save, with the same values wherever ranks hold the same. A collective call over all ranks.
 
         Values are the lowest rank's, or those of the lowest that has no NaN or infinity. Of a tensor that stages hold
-        with different values, only the last stage, whose ranks are the lowest, still has it.
-
-        Args:
-            sections: By name; the tensors aren't changed.
-            on_several_stages: Names, with their sections, that other stages have too.
-            at: What warnings say of where and when it is saved.
+        with different values (``on_several_stages``, with their sections), only the last stage, whose ranks are the
+        lowest, still has it. ``at`` is what warnings say of where and when it is saved.
         """
         if self._layout.world_size == 1:
             return sections

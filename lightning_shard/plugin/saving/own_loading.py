@@ -168,18 +168,10 @@ def load_by_own_code(
     plain: Collection[str],
     left_out: Collection[str],
 ) -> tuple[list[str], list[str]]:
-    """Call ``module.load_state_dict`` with a checkpoint; a collective call over all ranks.
+    """Call ``module.load_state_dict`` with a checkpoint, as :func:`load_module`.
 
     Args:
-        module: Cut and sharded.
-        stored: Names to tensors, stored or plain ones.
-        elsewhere: Names that other stages fill.
-        strict: Refuse missing and unexpected names.
         plain: Names whose values are passed as plain tensors, such as a metric's state, which is kept as it is.
-        left_out: Names that may be missing.
-
-    Returns:
-        Missing and unexpected names.
 
     Raises:
         StateMismatchError: ``load_state_dict`` refused something.
@@ -232,20 +224,14 @@ def load_module(
     left_out: Collection[str] = (),
     by_own_code: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """Fill a module's parameters and buffers, in place.
+    """Fill a module that is cut and sharded, in place; returns missing and unexpected names. Collective over all ranks.
 
     Args:
-        module: Cut and sharded.
         stored: Names to stored tensors (a checkpoint's, or plain ones with which a hook replaced them).
         elsewhere: Names that other stages fill.
-        strict: Refuse missing and unexpected names.
         also: Buffers that are filled as well, although they are another stage's state.
         left_out: Names that may be missing, since the module already has their values.
-        by_own_code: Call the module's ``load_state_dict``, since some stage has its own loading code; the same value on
-            all ranks.
-
-    Returns:
-        Missing and unexpected names.
+        by_own_code: Whether some stage has its own loading code, so that all call the module's ``load_state_dict``.
 
     Raises:
         StateMismatchError: Shapes differ; with ``strict``, names do.
