@@ -78,17 +78,14 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
         ParallelStrategy.setup_environment(self)
         # Lightning's own loaders cause it, on each rank
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", module=r"lightning\.")
-        self._setup_distributed()
+        self.set_world_ranks()
+        self._connect()
         self._make_groups()
         self._module._device_mesh = self._device_mesh
         trainer = self._module.trainer
         self._preemption.take_over(trainer)
         lightning_private.run_within(trainer, self._ending_as_it_should)
         lightning_private.drop_predictions(trainer, drop_repeated)
-
-    def _setup_distributed(self) -> None:
-        self.set_world_ranks()
-        self._connect()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         value = torch.tensor(int(decision), device=self.root_device)

@@ -191,7 +191,10 @@ class Drift:
             Local parts to save by name, None for what this stage leaves to a later one; and how far they are from this
             rank's.
         """
-        told_here = {key: _Told(digest, _kind(local), _is_finite(local)) for key, (local, digest) in own.items()}
+        told_here = {
+            key: _Told(digest, _kind(local), bool(_wide(local).isfinite().all()))
+            for key, (local, digest) in own.items()
+        }
         everyone = self._everyones(told_here)
         rank = self._layout.rank
         settled: dict[str, Tensor | None] = {}
@@ -256,10 +259,6 @@ class Drift:
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
     return tensor.dtype, tensor.shape
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(_wide(tensor).isfinite().all())
 
 
 def _wide(tensor: Tensor) -> Tensor:
