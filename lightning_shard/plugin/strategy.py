@@ -51,53 +51,44 @@ class HybridShardStrategy(PreparedStrategy):
     """Fully sharded data, tensor and pipeline parallelism in any combination, for an unmodified LightningModule.
 
     Args:
-        pipeline_parallel_size: Number of ranks in a pipeline. The network's blocks are cut into as many stages, or
-            more with schedules that put several stages on each rank.
+        pipeline_parallel_size: Number of ranks in a pipeline, over which the network's blocks are cut into stages.
         tensor_parallel_size: Number of ranks over which single layers are split.
-        expert_parallel_size: Number of data-parallel ranks over which the experts of mixtures are distributed; experts
-            are sharded over the remaining data ranks. Divides ``data_parallel_size / data_parallel_replicas``. As with
-            any data ranks, a load-balancing loss covers each data rank's own tokens.
+        expert_parallel_size: Number of data-parallel ranks over which the experts of mixtures are distributed. Divides
+            ``data_parallel_size / data_parallel_replicas``.
         data_parallel_size: Number of ranks over which the data is distributed; ``"auto"``: all remaining ranks.
         data_parallel_replicas: Parameters are sharded over ``data_parallel_size / data_parallel_replicas`` ranks, and
             replicated over this many such groups (HSDP).
         microbatches: Number of microbatches into which a pipeline splits a batch. Default: twice the number of stages.
-        schedule: ``"1F1B"``, ``"Eager1F1B"`` (mostly faster where stages differ, with about twice the activations) or
-            ``"GPipe"``; ``"Interleaved1F1B"`` (several stages on each rank: two, or as many as ``placement`` has
-            counts); ``"InterleavedZeroBubble"`` (the same, or one on each), ``"ZBVZeroBubble"`` and ``"DualPipeV"``
-            (two on each), which split backwards in two parts; the path of a CSV file as torch's schedules write it; or
-            ``"auto"``: the named schedule that is fastest in a simulation of the stages' counted costs, unless its
-            gain isn't worth its other costs, such as activations. The choice is logged.
+        schedule: ``"1F1B"``, ``"Eager1F1B"`` (mostly faster where stages differ, with about twice the activations),
+            ``"GPipe"``; with several stages on each rank ``"Interleaved1F1B"``, ``"InterleavedZeroBubble"``,
+            ``"ZBVZeroBubble"``, ``"DualPipeV"``, of which the last three split backwards in two parts; the path of a CSV
+            file as torch's schedules write it; or ``"auto"``: the one that is fastest in a simulation of the stages'
+            counted costs, unless its gain isn't worth its other costs. The choice is logged.
         placement: How blocks are assigned to stages: ``"auto"`` (by cost), ``"even"``, or counts such as
             ``[3, 5, 5, 3]``.
         pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``, or names of several lists
-            and modules in running order, each as often as it runs. Default: found automatically. Of a list's modules,
-            data ranks gather the named ones while they are called, and all others for the whole step.
+            and modules in running order, each as often as it runs. Default: found automatically.
         loss_weight: A function of a batch that returns the weight of its loss, such as its number of non-padding
-            tokens: then a loss that is a mean over tokens becomes the mean over the whole global batch, however that
-            is split into microbatches and distributed to data ranks. Default: all parts count equally; if their
-            numbers differ in the first steps, a warning says so. Pass the same number as ``batch_size`` when logging.
+            tokens: then a mean over tokens becomes the mean over the whole global batch. Default: all parts count
+            equally. Pass the same number as ``batch_size`` when logging.
         tensor_parallel_plan: Patterns of module names to styles, such as ``{"layers.*.attn.q": "colwise"}``. Default:
             the model's own, where it is a transformers model.
         expert_parallel_plan: Patterns of the names of modules of experts, or lists of them, such as
             ``{"layers.*.moe.experts": "experts"}``. Default: the model's own, where it is a transformers model.
         activation_checkpointing: Recompute activations in the backward instead of keeping them: ``True`` in every
             block, ``n`` in every n-th, ``"selective"`` in every block all but matrix products and attention.
-        cpu_offload: Keep parameters, gradients and optimizer states in host memory; they are copied to the device
-            while they are used.
-        compile_blocks: Run each block's forward through ``torch.compile``; equal blocks are compiled once. A string
-            names the backend.
+        cpu_offload: Keep parameters, gradients and optimizer states in host memory.
+        compile_blocks: Run each block's forward through ``torch.compile``. A string names the backend.
         reduce_each_microbatch: Reduce gradients over the data ranks in each backward, so that only shards of them are
             kept. Otherwise only the last backward before an optimizer step does, which communicates less.
         reshard_after_forward: Free a block's gathered parameters after its forward, and gather them again for the
-            backward. Default: ``True`` with one pipeline stage; ``False`` with several, where it would happen for each
-            microbatch. With manual optimization: always.
+            backward. Default: ``True`` with one pipeline stage; ``False`` with several. With manual optimization:
+            always.
         checkpoint_io: A :class:`ShardedCheckpointIO`.
         process_group_backend: Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
         timeout: The timeout of collective operations.
         context_parallel_size: Number of ranks over which each sequence is split within blocks, whose attention must be
-            ``scaled_dot_product_attention``; parameters are sharded over them too. The world has
-            ``data_parallel_size × context_parallel_size`` ranks. Sequence lengths are multiples of twice this size.
-            Not with pipeline, tensor or expert parallelism.
+            ``scaled_dot_product_attention``. Sequence lengths are multiples of twice this size. With data ranks only.
         rehearse: After the first batch of each kind of step, run two microbatches again, one by one and as one, and
             refuse or warn of what microbatches change (sentence 12 of the contract). Of pipeline stages.
 
