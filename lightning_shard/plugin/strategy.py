@@ -61,9 +61,9 @@ class HybridShardStrategy(PreparedStrategy):
         microbatches: Number of microbatches into which a pipeline splits a batch. Default: twice the number of stages.
         schedule: ``"1F1B"``, ``"Eager1F1B"`` (mostly faster where stages differ, with about twice the activations),
             ``"GPipe"``; with several stages on each rank ``"Interleaved1F1B"``, ``"InterleavedZeroBubble"``,
-            ``"ZBVZeroBubble"``, ``"DualPipeV"``, of which the last three split backwards in two parts; the path of a CSV
-            file as torch's schedules write it; or ``"auto"``: the one that is fastest in a simulation of the stages'
-            counted costs, unless its gain isn't worth its other costs. The choice is logged.
+            ``"ZBVZeroBubble"``, ``"DualPipeV"``, of which the last three split backwards in two parts; the path of a
+            CSV file as torch's schedules write it; or ``"auto"``: the one that is fastest in a simulation of the
+            stages' counted costs, unless its gain isn't worth its other costs. The choice is logged.
         placement: How blocks are assigned to stages: ``"auto"`` (by cost), ``"even"``, or counts such as
             ``[3, 5, 5, 3]``.
         pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``, or names of several lists
