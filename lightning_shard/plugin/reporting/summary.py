@@ -26,7 +26,7 @@ from lightning_shard.pipeline.placement import Placement
 from lightning_shard.plugin.assembly.probe import restoring_state
 
 _BEFORE = "_lightning_shard_summary"
-"""The attribute under which a module that was laid out keeps its summaries from before, by their depth."""
+"""The attribute under which a module that was laid out keeps its summaries from before."""
 
 
 @dataclass
@@ -52,11 +52,17 @@ class WholeSummary:
 
 def summarize_before(module: pl.LightningModule, callbacks: Iterable[pl.Callback]) -> None:
     """Keep what summaries say of a module that is to be laid out, for all Trainers that will fit it."""
-    depths = {callback._max_depth for callback in _summaries(callbacks)}
-    module.__dict__[_BEFORE] = {
-        depth: (_on_fake_tensors(module, depth) if depths else None) or _without_a_run(module, depth)
-        for depth in depths or {1}
-    }
+    module.__dict__[_BEFORE] = _Before(module, {callback._max_depth for callback in _summaries(callbacks)})
+
+
+class _Before:
+    """Summaries by their depth; in an object of ours, as a dict would be taken for the module's state."""
+
+    def __init__(self, module: pl.LightningModule, depths: set[int]) -> None:
+        self.by_depth = {
+            depth: (_on_fake_tensors(module, depth) if depths else None) or _without_a_run(module, depth)
+            for depth in depths or {1}
+        }
 
 
 def _on_fake_tensors(module: pl.LightningModule, depth: int) -> WholeSummary | None:
@@ -87,7 +93,7 @@ def _without_a_run(module: pl.LightningModule, depth: int) -> WholeSummary:
 
 def report_whole(callbacks: Iterable[pl.Callback], module: pl.LightningModule) -> None:
     """Make a Trainer's callbacks report a module that was laid out as it was before."""
-    before: dict[int, WholeSummary] = module.__dict__[_BEFORE]
+    before = module.__dict__[_BEFORE].by_depth
     for callback in _summaries(callbacks):
         # of another depth, if only an earlier Trainer's is known
         found = before.get(callback._max_depth) or next(iter(before.values()))
