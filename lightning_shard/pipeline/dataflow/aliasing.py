@@ -104,4 +104,5 @@ def _text(key: Any, blocks: Sequence[str]) -> str:
         "inside": f"What a hook inside of {blocks[key[1]]} sees",
         "kept": f"What {blocks[key[1]]} keeps as an attribute",
         "changed": f"What {blocks[key[1]]} writes to its arguments",
+        "object": f"What {blocks[key[1]]} sets in an object that it is given",
     }[kind]

@@ -276,10 +276,11 @@ class Passage:
         if self.ledger is not None:
             self.ledger.memory.sends(key, tensor)
 
-    def unknown(self, slot: Slot, key: Key, text: str, device: torch.device) -> Tensor:
-        """An unknown tensor for this slot. It has its own memory, since models may write into it."""
+    def unknown(self, slot: Slot, key: Key, text: str, device: torch.device, *, without_memory: bool = False) -> Tensor:
+        """An unknown tensor for this slot. It has its own memory, since models may write into it; but in a cache."""
         has_nan = slot.dtype.is_floating_point or slot.dtype.is_complex
-        data = torch.full(slot.shape, torch.nan if has_nan else 0, dtype=slot.dtype, device=device)
+        shape = () if without_memory else slot.shape
+        data = torch.full(shape, torch.nan if has_nan else 0, dtype=slot.dtype, device=device).expand(slot.shape)
         tensor: Any = mark(data, Origin(text, self.on_missing))
         tensor.needs = slot.requires_grad
         return tensor

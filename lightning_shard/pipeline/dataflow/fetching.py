@@ -233,6 +233,18 @@ class Ledger:
         if wanted := [key for key in keys if key not in self._passage.received]:
             self._passage.received.update(self._ask(wanted, sentence))
 
+    def fetch_if_possible(self, values: Iterable[Tensor]) -> None:
+        """Get those of these values that are unknown, and that an earlier stage may know."""
+        unknown = [leaf for leaf in values if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow)]
+        if found := [leaf for leaf in unknown if self._can_be_fetched(leaf) and not self.late([leaf])]:
+            self._passage.on_missing(found, "A call of the network leaves it in what it is given.")
+
+    def known(self, tensors: Iterable[Tensor]) -> dict[Key, Tensor]:
+        """By name, those of these tensors that are known, and have the value of that name."""
+        ids = {id(tensor) for tensor in tensors if not isinstance(tensor, Unknown)}
+        found = ((key, *named) for key, named in self._named.items() if id(named.tensor) in ids)
+        return {key: tensor for key, tensor, before in found if before in (-1, tensor._version)}
+
     def _check_small(self, hollow: Hollow, sentence: str) -> None:
         if hollow.numel() > LARGEST_PARAMETER:
             raise StepError(

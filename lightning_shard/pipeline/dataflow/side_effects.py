@@ -8,7 +8,7 @@ sent to other stages. Changes of globals, and of sets and the like that a block 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import BuiltinMethodType, CellType
 from typing import Any
@@ -165,15 +165,10 @@ class Before:
         places = enumerate(self.arguments)
         return [(p, leaf) for p, (leaf, before) in places if isinstance(leaf, Tensor) and version(leaf) != before]
 
-    def changed_objects(
-        self, name: str, output: Any, follows: Callable[[Any], bool] | None = None
-    ) -> tuple[tuple[Change, ...], list[Tensor]]:
+    def changed_objects(self, name: str, output: Any) -> tuple[tuple[Change, ...], list[Tensor]]:
         """The changes of objects among the arguments, and the tensors that their slots stand for, in order.
 
         Without containers that the block returned: its output has their entries.
-
-        Args:
-            follows: Which objects to look at; ``None``: all.
 
         Raises:
             StepError: The block took an entry out of an object, or left a module, a function, or one object twice
@@ -200,8 +195,7 @@ class Before:
         returned = {id(each) for each in tree.containers(output)}
         inside = {path for path, (each, *_) in self.objects.items() if id(each) in returned}
         for path, (each, before, versions) in self.objects.items():
-            is_returned = any(path[:length] in inside for length in range(len(path) + 1))
-            if is_returned or (follows is not None and not follows(each)):
+            if any(path[:length] in inside for length in range(len(path) + 1)):
                 continue
             now = entries_of(each)
             if before.keys() - now.keys():

@@ -6,7 +6,7 @@ The step runs whole on each rank; a call of the network goes through all stages 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -78,21 +78,22 @@ class CallByCall:
     ) -> Any:
         """Run one call of the network; returns its output on the rank of the last stage."""
 
-        def run(stage: Stage, _: int) -> Any:
-            assert stage.calls is not None
-            with stage.calls.of(stage.index):
-                try:
-                    with stage.running(stage.entrances[0]):
-                        output = call()
-                        if stage.is_last:
-                            refuse(output, "What the network returns")
-                        return output
-                except StageEnd:
-                    return None
-
         calls = self._ends[-1][0].calls
         assert calls is not None
-        kept = calls.kept
+        objects, kept = calls.objects, calls.kept
+
+        def run(stage: Stage, _: int) -> Any:
+            ledger, output = stage.passage.ledger, None
+            assert ledger is not None
+            calls.stage_begins()
+            with suppress(StageEnd), stage.running(stage.entrances[0]):
+                output = call()
+                if stage.is_last:
+                    refuse(output, "What the network returns")
+                    objects.fetch(ledger)
+            objects.stage_ends(ledger, is_last=stage.is_last)
+            return output
+
         of_any(True)  # a rank whose step has ended raises
         with in_call():
             kept.stages_begin()

@@ -3,7 +3,7 @@
 Between two calls, the user's code computes the next call's input from the last call's output, with control flow that
 may depend on values. So no stage exits such a step early: all ranks run the whole step. Each call of the network goes
 through the stages like a microbatch (``step.py``), with a new search for the values that cross. Then the last stage's
-output is broadcast to all ranks, and they exchange changes of caches and lists (``given_objects.py``), and of what
+output is broadcast to all ranks, and its changes of caches and lists (``given_objects.py``); and they exchange what
 modules keep (``kept_in_calls.py``).
 
 Before each call, and at the end of the step, the ranks compare where they are by an all-gather. So a rank whose code
@@ -58,7 +58,7 @@ class Calls:
     Args:
         stages: This rank's.
         meeting: That of its last one, for collectives over the pipeline.
-        run: Runs a function on each stage of this rank, inside :meth:`of`, until no stage misses a value.
+        run: Runs a function on each stage of this rank, which first calls :meth:`stage_begins`.
         note_generators: Notes the states of the random generators; returns a function that restores them.
         after_call: Called after each call with the number of calls so far.
     """
@@ -115,12 +115,10 @@ class Calls:
         self._ended = sentence
         raise StageEnd
 
-    @contextmanager
-    def of(self, stage: int) -> Iterator[None]:
-        """Context in which a stage runs its part of a call, with generators and arguments as they were at the call."""
-        with self.objects.of(stage):
-            self._put_arguments_back()
-            yield
+    def stage_begins(self) -> None:
+        """A stage begins its part of a call, with generators and arguments as they were at the call."""
+        self.objects.stage_begins()
+        self._put_arguments_back()
 
     def _call(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._inside:
@@ -153,14 +151,14 @@ class Calls:
         return result
 
     def _share(self, output: Any) -> Any:
-        """Broadcast the network's output, and all-gather changes of argument objects and apply them."""
+        """Broadcast the network's output, and what the call has changed in objects and modules."""
         returned: list[Tensor] = []
         described = _described(output, self.objects.paths(), returned) if self._is_last else None
         said = self._meeting.gather((described, self.objects.told(), self.kept.told()))
         for _, _, kept in said:
             self.kept.take(kept)
-        self.objects.take([each for _, each, _ in said])
-        described = said[-1][0]
+        described, told, _ = said[-1]
+        self.objects.take(told)
         tensors = iter(self._meeting.share(returned if self._is_last else [*_slots(described)]))
         return output if self._is_last else tree.map_leaves(partial(self._heard, tensors), described)
 

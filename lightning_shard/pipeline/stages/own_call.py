@@ -59,17 +59,12 @@ class OwnCall:
 
     Args:
         passage: That of the microbatch.
-        follows: Which objects among the arguments to follow the changes of: in a step that runs call by call some are
-            exchanged after the call (``network_calls.py``). ``None``: all.
     """
 
-    def __init__(
-        self, of: OwnBlock, passage: Passage, arguments: Any, follows: Callable[[Any], bool] | None = None
-    ) -> None:
+    def __init__(self, of: OwnBlock, passage: Passage, arguments: Any) -> None:
         self._of = of
         self._passage = passage
         self._arguments = arguments
-        self._follows = follows
         is_looked_at = of.found.unset and not (passage.searching or of.is_last)
         self._unset = of.found.still_unset() if is_looked_at else []
         self._before: Before | None = None
@@ -218,7 +213,7 @@ class OwnCall:
 
     def _note_objects(self, output: Any, before: Before) -> tuple[Change, ...]:
         passage, index = self._passage, self._of.index
-        changes, tensors = before.changed_objects(self._of.name, output, self._follows)
+        changes, tensors = before.changed_objects(self._of.name, output)
         written = set(map(id, before.written_in(changes)))
         for number, tensor in enumerate(tensors):
             passage.produced(("object", index, number), tensor, written=id(tensor) in written)

@@ -374,8 +374,7 @@ class Stage:
             passage.ledger.block_begins()
         self._compiled.run_compiled()
         if passage.searching or not self.is_last:
-            follows = self.calls.objects.has_made if self.calls is not None else None
-            self._own_call = OwnCall(self._own_blocks[index], passage, (args, kwargs), follows)
+            self._own_call = OwnCall(self._own_blocks[index], passage, (args, kwargs))
 
     def _warn_if_shared(self, path: str, value: Any) -> None:
         """Warn of what a block changes in place, and code around this stage's blocks may read by another name."""
@@ -450,8 +449,6 @@ class Stage:
             passage.in_block = False
             if self.trace is not None or index != len(self.blocks) - 1:
                 self._compiled.run_as_written()
-            if self.calls is not None:
-                self.calls.objects.block_ends()
         if self.trace is not None:
             self.trace.resume()
         if index is None:

@@ -145,14 +145,14 @@ class StandIn:
         passage = self.stage.passage
         numbers = count()
 
-        def heard(value: Any) -> Any:
+        def heard(value: Any, *, in_cache: bool) -> Any:
             if not isinstance(value, Slot):
-                return rebuilt(value, heard, "")
+                return rebuilt(value, partial(heard, in_cache=in_cache), "")
             key = ("object", index, next(numbers))
             if key in passage.received:
                 return passage.produced(key, passage.received[key])
             text = f"what {self.name} sets in an object that it is given, on an earlier stage,"
-            return passage.produced(key, passage.unknown(value, key, text, self.stage.device))
+            return passage.produced(key, passage.unknown(value, key, text, self.stage.device, without_memory=in_cache))
 
         for change in done.objects:
             try:
@@ -161,7 +161,7 @@ class StandIn:
                     if key in change.written:
                         self._reproduce_write(entries(held)[key], ("object", index, next(numbers)))
                     else:
-                        set_entry(held, key, heard(value))
+                        set_entry(held, key, heard(value, in_cache=change.is_cache))
             except (LookupError, TypeError) as error:
                 path = ".".join(map(str, change.path[1:]))
                 raise StepError(

@@ -131,14 +131,23 @@ def with_its_own_cache(root: Any, tokens: Tensor) -> Tensor:
     return tokens
 
 
+def with_lazy_cache(root: Any, tokens: Tensor) -> Tensor:
+    """Blocks of several stages add to one list."""
+    cache, new = LazyCache(), tokens
+    for _ in range(3):
+        new = next_of(root.net(new, cache))
+        tokens = torch.cat([tokens, new], 1)
+    return tokens
+
+
 def sometimes(root: Any, tokens: Tensor) -> Tensor:
     """Some batches need a single call."""
     return greedy(root, tokens) if len(tokens) < 4 else root.net(tokens).logits
 
 
-STEPS = [greedy, through_the_root, until_a_word, with_cache, with_its_own_cache, sometimes]
+STEPS = [greedy, through_the_root, until_a_word, with_cache, with_its_own_cache, with_lazy_cache, sometimes]
 SEVERAL = [
-    *((step, "Interleaved1F1B") for step in (greedy, with_its_own_cache, sometimes)),
+    *((step, "Interleaved1F1B") for step in (greedy, with_its_own_cache, with_lazy_cache, sometimes)),
     *((step, "ZBVZeroBubble") for step in (with_cache, with_its_own_cache)),
 ]
 
@@ -243,6 +252,23 @@ def test_caches_that_are_written_in_place_and_state_of_the_network(
     torch.testing.assert_close(evaluated_on_stages(make, step, batches(), 2, schedule=schedule), expected)
 
 
+class Replaces(Net):
+    """Leaves its first states in the cache, and then its last ones in their place."""
+
+    def forward(self, x: Tensor, cache: Any = None, keeps: bool = False) -> Output:
+        cache.states = hidden = self.embed(x).repeat(1, 4, 1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        cache.states = hidden
+        return Output(self.head(hidden), cache)
+
+
+def with_states_of_before(root: Any, tokens: Tensor) -> Tensor:
+    cache: Any = Cache(0)
+    first = root.net(tokens, cache).logits
+    return first * float(cache.states.mean()) + root.net(tokens, cache).logits
+
+
 class HeadBeside(nn.Module):
     """What returns states; the step has them go through a part that the last stage holds."""
 
@@ -256,12 +282,6 @@ def beside(root: Any, tokens: Tensor) -> Tensor:
     for _ in range(2):
         tokens = torch.cat([tokens, root.net.words(root.net.body(tokens).logits)[:, -1:].argmax(-1)], 1)
     return tokens
-
-
-def with_lazy_cache(root: Any, tokens: Tensor) -> Tensor:
-    cache = LazyCache()
-    tokens = next_of(root.net(tokens, cache))
-    return next_of(root.net(tokens, cache))
 
 
 def later_than_the_first(root: Any, tokens: Tensor) -> Tensor:
@@ -295,7 +315,7 @@ def part_by_part(root: Any, tokens: Tensor) -> Tensor:
     ("make", "step", "says"),
     [
         (HeadBeside, beside, r"words\.weight.* have forward compute it"),
-        (Net, with_lazy_cache, r"Blocks of several pipeline stages set entry [01] of a list.*use_cache=False"),
+        (Replaces, with_states_of_before, "what a cache holds of another stage's blocks"),
         (Net, later_than_the_first, r"called once in the first batch.*batch_idx == 0"),
         (Net, stages_part, r"went different ways.*rank 0 calls .*rank 1 returns"),
         (Net, values_part, "went different ways"),

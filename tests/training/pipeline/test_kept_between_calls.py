@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
 
 WIDTH = 8
@@ -169,15 +168,9 @@ class GivesToBlocks(Filling):
         self.log("number", float(len(losses)))
 
 
-@pytest.mark.parametrize("losses", [[], pytest.param({"sum": 0.0, "number": 0}, marks=pytest.mark.long)], ids=str)
-def test_what_blocks_of_several_stages_add_to_what_the_network_is_given_is_refused(losses: Any) -> None:
-    with pytest.raises(StepError, match=r"Blocks of several pipeline stages set entry .* of a (list|dict)"):
-        assert_trains_alike(partial(GivesToBlocks, losses), batches, "pp2")
-
-
-@pytest.mark.long
-def test_what_each_block_sets_in_what_the_network_is_given_is_alike() -> None:
-    assert_trains_alike(partial(GivesToBlocks, {}), batches, "pp2")
+@pytest.mark.parametrize("losses", [[], {"sum": 0.0, "number": 0}, pytest.param({}, marks=pytest.mark.long)], ids=str)
+def test_what_blocks_of_several_stages_add_to_what_the_network_is_given_is_alike(losses: Any) -> None:
+    assert_trains_alike(partial(GivesToBlocks, losses), batches, ["pp2", INTERLEAVED])
 
 
 class IsTheNetwork(L.LightningModule):
