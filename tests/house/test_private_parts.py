@@ -48,7 +48,9 @@ ELSEWHERE = {
     "pipeline/dataflow/masks.py": {"torch._nested_tensor_from_mask_left_aligned"},
     "plugin/assembly/prepared.py": {"lightning.fabric.utilities.optimizer._optimizers_to_device"},
     "plugin/data/loader.py": {
+        "lightning.fabric.utilities.data._reinstantiate_wrapped_cls",
         "lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper",
+        "lightning.pytorch.utilities.data._get_dataloader_init_args_and_kwargs",
     },
     "plugin/data/resume.py": {
         "lightning.fabric.utilities.types._Stateful",

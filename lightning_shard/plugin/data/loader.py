@@ -1,8 +1,9 @@
 """Makes the user's DataLoader read one data rank's part of the data.
 
 Private, used here: torch 2.13's ``DataLoader`` reads ``sampler`` and ``batch_sampler`` from its attributes, which have
-no setters; every iteration in this process goes through ``_get_iterator``. Lightning 2.6 wraps batch samplers to know
-the indices of predictions.
+no setters; every iteration in this process goes through ``_get_iterator``. Lightning 2.6 can recreate a loader of a
+user's own class (``_get_dataloader_init_args_and_kwargs``, ``_reinstantiate_wrapped_cls``), and wraps batch samplers to
+know the indices of predictions.
 
 A rank with more batches than others would wait for them forever: so loaders' lengths are compared, and IterableDatasets
 end together.
@@ -18,7 +19,9 @@ from itertools import islice
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_shard.checkpoint.ranks import Ranks
@@ -276,21 +279,23 @@ def _check_dealt_itself(dataloader: Any, data_rank: int, data_size: int) -> None
 
 
 def _with_samplers(dataloader: DataLoader, sampler: ShardedSampler, batch_sampler: Any) -> Any:
-    """A copy of a loader, with other samplers.
-
-    Raises:
-        ConfigurationError: Its class iterates by code of its own, which may use samplers that it keeps elsewhere.
-    """
+    """A loader of the same class with other samplers."""
     kind = type(dataloader)
-    if kind.__iter__ is not DataLoader.__iter__:
-        raise ConfigurationError(
-            f"{kind.__name__} iterates by code of its own, so its samples can't be dealt to data ranks: use a torch"
-            " DataLoader; or Trainer(use_distributed_sampler=False), and a sampler with"
-            " num_replicas=strategy.layout.data_parallel_size and rank=strategy.layout.data_rank."
-        )
-    twin = copy.copy(dataloader)
-    vars(twin).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
-    return twin
+    if all(getattr(kind, name) is getattr(DataLoader, name) for name in ("__iter__", "__len__", "_get_iterator")):
+        twin = copy.copy(dataloader)
+        vars(twin).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
+        return twin
+    # a class with its own iteration may store its sampler elsewhere too, so the loader is created again
+    hidden = vars(dataloader).get("batch_sampler")
+    # otherwise Lightning would rebuild the user's batch sampler around the sampler
+    vars(dataloader)["batch_sampler"] = None
+    try:
+        arguments, named = _get_dataloader_init_args_and_kwargs(dataloader, sampler)
+    finally:
+        vars(dataloader)["batch_sampler"] = hidden
+    if batch_sampler is not None and dataloader.batch_size is None:
+        named |= {"sampler": None, "batch_sampler": batch_sampler, "batch_size": 1, "drop_last": False}
+    return _reinstantiate_wrapped_cls(dataloader, *arguments, **named)
 
 
 # -- random numbers drawn while a batch is made -----------------------------------------------------------------------

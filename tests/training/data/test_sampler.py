@@ -84,20 +84,6 @@ def test_a_subclass_stays_of_its_class_and_reads_its_part(get):
     assert ranks == [[[0], [3, 4, 5]], [[1, 2], [0]]]
 
 
-class Endless(DataLoader):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.batches = super().__iter__()
-
-    def __iter__(self):
-        yield from self.batches
-
-
-def test_a_subclass_with_an_iteration_of_its_own_is_refused():
-    with pytest.raises(ConfigurationError, match=r"Endless iterates by code of its own.*use_distributed_sampler=False"):
-        shard(Endless(range(8)))
-
-
 class OwnBatches:
     """A batch sampler that is no subclass of torch's and takes what it likes."""
 
