@@ -1,4 +1,4 @@
-"""Copies of metrics, as torchmetrics makes them to track one over epochs, are reduced as the metrics themselves are."""
+"""Copies of metrics, as torchmetrics makes them to track one over epochs, and metrics that hold others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanSquaredError, MetricCollection, MetricTracker
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, MetricTracker, MinMaxMetric
 from torchmetrics.regression import MeanAbsoluteError
 
 from lightning_shard.testing import assert_trains_alike
@@ -24,6 +24,7 @@ class Module(L.LightningModule):
             MetricCollection([MeanSquaredError(), MeanAbsoluteError()]), maximize=[False, True]
         )
         self.metric = MeanSquaredError()
+        self.extremes = MinMaxMetric(MeanMetric())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return (self.blocks(batch) - 2 * batch).square().mean()
@@ -38,11 +39,13 @@ class Module(L.LightningModule):
         self.tracker.update(result, batch)
         self.cloned.update(result, batch)
         self.also(result, 2 * batch)
+        self.extremes.update(result)
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict(self.tracker.compute())
         self.log("cloned", self.cloned.compute())
         self.log("also", self.also.compute())
+        self.log_dict(self.extremes.compute())
         best: Any = self.tracker.best_metric()
         self.log("best", best["MeanSquaredError"])
 
