@@ -48,29 +48,26 @@ _FOR_SPARSE = "Could not run 'fsdp::chunk_cat' with arguments from the 'Sparse"
 
 def note_sharded(exception: BaseException) -> None:
     """Add a note to an exception of user code that used a sharded parameter, or gave it a sparse gradient."""
-    optimizer = _optimizer_that_raised(exception)
-    if optimizer is not None:
-        note = _IN_OPTIMIZER.format(kind=optimizer)
-    elif _is_about_sharded(exception):
-        note = _OF_SHARDED
-    elif str(exception).startswith(_FOR_SPARSE):
-        note = SPARSE_GRADIENT
-    else:
-        return
-    if note not in getattr(exception, "__notes__", ()):
+    note, _ = _why(exception)
+    if note and note not in getattr(exception, "__notes__", ()):
         exception.add_note(note)
 
 
 def sharded_refusal(error: Exception) -> StepError | None:
-    """The same explanation as a StepError; ``None`` for other exceptions."""
-    if str(error).startswith(_FOR_SPARSE):
-        return StepError(SPARSE_GRADIENT)
-    if not _is_about_sharded(error):
+    """The same explanation as a StepError; ``None`` for other exceptions, also an optimizer's of another kind."""
+    text, breaks = _why(error)
+    if not text or (breaks is not None and not _is_about_sharded(error)):
         return None
-    said, optimizer = f"torch said: {in_one_line(error)}", _optimizer_that_raised(error)
-    if optimizer is None:
-        return StepError(f"{_OF_SHARDED} {said}", breaks=9)
-    return StepError(f"{_IN_OPTIMIZER.format(kind=optimizer)} {said}", breaks=11)
+    return StepError(f"{text} torch said: {in_one_line(error)}", breaks=breaks)
+
+
+def _why(error: BaseException) -> tuple[str, int | None]:
+    """What an exception comes from, and the contract's sentence; an empty text for other exceptions."""
+    if str(error).startswith(_FOR_SPARSE):
+        return SPARSE_GRADIENT, None
+    if (optimizer := _optimizer_that_raised(error)) is not None:
+        return _IN_OPTIMIZER.format(kind=optimizer), 11
+    return (_OF_SHARDED, 9) if _is_about_sharded(error) else ("", None)
 
 
 def _optimizer_that_raised(error: BaseException) -> str | None:
