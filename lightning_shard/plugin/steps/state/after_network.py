@@ -89,29 +89,20 @@ class KeptState:
 
     Args:
         root: Cut and sharded.
-        blocks: Names of all blocks, in running order.
+        stage: The stage.
         parts: Names of modules with parameters that run around the blocks and keep their state where they are held.
-        is_last: Whether this is the last stage.
-        elsewhere: The modules whose parameters other stages hold.
+        hollow: Names of parameters for which received ones are substituted while a stage runs.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        blocks: Sequence[str],
-        parts: Collection[str],
-        *,
-        is_last: bool,
-        elsewhere: Collection[nn.Module],
-    ) -> None:
-        within = tuple(f"{name}." for name in (*blocks, *parts))
+    def __init__(self, root: nn.Module, stage: Stage, parts: Sequence[str], hollow: Collection[str]) -> None:
+        within = tuple(f"{name}." for name in (*stage.blocks, *parts))
         self._modules = {
             path: module
             for path, module in root.named_modules()
             if not f"{path}.".startswith(within) and not isinstance(module, (Metric, ScriptModule))
         }
-        self._elsewhere = {path: module for path, module in root.named_modules() if module in elsewhere}
-        self._is_last = is_last
+        self._elsewhere = {path: module for path, module in root.named_modules() if module in stage.elsewhere}
+        self._hollow = {tuple(name.rpartition(".")[::2]) for name in hollow}
         self._in_step = self._searching = False
         self._before: _Look | None = None  # on the last stage, when the first block was called
         self._begun: dict[Name, Outline] | None = None  # at the start of the batch, of containers and objects
@@ -240,6 +231,7 @@ class KeptState:
     def _all_marked(self) -> set[Name]:
         """In a search, all attributes; what may change in place is looked at in later runs too."""
         own = {(path, name): value for path, module in self._modules.items() for name, value in _own(module)}
+        own = {key: value for key, value in own.items() if key not in self._hollow}
         marked = (Tensor, np.ndarray, *CONTAINERS)
         self._marked = {key: value for key, value in own.items() if isinstance(value, marked)}
         return set(own)
@@ -289,11 +281,13 @@ class KeptStates:
     """
 
     def __init__(self, root: nn.Module, stages: Stages, apart: StatesApart) -> None:
+        hollow = {name for stage in stages for name in stage.hollow}
+
         def kept(stage: Stage) -> KeptState:
             # a rank that holds the last stage has the state of its parts
             of_all = stage.last_parts if stage.is_last or not stages.is_last else ()
             parts = [part for part in stage.parts if part not in of_all]
-            return KeptState(root, stage.blocks, parts, is_last=stage.is_last, elsewhere=stage.elsewhere)
+            return KeptState(root, stage, parts, hollow)
 
         self._stages = stages
         self._apart = apart
