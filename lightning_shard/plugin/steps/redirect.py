@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +26,6 @@ _NOT_FOR_SHARDED = (
 """All of torch's messages about sharded parameters, including those for operations that DTensors don't support."""
 
 
-_IN_PLACE = re.compile(r"aten\.\w+_\.")
-"""An operation in torch's message that changes its first argument."""
 _OF_SHARDED = (
     "Outside of steps a parameter, and its gradient, is a DTensor of which each rank has a part: make what it is"
     " computed with from it (torch.ones_like(p), p.detach().clone() in on_train_start), have p.copy_() take a whole"
@@ -127,21 +124,12 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
     except RuntimeError as error:
         if not any(text in str(error) for text in (_NOT_GATHERED, _AS_VALUES)):
             raise
-        if _IN_PLACE.search(str(error)):
-            remedy = (
-                "To change parameters, such as those of a momentum encoder, do so in on_train_batch_start or"
-                " on_train_batch_end, where each rank has its own part (with several pipeline stages that isn't"
-                " possible)."
-            )
-        else:
-            remedy = (
-                "Each of the model's repeated blocks is gathered while it is called: call block(x) and not"
-                " block.forward(x), and elsewhere take p.full_tensor() of its parameters that are DTensors. Or name"
-                " modules inside of them that are called, by pipeline_blocks: the others are gathered for a whole step."
-            )
         raise StepError(
-            f"The step computes with parameters that are sharded ({error}). {remedy} Or use one process, or another"
-            " strategy.",
+            f"The step computes with parameters that are sharded ({error}). Each of the model's repeated blocks is"
+            " gathered while it is called: call block(x) and not block.forward(x), and elsewhere take p.full_tensor()"
+            " of its parameters that are DTensors; or name modules inside of them that are called, by pipeline_blocks:"
+            " the others are gathered for a whole step. Change parameters in on_train_batch_start or"
+            " on_train_batch_end, where each rank has its own part. Or use one process, or another strategy.",
             breaks=8,
         ) from error
     finally:
