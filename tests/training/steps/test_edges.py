@@ -225,64 +225,47 @@ def test_sequence_parallelism_from_a_plan(pipeline: int) -> None:
     assert largest_difference(ours.parameters, plain.parameters) < 2e-5
 
 
-class StopsOnOneRank(Model):
+class Stops(Model):
+    """In a step of the last data rank, or in a hook on rank 0 only, as one does that looks at what only rank 0 has."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__("gpt")
+        self.where = where
+
+    def stop(self, where: str, here: bool) -> None:
+        if where == self.where and here:
+            self.trainer.should_stop = True
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        trainer = self.trainer
-        if (
-            batch_idx == self.stops_at
-            and trainer.strategy.layout.data_rank == trainer.strategy.layout.data_parallel_size - 1
-        ):
-            trainer.should_stop = True
-        return loss
+        layout = cast(HybridShardStrategy, self.trainer.strategy).layout
+        self.stop("step", batch_idx == 1 and layout.data_rank == layout.data_parallel_size - 1)
+        return super().training_step(batch, batch_idx)
 
-    stops_at = 1
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.stop("batch", self.trainer.is_global_zero)
+
+    def on_validation_epoch_end(self) -> None:
+        self.stop("validation", self.trainer.is_global_zero)
+
+    def on_train_epoch_end(self) -> None:
+        self.stop("epoch", self.trainer.is_global_zero)
 
 
-def stop(sizes: dict[str, int], accumulate: int) -> int:
-    module = StopsOnOneRank("gpt")
-    trainer = {"accumulate_grad_batches": accumulate, "val_check_interval": 6}
-    return len(train("gpt", sizes, steps=6, module=lambda: module, trainer=trainer).losses)
+def stop(sizes: dict[str, int], where: list[str], steps: int, settings: dict[str, Any]) -> list[int]:
+    return [len(train("gpt", sizes, steps=steps, module=partial(Stops, w), trainer=settings).losses) for w in where]
 
 
 def test_a_rank_that_stops_stops_all() -> None:
-    assert run_ranks(stop, 2, layout(data=2), 4, elastic=True) == [4, 4]
-
-
-class StopsInAHook(Model):
-    """On rank 0 only, as a hook does that looks at what only rank 0 has."""
-
-    def __init__(self, hook: str) -> None:
-        super().__init__("gpt")
-        self.hook = hook
-
-    def stop(self, hook: str) -> None:
-        if hook == self.hook and self.trainer.is_global_zero and self.global_step:
-            self.trainer.should_stop = True
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.stop("batch")
-
-    def on_validation_epoch_end(self) -> None:
-        self.stop("validation")
-
-    def on_train_epoch_end(self) -> None:
-        self.stop("epoch")
-
-
-def stop_in_hooks(sizes: dict[str, int]) -> list[int]:
-    counts = []
-    for hook in ("batch", "validation", "epoch"):
-        settings = {"val_check_interval": 2, "limit_train_batches": 3, "max_epochs": 3}
-        seen = train("gpt", sizes, steps=9, module=partial(StopsInAHook, hook), trainer=settings)
-        counts.append(len(seen.losses))
-    return counts
+    settings = {"accumulate_grad_batches": 4, "val_check_interval": 6}
+    assert run_ranks(stop, 2, layout(data=2), ["step"], 6, settings, elastic=True) == [[4], [4]]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [PIPELINE, layout(data=2)], ids=["pp2", "dp2"])
 def test_a_hook_of_the_module_that_stops_one_rank_stops_all(sizes: dict[str, int]) -> None:
-    assert run_ranks(stop_in_hooks, 2, sizes, elastic=True) == [[1, 2, 3]] * 2
+    settings = {"val_check_interval": 2, "limit_train_batches": 3, "max_epochs": 3}
+    hooks = ["batch", "validation", "epoch"]
+    assert run_ranks(stop, 2, sizes, hooks, 9, settings, elastic=True) == [[1, 2, 3]] * 2
 
 
 class Dropping(nn.Module):
