@@ -34,11 +34,7 @@ from lightning_shard.plugin.saving.averaging import postpone_copies
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.checks.stage_parameters import (
-    by_parts,
-    guard_of,
-    missing_parameter,
-)
+from lightning_shard.plugin.steps.checks.stage_parameters import by_parts, guard_of
 from lightning_shard.plugin.steps.look_ahead import BatchesAhead, runs_in_order
 from lightning_shard.plugin.steps.loss_weight import loss_of
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
@@ -250,10 +246,7 @@ class HybridShardStrategy(PreparedStrategy):
         super()._report(exception)
 
     def _refusal(self, error: Exception) -> ShardError | None:
-        refusal = None
-        if self.layout.pipeline_parallel_size > 1 and self.lightning_module is not None:
-            refusal = missing_parameter(error, self.lightning_module)
-        return refusal or sharded_refusal(error)
+        return sharded_refusal(error)
 
     def teardown(self) -> None:
         if self.model is not None:
@@ -344,7 +337,7 @@ class HybridShardStrategy(PreparedStrategy):
         for text in apart.values():
             rank_zero_warn(f"{text} Until then, the last stage's copy is saved.")
         state = self._module.state_dict() if apart else {}
-        return {name: state[name] for name in apart}
+        return {name: state[name] for name in apart if name in state}
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
