@@ -150,7 +150,7 @@ def set_up(root: nn.Module) -> None:
 
     If a unit in it were called first, FSDP2 would take that for the root, and refuse calls of ``root``.
     """
-    if is_unit(root) and not is_set_up(root):
+    if not is_set_up(root):
         state_of(root)._lazy_init()
 
 
