@@ -1,10 +1,12 @@
 """Modules that hold sparse tensors, such as a graph's adjacency, and others that torch can't compare."""
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.init import agree_on_weights
 from lightning_shard.testing import assert_trains_alike, ranks
 
@@ -67,13 +69,12 @@ def test_sparse_and_nested_tensors_train_as_in_one_process() -> None:
 
 
 @ranks(2)
-def test_sparse_buffers_are_the_first_ranks() -> None:
-    """Also where ranks have other numbers of entries."""
-    own = torch.eye(3 + dist.get_rank()).roll(1, 0)[:3, :3]
-    module = nn.Module()
-    module.register_buffer("listed", own.to_sparse())
-    module.register_buffer("compressed", own.to_sparse_csr())
-    assert agree_on_weights(module)
-    for buffer in module.buffers():
-        assert torch.equal(buffer.to_dense(), torch.eye(3).roll(1, 0))
-    assert not agree_on_weights(module)
+def test_processes_agree_on_weights_and_must_have_built_the_same_sparse_buffers() -> None:
+    module = nn.Linear(3, 3)
+    nn.init.constant_(module.weight, float(dist.get_rank()))
+    module.register_buffer("listed", ring().to_sparse())
+    agree_on_weights(module)
+    assert not module.weight.any()
+    module.register_buffer("compressed", (ring() * dist.get_rank()).to_sparse_csr())
+    with pytest.raises(ConfigurationError, match="different sparse buffers"):
+        agree_on_weights(module)
