@@ -13,7 +13,7 @@ Laying a module out replaces its parameters by others: parts, fake ones, sharded
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,52 +62,30 @@ def _broadcast_from_first(tensor: Tensor) -> None:
     tensor.copy_(values)
 
 
-def materialize(root: nn.Module, parts: Iterable[str], device: torch.device, seed: int) -> list[str]:
+def materialize(root: nn.Module, blocks: Collection[str], device: torch.device, seed: int) -> None:
     """Initialise all parameters and buffers of ``root`` that are on meta, in place.
 
     Args:
         root: The model, already cut to its stage and sharded.
-        parts: Names of blocks. All modules of a block are initialised under one seed; other modules one by one.
+        blocks: Names. All modules of a block are initialised under one seed; other modules one by one.
         device: Device of the weights.
         seed: The run's seed.
-
-    Returns:
-        The names of the parts that were on meta.
 
     Raises:
         ConfigurationError: Nothing initialises a tensor on meta; the message names it.
     """
-    done = []
     real: dict[int, tuple[Tensor, Tensor]] = {}
-    for name, part in list(_parts(root, set(parts))):
-        modules = [part] if name not in parts else list(part.modules())
+    for name, part in list(root.named_modules()):
+        if any(name.startswith(f"{block}.") for block in blocks):
+            continue
+        named = dict(part.named_modules(prefix=name)) if name in blocks else {name: part}
+        modules = [*named.values()]
         if not any(t.is_meta for module in modules for t in _own(module).values()):
             continue
         with _whole(modules, device, real) as originals, _seeded(seed, name, device), torch.no_grad():
-            for module_name, module in reversed(list(_named(part, name, alone=name not in parts))):
+            for module_name, module in reversed(named.items()):  # a parent's own rule is applied after its children's
                 _initialize(root, module_name, module)
             _check_initialized(name, modules, originals)
-        done.append(name)
-    return done
-
-
-def _parts(root: nn.Module, blocks: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """All modules by name, without those inside of blocks."""
-    for name, module in root.named_modules():
-        if not any(name.startswith(f"{block}.") for block in blocks):
-            yield name, module
-
-
-def _named(part: nn.Module, name: str, *, alone: bool) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a part by full name, parents first.
-
-    The caller reverses the order: a parent's own rule is applied after its children's.
-    """
-    if alone:
-        yield name, part
-        return
-    for inner, module in part.named_modules():
-        yield (f"{name}.{inner}" if inner else name), module
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
