@@ -397,14 +397,14 @@ REFUSED: dict[type[Plain], str] = {
     KeepsList: "a list that was made in configure_optimizers",
     Replaces: "was replaced or removed",
     AddsToPlain: "A plain tensor is changed in place by a sharded one",
-    Lists: "call p.full_tensor().tolist(), on all ranks and not on rank 0 alone",
+    Lists: "or take p.full_tensor()",
     LooksUpSparsely: "use sparse=False",
     ChangesDataLater: "was changed in place",
     ChangesRows: GATHERED,
 }
 REFUSED_TOO: dict[type[Plain], str] = {
     ReplacesOfBlock: "was replaced or removed",
-    MakesArrays: "call p.full_tensor().numpy(), on all ranks and not on rank 0 alone",
+    MakesArrays: "or take p.full_tensor()",
     ChangesLater: "was changed in place",
     AssignsLater: "was changed in place",
     ChangesRowsOfGradients: GATHERED,
