@@ -1,15 +1,7 @@
-"""In which order a network's modules run, told from its source, where it can't be run.
-
-The running order of blocks, and of the parts around them: a guess from source code.
+"""In which order a network's modules run: a guess from the source of their classes, where they can't be run.
 
 A wrong guess costs communication or is refused, but can't give wrong numbers: a value that a stage doesn't hold is
-tainted as unknown there (``pipeline/dataflow/taint.py``), and a part may not change buffers there.
-
-Reads from the source of a class in which order its code uses attributes, and which of them in loops.
-
-That is how the order of a network's parts is guessed where it can't be run (``blocks.py``).
-
-Lists of a network's modules: torch's own, and modules whose forward runs what they hold one after the other.
+unknown there (``pipeline/dataflow/taint.py``), and a part may not change buffers there.
 """
 
 from __future__ import annotations

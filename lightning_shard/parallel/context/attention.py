@@ -1,11 +1,9 @@
-"""Attention over ranks: this rank's queries attend to the keys and values of all positions.
+"""Sequences over the ranks of a context group, and attention of this rank's queries to keys and values of all positions.
 
 A block calls ``torch.nn.functional.scaled_dot_product_attention``, which is replaced while the block runs. The
 replacement all-gathers keys and values from the context ranks, in the order of the sequence, and each of this rank's
 two chunks of queries attends to them. The kernels of every device support this, and each query's softmax is computed
 in one piece, as in one process.
-
-Shard sequences over the ranks of a context group, and gather them again, with correct gradients.
 
 For ``n`` ranks, a sequence is divided into ``2n`` chunks of equal size. Rank ``i`` has chunks ``i`` and
 ``2n − 1 − i``: under causal attention, a chunk's work grows with its index, so all ranks have the same work (Llama 3,

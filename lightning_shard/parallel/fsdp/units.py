@@ -1,15 +1,12 @@
-"""FSDP2's units: their classes, their private parts, and when their backward begins.
+"""FSDP2's units: their classes, their private parts, when their backward begins, and how mixed dtypes divide them.
 
 FSDP2 makes each unit an object of a class that it derives from the module's own. Code that asks ``type(layer) is
 nn.Linear``, or a module for its name, would do something else then. So units have their own class back, and FSDP2's
 while FSDP2's methods run.
 
-Private (torch 2.11 to 2.14): the classes that FSDP2 has derived, the units' parameter groups, the states of their
-parameters, the handles of the hooks around their forward, the hook that begins their backward (``_pre_backward``), and
-the order of forwards by which they prefetch. torch's own pipeline stages (``torch/distributed/pipelining/stage.py``)
-use the groups too. Before 2.13 a unit had at most one group.
-
-Divide units with parameters of several dtypes: FSDP2 all-gathers a unit in one buffer, and so in one dtype.
+Private (torch 2.11 to 2.14): the classes that FSDP2 has derived, the units' parameter groups (before 2.13 at most one),
+the states of their parameters, the handles of the hooks around their forward, the hook that begins their backward
+(``_pre_backward``), and the order of forwards by which they prefetch.
 """
 
 from __future__ import annotations

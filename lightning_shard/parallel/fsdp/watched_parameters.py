@@ -5,15 +5,11 @@ The unsharded (all-gathered) parameter is in the module during a step; its memor
 on one must act on the other, and is refused if it would be lost. These checks run in each step, so they never wait for
 a device.
 
-Private (torch 2.11 to 2.14): of the states of parameters, the modules that hold them, and the memory they gather to.
-
-Has a change of a parameter's ``data`` in a step be seen as one of the parameter.
-
-``p.data.mul_(…)`` doesn't change the version of ``p``, and so autograd takes no notice. Where parameters are gathered
-for a step, and the change is lost when they are freed, or where a step runs once for each microbatch, checks of
-versions would miss it: a momentum encoder would keep its old values. So of these parameters what ``data`` gives is
-kept, beside a copy, until they are checked. What writes nothing new, as a clamp of weights that are within its bounds,
+``p.data.mul_(…)`` doesn't change the version of ``p``. So of parameters that are watched in steps what ``data`` gives
+is kept, with a copy, until they are checked. What writes nothing new, as a clamp of weights that are within its bounds,
 is allowed.
+
+Private (torch 2.11 to 2.14): of the states of parameters, the modules that hold them, and the memory they gather to.
 """
 
 from __future__ import annotations
