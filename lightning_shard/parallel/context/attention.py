@@ -1,4 +1,4 @@
-"""Sequences over the ranks of a context group, and attention of this rank's queries to keys and values of all positions.
+"""Sequences over the ranks of a context group, and attention of each rank's queries to keys and values of all of them.
 
 A block calls ``torch.nn.functional.scaled_dot_product_attention``, which is replaced while the block runs. The
 replacement all-gathers keys and values from the context ranks, in the order of the sequence, and each of this rank's

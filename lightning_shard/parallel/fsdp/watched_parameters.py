@@ -104,9 +104,7 @@ class _Parameter:
 
     def error(self, what: str) -> StepError:
         module, name = self.slots[0]
-        shape = tuple(self.held.sharded_param.shape)
-        named = f"{self.held._param_fqn or name} of a {type(module).__name__}"
-        return StepError(f"The parameter {named}, of shape {shape}, {what}", breaks=8)
+        return refusal(self.held._param_fqn or name, module, self.held.sharded_param, what)
 
 
 class Watched:
@@ -187,14 +185,18 @@ class Watched:
                 expected = each.held.sharded_param if is_sharded else each.held._unsharded_param
                 for module, name in each.slots:
                     if module._parameters.get(name) is not expected:
-                        raise each.error(_REPLACED)
+                        raise each.error(REPLACED)
 
 
-_REPLACED = (
-    "was replaced or removed after the module was sharded, but FSDP2 still gathers and trains the original: change its"
-    " values in place, as by copy_, or replace it in __init__, configure_model or setup. torch.func.functional_call"
-    " replaces parameters too, for one call: use it only for a module that isn't in a block, or use"
-    " data_parallel_size=1."
+def refusal(name: str, module: nn.Module, parameter: Tensor, what: str) -> StepError:
+    shape = tuple(parameter.shape)
+    return StepError(f"The parameter {name} of a {type(module).__name__}, of shape {shape}, {what}", breaks=8)
+
+
+REPLACED = (
+    "was replaced or removed after the module was sharded, but the optimizer still trains the original: change its"
+    " values in place, as by copy_, or replace it in __init__, configure_model or setup. (On data ranks"
+    " torch.func.functional_call does so for one call: use it only for a module that isn't in a block.)"
 )
 _LOST = (
     "was changed in place in a step. In a step parameters are read, not written: it is"
