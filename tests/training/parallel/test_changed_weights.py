@@ -22,6 +22,7 @@ from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
 from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import QUIET
+from tests.training.parallel.small import Descends
 
 BATCH = 4
 SAMPLES = torch.linspace(-3, 3, 4 * 4 * BATCH).view(-1, 4).sin()
@@ -41,7 +42,7 @@ class Net(nn.Module):
         return self.last(x)
 
 
-class Plain(L.LightningModule):
+class Plain(Descends):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -56,9 +57,6 @@ class Plain(L.LightningModule):
 
     def on_validation_end(self) -> None:
         self.seen.append(float(self.trainer.callback_metrics["loss"]))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Complex(nn.Module):

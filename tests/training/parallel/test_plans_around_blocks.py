@@ -17,6 +17,7 @@ from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import PlanError
 from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.parity import QUIET
+from tests.training.parallel.small import Descends
 
 WIDTH = 16
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "enter": "colwise", "leave": "rowwise"}
@@ -48,7 +49,7 @@ class Backbone(nn.Module):
         return x
 
 
-class OfBackbone(L.LightningModule):
+class OfBackbone(Descends):
     def __init__(self, between: str) -> None:
         super().__init__()
         self.net = Backbone(between)
@@ -56,9 +57,6 @@ class OfBackbone(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return F.mse_loss(self.head(self.net(batch["x"])), batch["y"])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class OfItself(OfBackbone):

@@ -1,6 +1,7 @@
 """Modules that hold sparse tensors, such as a graph's adjacency, and others that torch can't compare."""
 
-import lightning as L
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.init import agree_on_weights
 from lightning_shard.testing import assert_trains_alike, ranks
+from tests.training.parallel.small import Descends, random_batches
 
 NODES = 8
 
@@ -28,7 +30,7 @@ class Convolution(nn.Module):
         return out
 
 
-class Graphs(L.LightningModule):
+class Graphs(Descends):
     """Features of a graph's nodes, and of a batch several graphs."""
 
     def __init__(self) -> None:
@@ -53,13 +55,8 @@ class Graphs(L.LightningModule):
     def on_train_batch_end(self, outputs: object, batch: Tensor, batch_idx: int) -> None:
         self.adjacency = (ring() * 0.5 / (batch_idx + 1)).to_sparse()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(8, NODES, 3, generator=generator) for _ in range(3)]
+batches = partial(random_batches, 8, NODES, 3)
 
 
 def test_sparse_and_nested_tensors_train_as_in_one_process() -> None:
