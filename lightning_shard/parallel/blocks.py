@@ -406,10 +406,8 @@ def _nothing_to_cut(root: nn.Module) -> str:
     such_as = f", such as {[path + name for name in trained[:4]]} if they run one after the other" if trained else ""
     return (
         f"{type(root).__name__} has no list of repeated blocks (an nn.ModuleList, nn.Sequential or nn.ModuleDict of at"
-        " least two modules that hold parameters, or a module that loops over its children): name modules to cut"
-        f" between by pipeline_blocks{such_as}. One that runs several times is found in a run on example_input_array,"
-        " or named as often as it runs. Or use pipeline_parallel_size=1: a single module, such as an nn.LSTM, isn't"
-        " cut."
+        f" least two modules that hold parameters): name modules to cut between by pipeline_blocks{such_as}. Or use"
+        " pipeline_parallel_size=1: a single module, such as an nn.LSTM, isn't cut."
     )
 
 

@@ -116,11 +116,9 @@ class BypassedUnits:
         elif new := own - found:  # other ranks' graphs may be as before: they would wait, or gather other units
             names = sorted(self._names[self._units[index]] for index in new)  # type: ignore[index]
             raise StepError(
-                f"The loss begins in this step to use what {', '.join(names)} keep or compute beside their output, as"
-                " features collected by a hook. Data ranks hold these blocks in parts, and"
-                " agree on what to gather for that in an epoch's first, second, fourth, eighth, … step only: use it"
-                " from the first step on (with a weight of 0), resume from the last checkpoint, or set"
-                " reshard_after_forward=False.",
+                f"The loss begins in this step to use what {', '.join(names)} keep or compute beside their output, and"
+                " data ranks agree on what to gather for that in an epoch's first, second, fourth, eighth, … step only:"
+                " use it from the first step on (with a weight of 0), or set reshard_after_forward=False.",
                 breaks=8,
             )
 

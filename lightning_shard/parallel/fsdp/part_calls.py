@@ -132,9 +132,8 @@ class _Calls:
         if not is_gathered and any(isinstance(parameter, DTensor) for parameter in part.parameters()):
             raise StepError(
                 f"A part of the network, a {type(part).__name__}, was called outside a step. With several pipeline"
-                " stages only the ranks of one stage hold its parameters: call it in training_step, validation_step,"
-                " test_step or predict_step, load a checkpoint into a new module on one process"
-                " (load_from_checkpoint), or use pipeline_parallel_size=1.",
+                " stages only the ranks of one stage hold its parameters: call it in a step, or load a checkpoint into"
+                " a new module on one process (load_from_checkpoint).",
                 breaks=10,
             )
 

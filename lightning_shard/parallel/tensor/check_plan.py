@@ -194,12 +194,9 @@ class PlanCheck:
         if apart is not None or not runs_alike:
             raise PlanError(
                 f"tensor_parallel_plan: {name} computes something else when it is split than whole, first in {apart}"
-                " (sentence 12 of the contract)."
-                " A layer whose output holds several things one after the other, such as queries, keys and values,"
-                " can't be 'colwise', which gives each rank a part of all its features. What follows a 'colwise' layer,"
-                " up to a 'rowwise' one, must work on a part of its features or heads: a norm or softmax over them"
-                " needs all. Choose 'colwise_gather_output', and 'rowwise_split_input' for the layer behind it, a layer"
-                f" for each thing, or leave both out of the plan. {_STYLES}"
+                " (sentence 12 of the contract). What follows a 'colwise' layer, up to a 'rowwise' one, is given a part"
+                " of all features, which a norm over them needs whole, and queries, keys and values of one layer each"
+                f" by itself: choose 'colwise_gather_output' and 'rowwise_split_input', or leave both out. {_STYLES}"
             )
 
 
@@ -260,10 +257,9 @@ def _outcomes(
         return as_split, as_whole
     text = str(failed).partition("\n")[0].rstrip(".")
     raise PlanError(
-        f"The first step fails with tensor_parallel_plan: {text}. {name} runs with whole layers. What runs between a"
-        " colwise and a rowwise layer gets this rank's features only, and a custom embedding or layer class may not"
-        " support split weights: leave out of the plan what doesn't (it comes with the model, if you gave none), or use"
-        " tensor_parallel_size=1."
+        f"The first step fails with tensor_parallel_plan: {text}. {name} runs with whole layers, and as it is split"
+        " gets this rank's features only: leave out of the plan what can't be split (it comes with the model, if you"
+        " gave none), or use tensor_parallel_size=1."
     ) from failed
 
 
@@ -387,10 +383,8 @@ def _warn_of_draws(module: nn.Module, name: str) -> None:
     if coordinate is not None and not any(coordinate):
         warnings.warn(
             f"tensor_parallel_plan: {name} draws random numbers, as for dropout, for features or heads that the plan"
-            " splits. All tensor ranks draw the same ones, each for its part: every feature is dropped as often as on"
-            " one process, but features of different ranks are dropped together. Where that matters, drop features"
-            " where they are whole (behind the 'rowwise' layer), or give the layers around it the styles"
-            " 'colwise_gather_output' and 'rowwise_split_input'.",
+            " splits. All tensor ranks draw the same ones, so features of different ranks are dropped together. Where"
+            " that matters, drop them where they are whole, behind the 'rowwise' layer.",
             stacklevel=2,
         )
 
