@@ -37,7 +37,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.collectives import gather, in_32_bits, summed_both_ways
-from lightning_shard.torch_private import attention_replaced, checkpointed_functions_replaced
+from lightning_shard.torch_private import (
+    attention_replaced,
+    checkpointed_functions_replaced,
+    without_dispatch_modes,
+)
 
 
 @dataclass(frozen=True)
@@ -149,17 +153,12 @@ def _attending(attention: Callable[..., Tensor], function: Callable[..., Any]) -
 
 @functools.cache
 def _lower_right(size: int, end: int) -> Tensor:
-    """The causal mask for a chunk of ``size`` queries, the last of which is at position ``end − 1``."""
-    return causal_lower_right(size, end)
+    """The causal mask for a chunk of ``size`` queries, the last of which is at position ``end − 1``.
 
-
-def make_masks(part: Part, length: int) -> None:
-    """Make and cache the masks that :func:`over_ranks` needs.
-
-    Call it outside of dispatch modes, such as that of selective checkpointing, which don't support the masks' class.
+    Dispatch modes, such as that of selective checkpointing, don't support its class.
     """
-    for place in part.chunks:
-        _lower_right(length // 2, (place + 1) * (length // 2))
+    with without_dispatch_modes():
+        return causal_lower_right(size, end)
 
 
 def over_ranks(part: Part, length: int) -> Callable[..., Tensor]:

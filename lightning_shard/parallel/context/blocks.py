@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.block_probe import PLAIN, TrialRuns, has_other_hooks, is_cache, random_state
-from lightning_shard.parallel.context.attention import Cut, Part, attention_by, join, make_masks, over_ranks, share
+from lightning_shard.parallel.context.attention import Cut, Part, attention_by, join, over_ranks, share
 from lightning_shard.parallel.context.check_positions import (
     POSITIONS,
     Arguments,
@@ -93,7 +93,6 @@ class ShardedSequences:
             if kind not in checked:
                 self._check(block, plain, (args, kwargs), cut, length)
                 checked.add(kind)
-            make_masks(self._part, length // self._part.ranks)
             own = cut(args, take=self._cut), cut(kwargs, take=self._cut)
             copies = [(each, [*tree.children(each)]) for each in tree.containers(own)]
             returned = forward(*own[0], **own[1])
