@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,7 @@ from tests.parity import (
     train,
     world,
 )
+from tests.training.parallel.small import SaveAtEnd
 
 TWO, FOUR = layout(context=2), layout(context=2, data=2)
 WIDTH, HEADS = 32, 4
@@ -253,14 +253,6 @@ def test_data_ranks_in_replicas(data: int) -> None:
         ("qwen3", {"reshard_after_forward": False}, {"precision": "bf16-mixed"}),
     ]
     assert_alike(replicas, {**layout(context=2, data=data), "data_parallel_replicas": 2})
-
-
-class SaveAtEnd(L.Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self.path)
 
 
 def saved(sizes: dict[str, int], path: str) -> Seen:
