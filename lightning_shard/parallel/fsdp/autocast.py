@@ -51,7 +51,8 @@ def cast_units(root: nn.Module, units: Iterable[nn.Module], besides: Collection[
     """
     outside: set[nn.Module] = set()
     for module in root.modules():
-        _, names = _names_in_code(type(module))
+        kind: Any = type(module)
+        _, names = _names_in_code(kind)
         outside.update(*(child.modules() for name, child in module.named_children() if name in names))
     return {unit for unit in units if unit not in outside and _is_known_of_all(unit, besides)}
 
@@ -97,7 +98,8 @@ def _is_known(module: nn.Module) -> bool:
     inside = {
         part for name, _ in module.named_parameters() for part in (name.partition(".")[0], name.rpartition(".")[2])
     }
-    names, names_beside_autocast = _names_in_code(type(module))
+    kind: Any = type(module)
+    names, names_beside_autocast = _names_in_code(kind)
     if names_beside_autocast & inside:
         return False
     if _holds_holders(module):
@@ -105,9 +107,9 @@ def _is_known(module: nn.Module) -> bool:
         return isinstance(module, nn.MultiheadAttention) or not (own or names & weights)
     if not own:
         return True
-    if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) and package_of(type(module).forward) == "torch":
+    if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) and package_of(kind.forward) == "torch":
         return own <= {"weight", "bias"}  # with other names, a hook computes the weight from them
-    return type(module).__name__ == "Conv1D" and package_of(type(module)) == "transformers"
+    return bool(kind.__name__ == "Conv1D" and package_of(kind) == "transformers")
 
 
 @lru_cache(maxsize=1024)
