@@ -168,9 +168,7 @@ def _called(names: Iterable[str], function: FunctionType, cls: type) -> Iterator
     inherits = "super" in names or "super" in _names(inspect.unwrap(function))
     for name in names:
         of_bases = [vars(base)[name] for base in cls.__mro__ if name in vars(base)]
-        found: Any = function.__globals__.get(name)
-        is_operation = isinstance(found, type) and issubclass(found, torch.autograd.Function)
-        yield from (of_bases if inherits else of_bases[:1]) or [found.forward if is_operation else found]
+        yield from (of_bases if inherits else of_bases[:1]) or [function.__globals__.get(name)]
 
 
 @lru_cache(maxsize=4096)
