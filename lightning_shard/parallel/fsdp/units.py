@@ -27,7 +27,7 @@ from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from lightning_shard import tree
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.containers import called_below
-from lightning_shard.subclasses import Unannounced, unannounced, unannounced_base
+from lightning_shard.subclasses import unannounced_base
 
 Returned = TypeVar("Returned")
 _UNITS: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
@@ -43,15 +43,11 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def make_unit(module: nn.Module, **options: Any) -> None:
-    """Apply FSDP2 to a module; a registry of the user's classes isn't told of the class that FSDP2 derives.
-
-    FSDP2 can't derive one from ``class Net(ABC, nn.Module)``, whose memory layout differs: it finds one made here.
-    """
+    """Apply FSDP2 to a module, in a class that the user's classes aren't told of, and whose memory layout fits."""
     own = cast(Any, type(module))
-    with unannounced(FSDPModule):
-        if (base := unannounced_base(own)) is not Unannounced and own not in cls_to_fsdp_cls:
-            cls_to_fsdp_cls[own] = type(own)(f"FSDP{own.__name__}", (base, FSDPModule, own), {})
-        fully_shard(module, **options)
+    if own not in cls_to_fsdp_cls:
+        cls_to_fsdp_cls[own] = type(own)(f"FSDP{own.__name__}", (unannounced_base(own), FSDPModule, own), {})
+    fully_shard(module, **options)
 
 
 def leave_gathers_uncounted(root: nn.Module) -> None:
