@@ -10,7 +10,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from torch import nn
@@ -214,6 +214,7 @@ def _loops_over_children(cls: type) -> bool:
     return any(name.partition(".")[0] in _CHILDREN for name in iterated)
 
 
+@lru_cache(maxsize=4096)
 def code_of(function: Any) -> list[ast.stmt]:
     """The statements of a function's body; empty if its source isn't available."""
     try:
