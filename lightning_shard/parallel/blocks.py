@@ -28,7 +28,6 @@ from lightning_shard.parallel.running_order import (
     is_list,
     lay_out,
     loops,
-    methods_run,
     run_in_turn,
     trains,
 )
@@ -247,16 +246,10 @@ def _chain(root: nn.Module, lists: dict[str, list[str]], calls: Callable[[], Seq
 
 
 def _small(root: nn.Module, lists: dict[str, list[str]]) -> set[str]:
-    """Lists that aren't worth cutting beside others that train: much smaller than one, or layers of a head."""
+    """Lists that aren't worth cutting beside others that train: much smaller than one."""
     trained = [name for name in lists if trains(root.get_submodule(name))]
     sizes = {name: _size(root, name) for name in trained or lists}
-    of_layers = {name for name in sizes if all(_is_leaf(root.get_submodule(each)) for each in lists[name])}
-    of_blocks = sum(size for name, size in sizes.items() if name not in of_layers)
-    return {
-        name
-        for name, size in sizes.items()
-        if size < _SMALL * max(sizes.values()) or (name in of_layers and size < of_blocks)
-    }
+    return {name for name, size in sizes.items() if size < _SMALL * max(sizes.values())}
 
 
 def _run_by(root: nn.Module, lists: dict[str, list[str]], called: Set[str]) -> dict[str, list[str]]:
@@ -328,8 +321,8 @@ def _is_looped(root: nn.Module, path: str) -> bool:
     """Whether a loop in some class's code uses a module that contains ``path``."""
     names = path.split(".")
     levels = [(root.get_submodule(".".join(names[:depth])), name) for depth, name in enumerate(names[:-1])]
-    owners, run = ((level, name) for level, name in levels if not is_list(level)), methods_run(root)
-    return any(name in loop for level, name in owners for loop in loops(type(level), run))
+    owners = ((level, name) for level, name in levels if not is_list(level))
+    return any(name in loop for level, name in owners for loop in loops(type(level)))
 
 
 def _carries_little(root: nn.Module, groups: dict[str, list[str]]) -> bool:
@@ -389,7 +382,7 @@ def _called_once(root: nn.Module, names: list[str], *, calls: Sequence[str]) -> 
         uses = Counter(attributes_used(level, method, depth=4))
         if any(name in uses for name in own):
             break
-    looped = set[str]().union(*loops(level, methods_run(root)))
+    looped = set[str]().union(*loops(level))
     return [
         name
         for name, key in zip(names, own)
