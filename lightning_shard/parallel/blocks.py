@@ -130,10 +130,10 @@ def find_blocks(
 
     Without a path, the first of these that exists:
 
-    - The longest list, a trained one if there is one, without lists that are small beside others (a tenth of one, or
-      a head's layers beside blocks), and other lists of the same network, or of one that a step calls too, that hold
-      blocks of its classes or are about as large: an encoder's and a decoder's, or a ResNet's stages. Lists that the
-      example doesn't run are left out, such as those of a vision tower if the example is text.
+    - The longest list, a trained one if there is one, without lists that are small beside others (a tenth of one), and
+      other lists of the same network, or of one that a step calls too, that hold blocks of its classes or are about as
+      large: an encoder's and a decoder's, or a ResNet's stages. Lists that the example doesn't run are left out, such
+      as those of a vision tower if the example is text.
     - A module that runs several times: instead of lists inside of it, or if there are no lists.
     - The parts of an ``nn.Sequential``.
     - Modules that a forward calls one after the other, each once, as its source or the example shows: also instead of
