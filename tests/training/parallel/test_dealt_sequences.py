@@ -286,7 +286,7 @@ class Generating(Model):
         super().__init__("llama")
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.model.generate(batch["x"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+        self.model.generate(batch["x"][:3], max_new_tokens=3, do_sample=False, pad_token_id=0)
 
 
 def generated() -> None:
