@@ -366,9 +366,7 @@ def _sequences(
             f" context_parallel_size={layout.context_parallel_size} splits the sequences within blocks: name modules by"
             " pipeline_blocks, or use context_parallel_size=1."
         )
-    sequences = ShardedSequences(Part.of(groups.context), partial(trial_runs, device))
-    sequences.generate_whole(module)
-    return sequences
+    return ShardedSequences(Part.of(groups.context), partial(trial_runs, device))
 
 
 def _plan_check(

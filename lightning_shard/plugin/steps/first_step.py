@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.layout import TENSOR_AXIS, Layout
-from lightning_shard.parallel.fsdp.part_calls import finding_calls_of_parts
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
@@ -92,8 +91,6 @@ class FirstStepChecks:
                 self._kinds.add(method)
                 check_same_batch(batch, layout, self._loop.strategy)
                 looks.enter_context(self._own_calls.watched())
-                if layout.data_parallel_size > 1 and layout.expert_parallel_size == 1:  # dealt lists refuse hooks
-                    looks.enter_context(finding_calls_of_parts(module))
                 if self._tensor_ranks is not None:
                     looks.enter_context(self._tensor_ranks.comparing_what_is_shown(method, shown))
                 if method == "training_step":
