@@ -18,8 +18,6 @@ from lightning_shard.checkpoint.store.protocol import (
     Segment,
     Stamp,
     Store,
-    Upload,
-    Uploads,
     read_range,
 )
 
@@ -31,8 +29,6 @@ __all__ = [
     "Segment",
     "Stamp",
     "Store",
-    "Upload",
-    "Uploads",
     "absolute",
     "as_path",
     "as_text",

@@ -55,7 +55,6 @@ class LocalStore:
     """A directory of the local disk."""
 
     is_remote = False
-    uploads = None
     step_bytes = READ_STEP_BYTES
 
     def __init__(self, root: str) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor, distributed
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint import catalog
-from lightning_shard.checkpoint.convert import write
 from lightning_shard.checkpoint.store import calls, open_store, remote, s3
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
 from lightning_shard.testing import run_ranks
@@ -47,7 +46,6 @@ def use_small_parts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(remote, "PUT_BYTES", 2**15)
     patch.setattr(remote, "RANGE_BYTES", 2**16)
     patch.setattr(remote.RemoteStore, "step_bytes", 2**16)
-    patch.setattr(write, "MIN_SHARED_BYTES", 2**16)
     patch.setattr(calls, "MAX_WAIT_S", 0.02)
     patch.setattr(calls, "ATTEMPTS", 4)
 
@@ -166,12 +164,14 @@ def save_under(place: Place, faults: list[tuple[int, FaultOf]], saver: Place | N
         if there != number and (error is None or there != before):
             lost.append(f"request {at}: after saving {number} over {before}, {there} is there, {error!r}")
         before = number if there is None else there
-    # what the server didn't let go of, the next save frees, when it is old
+    return lost + left_over(place, before)
+
+
+def left_over(place: Place, step: int) -> list[str]:
+    """Uploads that the next save doesn't free, when they are old."""
     with mock.patch.object(catalog, "LEFTOVER_AGE_S", -3600.0):
-        place.save(before)
-    if uploads := place.uploads():
-        lost.append(f"uploads are left over: {uploads}")
-    return lost
+        place.save(step)
+    return [f"an upload is left over: {upload}" for upload in place.uploads()]
 
 
 @pytest.mark.parametrize("fault", in_ci("lost", of=PASSING))
@@ -187,8 +187,7 @@ def test_a_save_outlasts_a_fault_at_any_request(fault: Fault, place: Place, ledg
         place.proxy.arm(no_fault)
         if error is not None or place.step_there() != number:
             lost.append(f"request {number}: {error!r}")
-    if uploads := place.uploads():
-        lost.append(f"uploads are left over: {uploads}")
+    lost += left_over(place, 0)
     what = f"S3, a save: {fault} at one request, each in turn"
     entered(ledger, what, len(numbers), lost, sample=not full_run)
 
