@@ -127,8 +127,8 @@ def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str
                         " rename one."
                     )
                 tensors.update(lifted)
-        flags = {flag: True for flag in ("numbered", "flattened") if state.get(flag)}
-        rest.append({**flags, "values": values, "shared": state["shared"], "param_groups": state["param_groups"]})
+        numbered = {"numbered": True} if state.get("numbered") else {}
+        rest.append({**numbered, "values": values, "shared": state["shared"], "param_groups": state["param_groups"]})
     return tensors, rest
 
 

@@ -238,15 +238,14 @@ def _groups_of(
     rest: Mapping[str, Any],
     asked_by_any: Collection[str],
 ) -> list[dict[str, Any]]:
-    """The saved group for each of the optimizer's groups: by position, or for a flattened state by its parameters.
+    """The saved group for each of the optimizer's groups, by position.
 
     A pipeline stage has some of each group's parameters, maybe none. Parameters that weren't optimized when saving may
-    be in any group. A group of only such parameters, on all stages (flattened: on this stage), keeps its settings.
+    be in any group. A group of only such parameters, on all stages, keeps its settings.
     """
     saved = rest["param_groups"]
     _check_kind(index, optimizer, saved)
-    flattened = bool(rest.get("flattened"))
-    if len(saved) != len(optimizer.param_groups) and not flattened:
+    if len(saved) != len(optimizer.param_groups):
         raise StateMismatchError(
             f"The checkpoint's optimizer {index} has {len(saved)} parameter groups, and the one here has"
             f" {len(optimizer.param_groups)}: make the same groups."
@@ -256,23 +255,15 @@ def _groups_of(
     for number, group in enumerate(optimizer.param_groups):
         own = [names[id(parameter)] for parameter in group["params"]]
         theirs = {places[name] for name in own if name in places}
-        if flattened:
-            if len(theirs) > 1:
-                raise StateMismatchError(
-                    f"Group {number} of optimizer {index} holds parameters that had different hyperparameters when they"
-                    " were saved: create the same parameter groups as in the run that saved."
-                )
-            found.append(saved[theirs.pop()] if theirs else {})
-        elif theirs - {number}:
+        if theirs - {number}:
             other = next(name for name in own if places.get(name, number) != number)
             raise StateMismatchError(
                 f"{other!r} is in group {number} of optimizer {index}, and was in group {places[other]} when it was"
                 " saved: make the same groups, in the same order."
             )
-        else:
-            before = saved[number]["params"]
-            known = theirs or any(asked_as(index, name) in asked_by_any for name in before) or not (own or before)
-            found.append(saved[number] if known else {})
+        before = saved[number]["params"]
+        known = theirs or any(asked_as(index, name) in asked_by_any for name in before) or not (own or before)
+        found.append(saved[number] if known else {})
     return found
 
 
