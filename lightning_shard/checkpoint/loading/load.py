@@ -20,7 +20,6 @@ from lightning_shard.checkpoint.excluded import told_of
 from lightning_shard.checkpoint.loading.open import (
     Found,
     find,
-    in_reach,
     open_found,
     read_together,
     starting_over,
@@ -59,15 +58,11 @@ class LoadReport(tuple[list[str], list[str]]):
     seconds: float
     attempt: str
 
-    def __new__(
-        cls, missing: list[str], unexpected: list[str], nbytes: int, seconds: float, attempt: str
-    ) -> LoadReport:
-        report = super().__new__(cls, (missing, unexpected))
-        report.nbytes, report.seconds, report.attempt = nbytes, seconds, attempt
+    @classmethod
+    def of(cls, missing: list[str], unexpected: list[str], **attributes: Any) -> LoadReport:
+        report = cls((missing, unexpected))
+        vars(report).update(attributes)
         return report
-
-    def __getnewargs__(self) -> tuple[list[str], list[str], int, float, str]:
-        return *self, self.nbytes, self.seconds, self.attempt
 
     @property
     def missing(self) -> list[str]:
@@ -78,12 +73,6 @@ class LoadReport(tuple[list[str], list[str]]):
     def unexpected(self) -> list[str]:
         """Names in it that no rank asked for."""
         return self[1]
-
-    def __repr__(self) -> str:
-        return (
-            f"LoadReport(missing={self.missing!r}, unexpected={self.unexpected!r}, nbytes={self.nbytes},"
-            f" seconds={self.seconds:.3f}, attempt={self.attempt!r})"
-        )
 
 
 @overload
@@ -200,7 +189,6 @@ def load(
         return to_tell(find(root, storage_options), storage_options, ranks), share, all_asked(everyone)
 
     found, share, (asked_by_any, more_to_do) = together_by_groups(ranks, ask, all_asked, find_it)
-    found = in_reach(found, storage_options, ranks)
 
     def pairs() -> list[Pair]:
         nonlocal attempt
@@ -236,7 +224,7 @@ def load(
             through.load(set(missing), strict)
         for each in restored:
             each.finish()
-    return LoadReport(missing, unexpected, nbytes, time.perf_counter() - start, attempt)
+    return LoadReport.of(missing, unexpected, nbytes=nbytes, seconds=time.perf_counter() - start, attempt=attempt)
 
 
 def _whole(checkpoint: Checkpoint, naming: Naming, group: Any) -> dict[str, Tensor]:

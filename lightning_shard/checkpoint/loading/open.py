@@ -113,24 +113,6 @@ def to_tell(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) 
     return found if ranks.alone else with_table(found, storage_options, WHOLE_BYTES)
 
 
-def in_reach(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) -> Found:
-    """Send a large table to all ranks, unless each of them can read its file. A collective call.
-
-    Machines may have disks of their own, with the table only on the first rank's.
-    """
-    if found.table is not None or ranks.alone:
-        return found
-    try:
-        file = Manifest.from_bytes(found.manifest).table
-        there = _store_of(found, storage_options).size(file.path) == file.bytes
-    except Exception:
-        there = False
-    (out_of_reach,) = ranks.any(not there)
-    if not out_of_reach:
-        return found
-    return together(ranks, lambda: None, lambda _: with_table(found, storage_options))
-
-
 def with_table(found: Found, storage_options: dict[str, Any] | None, most_bytes: int = 2**63) -> Found:
     """What was found, with the table's bytes unless these are more than ``most_bytes``."""
     if found.table is not None:
@@ -151,7 +133,6 @@ def read_together(
     """As :func:`read`, but only the first rank reads the manifest, and broadcasts it. A collective call."""
     root, ranks = as_path(path), Ranks.of(group)
     found = together(ranks, lambda: None, lambda _: to_tell(find(root, storage_options), storage_options, ranks))
-    found = in_reach(found, storage_options, ranks)
     with all_or_none(group):
         return open_found(root, storage_options, verify, found)
 

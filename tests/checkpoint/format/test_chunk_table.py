@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.format import table as tables
 from lightning_shard.checkpoint.format.chunks import Chunk, TensorEntry, rows_of
 from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest, Section
 from lightning_shard.checkpoint.loading import open as opening
-from lightning_shard.checkpoint.loading.open import find, in_reach, open_found, to_tell
+from lightning_shard.checkpoint.loading.open import find, open_found, to_tell
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
@@ -212,22 +212,3 @@ def test_a_table_that_has_changed_since_the_manifest_was_read_is_told_as_such(
         ours.manifest.chunks.table.data()
     assert type(caught.value) is error
     assert "table-" in str(caught.value) or error is CheckpointReplacedError
-
-
-@pytest.mark.usefixtures("everything_is_large")
-def test_ranks_that_do_not_see_a_large_table_are_sent_it(tmp_path: Path) -> None:
-    save(tmp_path / "here")
-    found = told(tmp_path / "here")
-
-    class TwoRanks(Ranks):
-        def any(self, *asked: bool) -> tuple[bool, ...]:
-            return asked
-
-        def gather(self, value: Any) -> list[Any]:
-            return [value]
-
-    assert in_reach(found, None, TwoRanks(0, (0, 1))) == found
-    (path,) = (tmp_path / "here").glob("table-*")
-    path.rename(tmp_path / "kept")
-    with pytest.raises(CheckpointError):
-        opened(tmp_path / "here").full()

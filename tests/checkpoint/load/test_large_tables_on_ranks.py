@@ -102,19 +102,6 @@ def load_in_all_ways(path: Path, rank: int) -> None:
         with pytest.raises(StateMismatchError, match="Not in the state \\(1\\)"):
             checkpoint.load(path, without)
 
-    # where a rank doesn't see the table, all are sent all of it
-    state, size = emptied(), LocalStore.size
-
-    def unseen(self: LocalStore, name: str) -> int:
-        if name.startswith("table-"):
-            raise FileNotFoundError(name)
-        return size(self, name)
-
-    with on_rank(1, LocalStore, "size", unseen), counted() as ways:
-        checkpoint.load(path, state)
-    assert holds(state)
-    assert ("table" in ways) == (rank == 0)
-
 
 def fail_together(path: Path, rank: int) -> None:
     """What one rank can't read, or reads damaged, fails on all, and nothing has been written."""
@@ -142,14 +129,13 @@ def fail_together(path: Path, rank: int) -> None:
     replaced: list[int] = []
 
     def replacing(*args: Any) -> Any:
-        found = in_reach(*args)
         if not replaced:
             replaced.append(1)
             checkpoint.save(laid_out(add=1.0), path, optimizer={"m": laid_out()["rows"]})
-        return found
+        return opening.open_found(*args)
 
-    in_reach, state = opening.in_reach, emptied()
-    with mock.patch.object(loading, "in_reach", replacing):
+    state = emptied()
+    with mock.patch.object(loading, "open_found", replacing):
         assert checkpoint.load(path, state) == ([], [])
     assert holds(state, add=1.0)
 
