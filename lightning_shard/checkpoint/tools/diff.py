@@ -32,7 +32,6 @@ BATCH_BYTES = 16 * 2**20
 """How much of each checkpoint is compared at a time."""
 STEP_ELEMENTS = 2**18
 SHOWN_CHARS = 40
-_LEAST_INT64 = -(2**63)
 _MAPPINGS = ("dict", "ordered_dict", "counter", "defaultdict")
 Kind = Literal["only in a", "only in b", "shape", "dtype", "value"]
 
@@ -308,46 +307,22 @@ def differing(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> tup
     NaN equals NaN, and differs from any number by infinity.
     """
     count, most = 0, 0.0
-    # small steps, since intermediate results may be wider than the elements
+    # small steps, since intermediate results are wider than the elements
     for x, y in zip(a.reshape(-1).split(STEP_ELEMENTS), b.reshape(-1).split(STEP_ELEMENTS)):
         if x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
             continue
-        distances = _distances(*_comparable(x, y), rtol, atol)
-        count += int(distances.count_nonzero())
-        most = max(most, float(distances.max()))
-    return count, most
-
-
-def _distances(a: Tensor, b: Tensor, rtol: float, atol: float) -> Tensor:
-    """The elements' absolute differences; 0 for elements that count as equal."""
-    if a.dtype == torch.int64:
-        distances = torch.maximum(a, b) - torch.minimum(a, b)
-        # exact, unless the difference overflows int64
-        return (a.double() - b.double()).abs() if (distances < 0).any() else distances
-    distances = (a - b).abs()
-    if distances.isnan().any():
-        equal = (a == b) | (a.isnan() & b.isnan())
+        p, q = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (x, y))
+        equal = (p == q) | (p.isnan() & q.isnan())
+        distances = (p - q).abs()
+        if x.dtype == y.dtype and not (x.is_floating_point() or x.is_complex()):  # a double hasn't all int64s
+            equal = (x.view(torch.uint8) == y.view(torch.uint8)).view(-1, x.element_size()).all(dim=1)
+            distances.clamp_(min=1)
         distances = distances.masked_fill(equal, 0).nan_to_num(math.inf, math.inf)
-    if rtol or atol:
-        distances.masked_fill_(distances <= atol + rtol * b.abs().nan_to_num(0.0), 0)
-    return distances
-
-
-def _comparable(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert both to one dtype that has arithmetic and represents their values."""
-    dtypes = {a.dtype, b.dtype}
-    if dtypes == {torch.uint64}:
-        # torch has hardly any uint64 arithmetic; shifting by 2^63 keeps order and differences
-        return a.view(torch.int64) ^ _LEAST_INT64, b.view(torch.int64) ^ _LEAST_INT64
-    if any(dtype.is_complex for dtype in dtypes):
-        wide = torch.complex128
-    elif all(dtype.is_floating_point and dtype.itemsize <= 4 for dtype in dtypes):
-        wide = torch.float32
-    elif any(dtype.is_floating_point or dtype == torch.uint64 for dtype in dtypes):
-        wide = torch.float64
-    else:
-        wide = torch.int64
-    return a.to(wide), b.to(wide)
+        if rtol or atol:
+            equal |= distances <= atol + rtol * q.abs().nan_to_num(0.0)
+        count += int((~equal).count_nonzero())
+        most = max(most, float(distances.masked_fill(equal, 0).max()))
+    return count, most
 
 
 def _carve(buffer: Tensor, box: Box, entry: TensorEntry) -> Tensor:
