@@ -31,7 +31,7 @@ from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.catalog import named_files
 from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.format.table import Table
-from lightning_shard.checkpoint.loading.load import Asked, all_asked
+from lightning_shard.checkpoint.loading.load import all_asked
 from lightning_shard.checkpoint.loading.ranges import plan_reads
 from lightning_shard.checkpoint.ranks import GROUP_RANKS
 from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined
@@ -122,7 +122,7 @@ def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[
         data, table = timed(WRITE, partial(_to_bytes, merged))
         del part, merged
         timed(LOOK, partial(named_files, data))
-        asked = pickle.dumps(Asked({name for section in sections(parameters).values() for name in section}, False))
+        asked = pickle.dumps({name for section in sections(parameters).values() for name in section})
         timed(ASK, partial(_ask, asked, -(-layout.data * layout.tensor // GROUP_RANKS)))
         memory = _Memory(table)
         manifest = timed(PARSE, partial(_parsed, data, memory))
@@ -159,7 +159,7 @@ def _to_bytes(merged: Merged) -> tuple[bytes, bytes]:
     return manifest.to_bytes(), manifest.chunks.table.data()
 
 
-def _ask(asked: bytes, groups: int) -> Asked:
+def _ask(asked: bytes, groups: int) -> set[str]:
     """By the leaders of a stage: what their ranks ask for, which is the same."""
     return all_asked([pickle.loads(asked) for _ in range(groups)])
 
