@@ -107,8 +107,6 @@ class Ranks:
         Raises:
             RanksLost: The connection to a rank was lost, or the group's timeout expired.
         """
-        from lightning_shard.checkpoint.ranks import Attendance
-
         attendance = Attendance.of(self.group, self.rank, self.members)
         attendance.come()
         try:

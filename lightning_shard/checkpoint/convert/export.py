@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,16 +50,11 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Naming:
-    """Which of the model's tensors to write, under which names and in which dtype.
-
-    Attributes:
-        tells: Whether this rank warns.
-    """
+    """Which of the model's tensors to write, under which names and in which dtype."""
 
     dtype: torch.dtype | None = None
     strip_prefix: str | None = None
     rename: Rename | None = None
-    tells: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
@@ -74,22 +68,18 @@ class Naming:
         """New names to old ones. Nothing compares them with what was wanted, as a load does, so it is said here.
 
         Raises:
-            StateMismatchError: As :func:`new_names`; or ``rename`` has no effect, or leaves out all tensors.
+            StateMismatchError: As :func:`new_names`; or ``rename`` has prefixes of no name, or leaves out all tensors.
         """
         old = list(old)
         found = new_names(old, self.strip_prefix, self.rename)
         if old and not found:
             raise StateMismatchError("rename leaves out all tensors of the model: let it return new names of some.")
         if old and (without := unmatched(old, self.strip_prefix, self.rename)):
-            assert isinstance(self.rename, Mapping)
-            message = (
+            raise StateMismatchError(
                 f"No tensor's name begins with {' or '.join(map(repr, without)):.200}, which rename is to replace; a"
-                f" name is {old[0].removeprefix(self.strip_prefix or '')!r}, for example."
+                f" name is {old[0].removeprefix(self.strip_prefix or '')!r}, for example. Pass what names begin with,"
+                " or leave rename out."
             )
-            if len(without) == len(self.rename):
-                raise StateMismatchError(f"{message} Pass what names begin with, or leave rename out.")
-            if self.tells:
-                warnings.warn(message, stacklevel=6)
         return found
 
     def source(self, stored: StoredTensor) -> Source:

@@ -103,8 +103,8 @@ def gather(
     Raises:
         CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`; the file that would hold
             what is damaged doesn't appear.
-        StateMismatchError: Two tensors would get the same name; no name begins with ``strip_prefix``, or with anything
-            that ``rename`` maps (of some it warns); or ``rename`` leaves out all tensors.
+        StateMismatchError: Two tensors would get the same name; no name begins with ``strip_prefix``, or with a prefix
+            that ``rename`` maps; or ``rename`` leaves out all tensors.
         UnsupportedStateError: safetensors can't hold one of the new names.
         ConfigurationError: ``max_shard_bytes`` is no integer from 1.
         CheckpointError: The format has no use for an argument, or needs something that the checkpoint lacks; ``out``
@@ -128,7 +128,7 @@ def gather(
             checkpoint = complete(checkpoint, base, storage_options=storage_options, ranks=ranks)
             if format == "transformers" and optimizer:
                 raise CheckpointError("format='transformers' has no place for an optimizer: leave out optimizer=True.")
-            naming = export.Naming(dtype, strip_prefix, rename, tells=ranks.first)
+            naming = export.Naming(dtype, strip_prefix, rename)
             folder, name = (as_path(target), "") if format == "transformers" else _split(target)
             store = open_store(folder, out_storage_options)
             if ranks.first and format == "transformers":

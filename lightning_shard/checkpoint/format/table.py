@@ -95,7 +95,7 @@ class Table:
         source: The path, for errors.
         read: Fills a buffer with the file's bytes from a position on, as often as it is needed; raises
             CorruptCheckpointError if the file is shorter than ``file.bytes``.
-        data: The file's bytes, in place of ``read``; verified once.
+        data: The file's bytes, verified already, in place of ``read``.
     """
 
     def __init__(
@@ -109,17 +109,14 @@ class Table:
         self._source = source
         self._read = read
         self.has_file = read is not None
-        self._there = np.zeros(file.blocks, bool)
-        self._given = data
+        self._there = np.full(file.blocks, data is not None)
+        if data is not None:
+            self._memory = np.frombuffer(data, np.uint8)
         self._starts: dict[str, int] = {}
         """The position of each column in the file."""
 
     @cached_property
     def _memory(self) -> NDArray[np.uint8]:
-        if self._given is not None:
-            if len(self._given) != self.file.bytes:
-                raise self.corrupt(f"it has {len(self._given):,} bytes instead of {self.file.bytes:,}")
-            return np.frombuffer(self._given, np.uint8)
         assert self._read is not None
         if self.file.bytes > WHOLE_BYTES:
             self._read(self.file.bytes - 1, memoryview(bytearray(1)))  # the file has so many bytes
@@ -177,7 +174,7 @@ class Table:
     def data(self) -> bytes:
         """All bytes of the file."""
         self._bring([(0, self.file.bytes)])
-        return self._memory.tobytes() if self._given is None else self._given
+        return self._memory.tobytes()
 
     def _bring_rows(self, name: str, spans: Spans) -> None:
         if not self._there.all():
@@ -193,9 +190,8 @@ class Table:
         for number in np.flatnonzero(wanted & ~self._there).tolist():
             begin = number * BLOCK_BYTES
             block = memory[begin : min(begin + BLOCK_BYTES, self.file.bytes)]
-            if self._given is None:
-                assert self._read is not None
-                self._read(begin, block)
+            assert self._read is not None
+            self._read(begin, block)
             if digest(block) != self.file.digests[number * 2 * DIGEST_BYTES :][: 2 * DIGEST_BYTES]:
                 raise self.corrupt(f"bytes {begin:,} to {begin + block.nbytes:,} differ from their digest")
             self._there[number] = True

@@ -195,13 +195,9 @@ def _what_is_there(path: str, store: Store) -> str:
         return "It is a folder without files." if os.path.isdir(path) else "Nothing is there: check the path."
     if ".metadata" in names:
         return "It is a checkpoint of torch.distributed.checkpoint: load it with that."
-    if "pytorch_model.bin.index.json" in names:
-        return "It is a model in several files of torch.save: save it anew as safetensors (save_pretrained)."
-    endings = ".safetensors", ".bin", ".ckpt", ".pt", ".pth"
-    if single := [name for name in names if name.endswith(endings) and "/" not in name]:
-        return f"But there is {single[0]} in it: pass that file's own path."
-    if children := sorted({name.rpartition("/")[0] for name in names if name.endswith("/" + MANIFEST_NAME)}):
-        return f"But there is one in {children[-1]!r} below it: did you mean that?"
     if any(name.startswith(("model/", "optimizer/", "trainer/")) for name in names):
         return "It has files of a save that was not completed: use an earlier checkpoint."
+    endings = "/" + MANIFEST_NAME, ".safetensors", ".bin", ".ckpt", ".pt", ".pth"
+    if inside := [name for name in names if name.endswith(endings)]:
+        return f"But there is {inside[-1]} in it: did you mean that?"
     return f"It holds {', '.join(names[:5])}{' …' if len(names) > 5 else ''}."

@@ -137,18 +137,14 @@ def commit(store: Store, manifest: Manifest, earlier: Earlier, *, durable: bool)
 
 
 def _conflict(store: Store, attempt: str) -> str:
-    who, when = "a manifest that can't be read", ""
+    who = "a manifest that can't be read"
     with contextlib.suppress(Exception):
         there = json.loads(store.read(MANIFEST_NAME))
-        who = f"attempt {there['attempt']} of {there.get('world_size', 1)} ranks ({there.get('writer') or 'unnamed'})"
-    with contextlib.suppress(Exception):
-        modified = store.modified(MANIFEST_NAME)
-        when = f", of {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(modified))} UTC" if modified else ""
+        who = f"attempt {there['attempt']} of {there['world_size']} ranks ({there['writer']})"
     return (
-        f"{store.root}: another save was committed to this path while this one was running: {who}{when}, which wasn't"
-        f" there when this save (attempt {attempt}) began. It is kept, and what this save wrote is discarded. Two jobs"
-        " save to one path, such as a requeued one and one that didn't end: stop one of them, or give each a path of"
-        " its own."
+        f"{store.root}: another save was committed to this path while this one was running: {who}, which wasn't there"
+        f" when this save (attempt {attempt}) began. It is kept, and what this save wrote is discarded: stop one of the"
+        " two jobs, or give each a path of its own."
     )
 
 

@@ -125,6 +125,7 @@ def test_names_and_dtypes_can_be_changed(saved, tmp_path):
     [
         ({"rename": lambda name: "x"}, StateMismatchError, "would both be named 'x'"),
         ({"rename": {"net.": "", "head.": ""}}, StateMismatchError, "No tensor's name begins with 'net.' or 'head.'"),
+        ({"rename": {"model.": "", "modle.": ""}}, StateMismatchError, "No tensor's name begins with 'modle.'"),
         ({"rename": {"model.": ""}, "strip_prefix": "model."}, StateMismatchError, "name is 'n', for example"),
         ({"rename": lambda name: None}, StateMismatchError, "leaves out all tensors"),
         ({"rename": {"metric": "__metadata__"}}, UnsupportedStateError, "'__metadata__' can't be a tensor's name"),
@@ -160,14 +161,6 @@ def test_an_ending_that_readers_would_take_for_another_format_is_refused(saved, 
     with pytest.raises(CheckpointError, match=r"must end with \.safetensors, or with \.ckpt"):
         checkpoint.gather(saved, tmp_path / out, format=format)
     assert not (tmp_path / out).exists()
-
-
-@pytest.mark.parametrize("out", ["m.safetensors", "m.ckpt"])
-def test_a_prefix_to_rename_that_no_name_has_is_told(saved, tmp_path, out):
-    with pytest.warns(UserWarning, match="No tensor's name begins with 'modle.', which rename is to replace") as told:
-        checkpoint.gather(saved, tmp_path / out, rename={"model.": "net.", "modle.": "net."})
-    assert len(told) == 1
-    assert set(checkpoint.read(tmp_path / out)) == {"net.a", "net.b", "net.n", "metric"}
 
 
 def test_a_file_is_not_named_as_an_index(saved, tmp_path):
