@@ -30,7 +30,7 @@ from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, 
 from lightning_shard.checkpoint.memory import fill, narrow, rooms_like
 from lightning_shard.checkpoint.names import Rename, as_compiled, new_names
 from lightning_shard.checkpoint.optimizers.restored import Restored
-from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together_by_groups
+from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
 from lightning_shard.checkpoint.store import Buffer, as_path, open_store
 from lightning_shard.checkpoint.tensors import Located, flatten, identity, locate
 from lightning_shard.errors import CheckpointError, ConfigurationError, StateMismatchError
@@ -183,7 +183,7 @@ def load(
         share = open_store(root, storage_options).is_remote if share_reads is None else share_reads
         return to_tell(find(root, storage_options), storage_options, ranks), share, all_asked(everyone)
 
-    found, share, asked_by_any = together_by_groups(ranks, ask, all_asked, find_it)
+    found, share, asked_by_any = together(ranks, ask, find_it, all_asked)
 
     def pairs() -> list[Pair]:
         nonlocal attempt

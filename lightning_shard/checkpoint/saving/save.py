@@ -21,7 +21,7 @@ from lightning_shard.checkpoint.content import content_sum
 from lightning_shard.checkpoint.engine import collection_paused, each, files_at_once
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_WRITER, table_path
 from lightning_shard.checkpoint.optimizers.taken import take_apart
-from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange, exchange_by_groups
+from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
 from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined
 from lightning_shard.checkpoint.saving.commit import (
     check_files,
@@ -179,7 +179,7 @@ class _Saving:
     def run(self) -> SaveReport:
         # If a collective fails, or this rank is interrupted, the first rank may still commit. So the files stay, and a
         # later save removes those that no manifest names.
-        own, outcome = exchange_by_groups(self.ranks, self._write, joined, self._conclude)
+        own, outcome = exchange(self.ranks, self._write, self._conclude, joined)
         if isinstance(outcome, _Compare):
             own, outcome = exchange(self.ranks, partial(self._sums, outcome.names), self._settle)
         if not isinstance(outcome, _Committed):
