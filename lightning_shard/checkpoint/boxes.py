@@ -35,10 +35,6 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    def intersect(self, other: Box) -> Box | None:
-        """The elements in both, or None where there are none."""
-        return intersection(self.offsets, self.sizes, other)
-
     def first(self, shape: Sequence[int]) -> int:
         """The flat index of the box's first element in a row-major tensor of ``shape``."""
         return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(self.offsets))

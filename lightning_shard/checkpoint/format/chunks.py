@@ -74,10 +74,6 @@ class TensorEntry:
         """
         return self.given if self.table is None else self.table.chunks(self)
 
-    def overlapping(self, box: Box) -> list[tuple[Chunk, Box]]:
-        """The chunks that overlap with a box, each with the intersection."""
-        return next(overlaps([(self, box)]))
-
 
 def overlaps(wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterator[list[tuple[Chunk, Box]]]:
     """For each tensor and box, the chunks that overlap with the box, each with the intersection."""

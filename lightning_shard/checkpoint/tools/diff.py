@@ -20,7 +20,6 @@ from lightning_shard.checkpoint.arguments import check_tolerance
 from lightning_shard.checkpoint.boxes import Box, slabs
 from lightning_shard.checkpoint.format.chunks import TensorEntry
 from lightning_shard.checkpoint.format.encode import TAG
-from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, DTYPES
 from lightning_shard.checkpoint.format.manifest import Section
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
@@ -161,29 +160,10 @@ class _Pair:
 
     section: str
     name: str
-    a: TensorEntry
-    b: TensorEntry
+    a: StoredTensor
+    b: StoredTensor
     different: int = 0
     max_difference: float = 0.0
-
-    @property
-    def width(self) -> int:
-        """Bytes per element of the wider of the two."""
-        return max(DTYPES[entry.dtype].itemsize for entry in (self.a, self.b))
-
-    def room(self, elements: int) -> int:
-        """Bytes of buffer for so many elements, rounded up so that the next part is aligned."""
-        return -(-elements * self.width // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One box of two tensors, and the memory to read it into."""
-
-    pair: _Pair
-    box: Box
-    a: Tensor
-    b: Tensor
 
 
 @dataclass
@@ -215,7 +195,7 @@ class _Comparison:
         if a.shape != b.shape:
             self.differ(section, name, "shape", _shown(a), _shown(b))
         else:
-            self.pairs.append(_Pair(section, name, a, b))
+            self.pairs.append(_Pair(section, name, StoredTensor(name, a, self.a), StoredTensor(name, b, self.b)))
 
     # -- the trainer state --------------------------------------------------------------------------------------------
 
@@ -256,49 +236,49 @@ class _Comparison:
     # -- values -------------------------------------------------------------------------------------------------------
 
     def values(self, progress: Callable[[int, int], None] | None) -> None:
-        total = sum(pair.a.nbytes for pair in self.pairs)
-        room = min(BATCH_BYTES, max((pair.room(math.prod(pair.a.shape)) for pair in self.pairs), default=0))
-        buffers = tuple(torch.empty(room, dtype=torch.uint8) for _ in range(2))
-        batch: list[_Part] = []
+        self.report.bytes = total = sum(pair.a.nbytes for pair in self.pairs)
+        batch: list[tuple[_Pair, Box]] = []
         filled = done = 0
         for pair in self.pairs:
-            for box in self.boxes(pair):
-                if filled + pair.room(box.numel) > room:
+            width = max(pair.a.dtype.itemsize, pair.b.dtype.itemsize)
+            for box in self.boxes(pair, width):
+                if filled + box.numel * width > BATCH_BYTES:
                     self.compare(batch)
                     batch, filled = [], 0
                     if progress is not None:
                         progress(done, total)
-                a, b = (buffer[filled:] for buffer in buffers)
-                batch.append(_Part(pair, box, _carve(a, box, pair.a), _carve(b, box, pair.b)))
-                filled += pair.room(box.numel)
+                batch.append((pair, box))
+                filled += box.numel * width
             done += pair.a.nbytes
         self.compare(batch)
         if progress is not None:
             progress(total, total)
-        self.report.bytes = total
         for pair in self.pairs:
             if pair.different or pair.a.dtype != pair.b.dtype:
                 kind: Kind = "value" if pair.a.dtype == pair.b.dtype else "dtype"
-                values = pair.different, math.prod(pair.a.shape), pair.max_difference
-                found = Difference(pair.section, pair.name, kind, _shown(pair.a), _shown(pair.b), *values)
-                self.report.differences.append(found)
+                values = pair.different, pair.a.numel(), pair.max_difference
+                shown = _shown(pair.a.entry), _shown(pair.b.entry)
+                self.report.differences.append(Difference(pair.section, pair.name, kind, *shown, *values))
 
-    def boxes(self, pair: _Pair) -> Iterator[Box]:
+    def boxes(self, pair: _Pair, width: int) -> Iterator[Box]:
         """The boxes of a tensor that must be read to compare it."""
         grids = {checkpoint.manifest.block_bytes for checkpoint in (self.a, self.b)}
         alike = pair.a.dtype == pair.b.dtype and len(grids) == 1 and 0 not in grids
-        a, b = ({chunk[3:] for chunk in entry.chunks} for entry in (pair.a, pair.b))
+        a, b = ({chunk[3:] for chunk in stored.entry.chunks} for stored in (pair.a, pair.b))
         for offsets, sizes, _ in sorted(a - b if alike else a):
-            yield from slabs(Box(offsets, sizes), BATCH_BYTES // pair.width)
+            yield from slabs(Box(offsets, sizes), BATCH_BYTES // width)
 
-    def compare(self, batch: list[_Part]) -> None:
-        ours = [Read(StoredTensor(p.pair.name, p.pair.a, self.a), p.box, p.a) for p in batch]
-        theirs = [Read(StoredTensor(p.pair.name, p.pair.b, self.b), p.box, p.b) for p in batch]
-        self.report.bytes_read += fetch([*ours, *theirs])
-        for part in batch:
-            different, most = differing(part.a, part.b, self.rtol, self.atol)
-            part.pair.different += different
-            part.pair.max_difference = max(part.pair.max_difference, most)
+    def compare(self, batch: list[tuple[_Pair, Box]]) -> None:
+        ours = self.a.room_for([(pair.a, box) for pair, box in batch])
+        theirs = self.b.room_for([(pair.b, box) for pair, box in batch])
+        reads = [Read(pair.a, box, room) for (pair, box), room in zip(batch, ours)]
+        self.report.bytes_read += fetch(
+            [*reads, *(Read(pair.b, box, room) for (pair, box), room in zip(batch, theirs))]
+        )
+        for (pair, _), a, b in zip(batch, ours, theirs):
+            different, most = differing(a, b, self.rtol, self.atol)
+            pair.different += different
+            pair.max_difference = max(pair.max_difference, most)
 
 
 def differing(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> tuple[int, float]:
@@ -323,11 +303,6 @@ def differing(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> tup
         count += int((~equal).count_nonzero())
         most = max(most, float(distances.masked_fill(equal, 0).max()))
     return count, most
-
-
-def _carve(buffer: Tensor, box: Box, entry: TensorEntry) -> Tensor:
-    dtype = DTYPES[entry.dtype]
-    return buffer[: box.numel * dtype.itemsize].view(dtype).view(box.sizes)
 
 
 def _kind(tree: dict[str, Any]) -> dict[str, Any]:
