@@ -81,7 +81,7 @@ def carry(
         check_own_files(store, own_files)
 
     def conclude(_: list[None]) -> None:
-        check_files(store, {"": manifest.files}, "", began_s)
+        check_files(store, manifest.files, began_s)
         try:
             commit(store, manifest, earlier, durable=fsync)
         except CheckpointConflictError:

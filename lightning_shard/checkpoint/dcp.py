@@ -217,7 +217,7 @@ class DcpWriter(_AtPath, StorageWriter):
                     attempt=self._attempt, layout=None, writer=WRITER, digests=self._order.digests
                 )
                 manifest.world_size = len(results)
-                check_files(self._store, merged.files_by_host, own.host, self._began_s)
+                check_files(self._store, manifest.files, self._began_s)
                 commit(self._store, manifest, self._earlier, durable=self._order.fsync)
             except BaseException as error:
                 if not getattr(error, FILES_STAY, False):

@@ -45,8 +45,6 @@ class Merged:
 
     def __init__(self, parts: Sequence[Joined]) -> None:
         self.files: list[FileEntry] = []
-        self.files_by_host: dict[str, list[FileEntry]] = {}
-        """The files that the ranks of each machine have written, by host name."""
         self._state_file: int | None = None
         self._meshes: dict[tuple[int, ...], int] = {}
         self._all: list[Held] = []
@@ -79,8 +77,6 @@ class Merged:
         if part.state_file is not None:
             self._state_file = len(self.files) + part.state_file
         self.files += part.files
-        for host, files in part.hosts.items():
-            self.files_by_host.setdefault(host, []).extend(files)
         return np.array([self._number(held, meshes[held.mesh]) for held in part.tensors], np.int64)
 
     def _number(self, held: Held, mesh: int) -> int:

@@ -110,8 +110,9 @@ def save(
         storage_options: For fsspec.
         fsync: Survive a crash of the machine; False for scratch.
         digests: Record a 128-bit hash of every block, so that a load detects damage.
-        own_disks: Machines may have disks of their own at ``path``, each with its ranks' files. Such a checkpoint can't
-            be loaded before it is carried to a place that all see. Else it is refused.
+        own_disks: Machines may have disks of their own at ``path``, each with its ranks' files, so only the rank that
+            wrote a file checks that it is there. Such a checkpoint can't be loaded before it is carried to a place that
+            all see. Else it is refused.
 
     Raises:
         UnsupportedStateError: The format can't hold a value; the error names its key.
@@ -229,8 +230,8 @@ class _Saving:
         attempt, digests = self.part.attempt, self.order.digests
         with collection_paused():
             manifest = self.merged.manifest(attempt=attempt, layout=self.layout, writer=WRITER, digests=digests)
-        own_disks = self.order.own_disks
-        check_files(self.store, self.merged.files_by_host, self.part.account.host, self.began_s, own_disks=own_disks)
+        if not self.order.own_disks:
+            check_files(self.store, manifest.files, self.began_s)
         commit(self.store, manifest, self.earlier, durable=self.order.fsync)
         return _Committed(attempt, sum(file.bytes for file in manifest.files))
 
