@@ -45,17 +45,6 @@ class OutFile:
 
 
 @dataclass(frozen=True)
-class Literal:
-    """Known bytes, such as a header."""
-
-    data: bytes
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
-
-
-@dataclass(frozen=True)
 class Extent:
     """A box of a stored tensor, written to the file contiguously in row-major order, as ``dtype``."""
 
@@ -63,9 +52,9 @@ class Extent:
     box: Box
     dtype: torch.dtype
 
-    @property
-    def nbytes(self) -> int:
-        return self.box.numel * self.dtype.itemsize
+
+def _nbytes(part: bytes | Extent) -> int:
+    return len(part) if isinstance(part, bytes) else part.box.numel * part.dtype.itemsize
 
 
 @dataclass
@@ -74,7 +63,7 @@ class Step:
 
     begin: int
     nbytes: int = 0
-    parts: list[Literal | Extent] = field(default_factory=list)
+    parts: list[bytes | Extent] = field(default_factory=list)
 
     def fill(self, buffer: Tensor) -> memoryview:
         """Read the step into the front of a uint8 buffer; returns that part as bytes.
@@ -86,12 +75,12 @@ class Step:
         reads: list[Read] = []
         place = 0
         for part in self.parts:
-            if isinstance(part, Literal):
-                memory[place : place + part.nbytes] = part.data
+            end = place + _nbytes(part)
+            if isinstance(part, bytes):
+                memory[place:end] = part
             else:
-                target = buffer[place : place + part.nbytes].view(part.dtype).view(part.box.sizes)
-                reads.append(Read(part.stored, part.box, target))
-            place += part.nbytes
+                reads.append(Read(part.stored, part.box, buffer[place:end].view(part.dtype).view(part.box.sizes)))
+            place = end
         fetch(reads)
         return memory
 
@@ -110,18 +99,18 @@ def steps(file: OutFile, step_bytes: int, slab_bytes: int) -> Iterator[Step]:
     step = Step(0)
     for begin, item in items:
         assert begin == step.begin + step.nbytes, f"{file.name}: bytes {step.begin + step.nbytes} to {begin} are unset"
-        parts: Iterable[Literal | Extent]
+        parts: Iterable[bytes | Extent]
         if isinstance(item, bytes):
-            parts = (Literal(item[at : at + step_bytes]) for at in range(0, len(item), step_bytes))
+            parts = (item[at : at + step_bytes] for at in range(0, len(item), step_bytes))
         else:
             parts = _parts(item, step_bytes, slab_bytes)
         for part in parts:
-            aligned = isinstance(part, Literal) or step.nbytes % part.dtype.itemsize == 0
-            if step.nbytes and (step.nbytes + part.nbytes > step_bytes or not aligned):
+            aligned = isinstance(part, bytes) or step.nbytes % part.dtype.itemsize == 0
+            if step.nbytes and (step.nbytes + _nbytes(part) > step_bytes or not aligned):
                 yield step
                 step = Step(step.begin + step.nbytes)
             step.parts.append(part)
-            step.nbytes += part.nbytes
+            step.nbytes += _nbytes(part)
     assert step.begin + step.nbytes == file.size
     if step.nbytes:
         yield step

@@ -106,9 +106,6 @@ class StoredTensors(Mapping[str, StoredTensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
     def alias_of(self, name: str) -> str | None:
         """The name of the tensor that this one shared its memory with when it was saved, if any."""
         return self._section.alias_of(name)
