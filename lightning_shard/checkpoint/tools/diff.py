@@ -11,12 +11,12 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.arguments import check_tolerance
 from lightning_shard.checkpoint.boxes import Box, slabs
 from lightning_shard.checkpoint.format.chunks import TensorEntry
 from lightning_shard.checkpoint.format.encode import TAG
@@ -135,8 +135,9 @@ def diff(
         raise ConfigurationError(f"sections ({sections!r:.80}) must be a list of some of {', '.join(SECTIONS)}.")
     if unknown := [str(section) for section in sections if section not in SECTIONS]:
         raise ConfigurationError(f"sections has {', '.join(unknown)}: use some of {', '.join(SECTIONS)}.")
-    check_tolerance("rtol", rtol)
-    check_tolerance("atol", atol)
+    for name, value in {"rtol": rtol, "atol": atol}.items():
+        if not isinstance(value, Real) or not float(value) >= 0:
+            raise ConfigurationError(f"{name} ({value!r:.80}) must be a number, and not negative.")
     ours = read(a, storage_options=storage_options, verify=verify)
     theirs = read(
         b, storage_options=b_storage_options if b_storage_options is not None else storage_options, verify=verify
