@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection, uncovered
 from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest_at
 from lightning_shard.checkpoint.format.header import item_bytes
-from lightning_shard.checkpoint.format.table import Integers, Rows, Spans, Table, columns_of
+from lightning_shard.checkpoint.format.table import Integers, Rows, Table, columns_of
 from lightning_shard.errors import CorruptCheckpointError
 
 
@@ -185,9 +185,9 @@ class ChunkTable:
             return {}
         new = new[np.argsort(self._spans[new, 0], kind="stable")]
         spans = self._spans[new]
-        runs = _runs(spans)
-        rows = self.table.bring(runs)
-        taken = slice(*runs[0]) if len(runs) == 1 else _ranges(spans)
+        rows = self.table.rows
+        is_one_run = (spans[1:, 0] == spans[:-1, 1]).all()
+        taken = slice(int(spans[0, 0]), int(spans[-1, 1])) if is_one_run else _ranges(spans)
         lengths = spans[:, 1] - spans[:, 0]
         owner = np.repeat(new, lengths)
         bounds = np.concatenate([[0], np.cumsum(lengths)])
@@ -260,11 +260,10 @@ class ChunkTable:
 
     def _chunks(self, rows: Integers, owners: Integers) -> list[Chunk]:
         """Chunks by their rows, which have been checked, and their tensors' numbers."""
-        file, begin, block, offsets, sizes, _ = self.table.rows
+        file, begin, block, offsets, sizes, digests = self.table.rows
         nbytes = sizes[rows].prod(axis=1) * self._widths[owners]
         blocks = self._blocks(nbytes)
         first = block[rows]
-        digests = self.table.bring_digests(_runs(np.stack([first, first + blocks], axis=1)))
         memory = memoryview(digests.reshape(-1))  # type: ignore[arg-type]
         numbers = (file[rows], begin[rows], begin[rows] + nbytes, first, first + blocks, self._ndims[owners])
         return [
@@ -329,12 +328,3 @@ def _ranges(spans: Integers) -> Integers:
     lengths = spans[:, 1] - spans[:, 0]
     before = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) + np.repeat(spans[:, 0] - before, lengths)
-
-
-def _runs(spans: Integers) -> Spans:
-    """Spans, in which those that follow each other are joined."""
-    if not len(spans):
-        return []
-    starts = np.flatnonzero(np.concatenate([[True], spans[1:, 0] != spans[:-1, 1]]))
-    stops = np.concatenate([starts[1:], [len(spans)]]) - 1
-    return list(zip(spans[starts, 0].tolist(), spans[stops, 1].tolist()))

@@ -1,7 +1,6 @@
 """``read``: finds a checkpoint at a path, ours or another program's file, and opens it.
 
-Where ranks read together, only the first rank finds it, and broadcasts the manifest and the table of chunks; of a large
-table, each rank reads the blocks that it needs.
+Where ranks read together, only the first rank finds it, and broadcasts the manifest and the table of chunks.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from lightning_shard.checkpoint.foreign import files as foreign
 from lightning_shard.checkpoint.foreign.files import NOT_A_FILE
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from lightning_shard.checkpoint.format.table import WHOLE_BYTES, Table
-from lightning_shard.checkpoint.loading.stored import Checkpoint, change_since
+from lightning_shard.checkpoint.format.table import Table
+from lightning_shard.checkpoint.loading.stored import TRUSTED_BYTES, Checkpoint, change_since
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, raised_by_all, together
-from lightning_shard.checkpoint.store import Buffer, Store, as_path, open_store
+from lightning_shard.checkpoint.store import Store, as_path, open_store
+from lightning_shard.checkpoint.store.protocol import too_short
 from lightning_shard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -60,7 +60,7 @@ class Found(NamedTuple):
     foreign: bool = False
     """Whether the files are another program's."""
     table: bytes | None = None
-    """The bytes of the table; None if each rank reads it."""
+    """The bytes of the table; None before they are read."""
 
 
 def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, found: Found) -> Checkpoint:
@@ -68,9 +68,7 @@ def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, 
     store = _store_of(found, storage_options)
     source = path if found.foreign else f"{path}/{MANIFEST_NAME}"
     manifest = Manifest.from_bytes(found.manifest, source, foreign=found.foreign)
-    manifest.take_table(
-        Table(manifest.table, source, data=found.table) if found.foreign else _table(store, manifest, path, found.table)
-    )
+    manifest.take_table(_table(store, manifest, path, found.table))
     if not manifest.signed:
         warnings.warn(
             f"{source} has no digest of its own (written by {manifest.writer or 'an unnamed writer'}), so damage to it"
@@ -87,40 +85,45 @@ def _store_of(found: Found, storage_options: dict[str, Any] | None) -> Store:
     return store
 
 
-def _table(store: Store, manifest: Manifest, path: str, data: bytes | None = None) -> Table:
+def _table(store: Store, manifest: Manifest, path: str, given: bytes | None = None) -> Table:
     """The table of a manifest, whose file is read when it is needed, unless its bytes are given."""
-    name = manifest.table.path
+    name, nbytes = manifest.table.path, manifest.table.bytes
     source = f"{path}/{name}"
 
-    def read(begin: int, buffer: Buffer) -> None:
+    def load() -> bytes | bytearray:
+        if given is not None:
+            return given
         try:
-            with store.reading(name) as read_into:
-                read_into([(begin, buffer)])
+            if nbytes > TRUSTED_BYTES and store.size(name) < nbytes:
+                raise too_short(source, nbytes)
+            data = memoryview(bytearray(nbytes))
+            with store.reading(name) as read:
+                for begin in range(0, nbytes, store.step_bytes):
+                    read([(begin, data[begin : begin + store.step_bytes])])
         except NOT_A_FILE as error:
             if change := change_since(store, manifest.attempt):
                 raise CheckpointReplacedError(f"{path} was {change} while it was read: open it anew.") from error
             raise CorruptCheckpointError(f"{source} is missing: use another checkpoint.") from error
         except CheckpointError:
             raise
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise CheckpointError(f"{source} can't be read: {type(error).__name__}: {error}") from error
+        return data.obj  # type: ignore[return-value]
 
-    return Table(manifest.table, source, read, data)
+    return Table(manifest.table, source, load)
 
 
 def to_tell(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) -> Found:
-    """What the first rank broadcasts: ``found`` with the table's bytes, unless these are many."""
-    return found if ranks.alone else with_table(found, storage_options, WHOLE_BYTES)
+    """What the first rank broadcasts: ``found`` with the table's bytes."""
+    return found if ranks.alone else with_table(found, storage_options)
 
 
-def with_table(found: Found, storage_options: dict[str, Any] | None, most_bytes: int = 2**63) -> Found:
-    """What was found, with the table's bytes unless these are more than ``most_bytes``."""
+def with_table(found: Found, storage_options: dict[str, Any] | None) -> Found:
+    """What was found, with the table's bytes."""
     if found.table is not None:
         return found
     manifest = Manifest.from_bytes(found.manifest, f"{found.root}/{MANIFEST_NAME}")
-    if manifest.table.bytes > most_bytes:
-        return found
-    return found._replace(table=_table(_store_of(found, storage_options), manifest, found.root).data())
+    return found._replace(table=bytes(_table(_store_of(found, storage_options), manifest, found.root).data))
 
 
 def read_together(
@@ -180,7 +183,7 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
         raise CheckpointNotFoundError(
             f"{path} holds no committed checkpoint: there is no {MANIFEST_NAME}. {_what_is_there(path, store)}"
         )
-    table = found.manifest.chunks.table.data()
+    table = bytes(found.manifest.chunks.table.data)
     return Found(found.store.root, found.manifest.to_bytes(), found.state, foreign=True, table=table)
 
 

@@ -104,7 +104,7 @@ def commit(store: Store, manifest: Manifest, earlier: Earlier, *, durable: bool)
         CheckpointConflictError: Another save has committed first. Its checkpoint stays.
         BaseException: With the attribute :data:`~lightning_shard.checkpoint.ranks.FILES_STAY`.
     """
-    data, table = manifest.to_bytes(), manifest.chunks.table.data()
+    data, table = manifest.to_bytes(), manifest.chunks.table.data
     try:
         # atomically, since another process may be committing the same attempt from a copy of it
         store.publish(manifest.table.path, [memoryview(table)], len(table), durable=durable)
