@@ -61,11 +61,7 @@ class Earlier:
 
 
 def look(store: Store) -> Earlier:
-    """Note the manifest that is there now. A torn or empty one is noted, too, although it is no checkpoint.
-
-    Raises:
-        CheckpointError: There is a ``manifest.json`` of another program.
-    """
+    """Note the manifest that is there now. A torn or empty one is noted, too, although it is no checkpoint."""
     data = b""
     stamp, seen = store.stamp(MANIFEST_NAME), None
     while stamp is not None and stamp != seen:  # until the stamp is of the bytes that were read

@@ -367,9 +367,6 @@ def _check_place(planner: SavePlanner | LoadPlanner, index: MetadataIndex) -> No
     """Check that DCP computes the same box for a DTensor's shard as we do.
 
     A strided shard may consist of several boxes, or of another one than DCP's, which would be other elements.
-
-    Raises:
-        CheckpointError: This rank's part of a DTensor isn't the single box that DCP takes it for.
     """
     tensor = getattr(planner, "state_dict", {}).get(index.fqn)
     if tensor is None or not is_dtensor(tensor):

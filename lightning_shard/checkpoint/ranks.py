@@ -48,11 +48,7 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any = None) -> Ranks:
-        """The ranks of ``group``; by default, of the whole world.
-
-        Raises:
-            CheckpointError: This rank isn't one of them.
-        """
+        """The ranks of ``group``; by default, of the whole world."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         if group is dist.GroupMember.NON_GROUP_MEMBER:

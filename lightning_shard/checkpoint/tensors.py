@@ -366,11 +366,7 @@ def short(ranks: Any) -> str:
 
 
 def flatten(state: Mapping[str, Any] | torch.nn.Module) -> dict[str, Tensor]:
-    """Flatten nested dicts of tensors (or a module's state dict) to one dict, keys joined by ``.``.
-
-    Raises:
-        UnsupportedStateError: A leaf isn't a tensor, or two tensors get the same name.
-    """
+    """Flatten nested dicts of tensors (or a module's state dict) to one dict, keys joined by ``.``."""
     flat: dict[str, Tensor] = {}
 
     def walk(value: Any, name: str) -> None:

@@ -65,11 +65,7 @@ class Naming:
         return {new: self.source(stored[old]) for new, old in self.names(stored).items()}
 
     def names(self, old: Iterable[str]) -> dict[str, str]:
-        """New names to old ones. Nothing compares them with what was wanted, as a load does, so it is said here.
-
-        Raises:
-            StateMismatchError: As :func:`new_names`; or ``rename`` has prefixes of no name, or leaves out all tensors.
-        """
+        """New names to old ones. Nothing compares them with what was wanted, as a load does, so it is said here."""
         old = list(old)
         found = new_names(old, self.strip_prefix, self.rename)
         if old and not found:
@@ -147,11 +143,7 @@ class Pretrained:
 def pretrained(
     checkpoint: Checkpoint, prefix: str | None, config: Any, storage_options: dict[str, Any] | None
 ) -> Pretrained:
-    """Find the transformers model in a checkpoint: its config from the checkpoint or ``config``, and its prefix.
-
-    Raises:
-        CheckpointError: There is no config; or there are several models, and ``prefix`` selects none.
-    """
+    """Find the transformers model in a checkpoint: its config from the checkpoint or ``config``, and its prefix."""
     tree = checkpoint.state_json()
     raw = tree.get(TRANSFORMERS_KEY) if isinstance(tree, dict) else None
     if not (isinstance(raw, dict) and {"models", "tokenizer"} <= raw.keys()):

@@ -27,12 +27,7 @@ Progress = Callable[[int, int], None]
 def deliver(
     store: Store, files: Sequence[OutFile], ranks: Ranks, *, durable: bool, progress: Progress | None = None
 ) -> None:
-    """Write files. A collective call over ``ranks``, all of which pass the same files.
-
-    Raises:
-        CorruptCheckpointError: A source is damaged. Every rank raises.
-        CheckpointError: ``store`` is a disk of each machine's own.
-    """
+    """Write files. A collective call over ``ranks``, all of which pass the same files."""
     mine = files[ranks.members.index(ranks.rank) :: len(ranks.members)]
     total, done = sum(file.size for file in mine), 0
 

@@ -33,11 +33,7 @@ _RESERVED = (OWN, OPTIMIZER_TENSORS)
 
 
 def set_aside(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint dict as hooks have left it, with what is under such keys set aside.
-
-    Raises:
-        UnsupportedStateError: A key can't be shared.
-    """
+    """A checkpoint dict as hooks have left it, with what is under such keys set aside."""
     if taken := [key for key in _RESERVED if key in checkpoint]:
         raise UnsupportedStateError(
             f"A hook has put {taken[0]!r} into the checkpoint, a key that lightning_shard needs itself: choose another."
@@ -114,9 +110,6 @@ def put_together(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | 
         model: The module's tensors.
         optimizer: The optimizers' tensors by ``"{optimizer}/{parameter}/{key}"``; None to leave out all training state.
         rest: The trainer state; ignored if it isn't Lightning's.
-
-    Raises:
-        CheckpointError: The optimizers' state is requested, and isn't Lightning's.
     """
     if not isinstance(rest, Mapping) or "pytorch-lightning_version" not in rest:
         if optimizer:

@@ -61,9 +61,6 @@ def skeleton(value: Any, fakes: Mapping[Key, Tensor]) -> Skeleton[Key]:
     """The file that ``torch.save`` writes of ``value``, without its tensors' bytes; all its tensors are in ``fakes``.
 
     The checksums of the tensors' records are left empty; torch doesn't read them.
-
-    Raises:
-        UnsupportedStateError: ``value`` contains another tensor.
     """
     keys = {id(fake): key for key, fake in fakes.items()}
     order: dict[Key, None] = {}
@@ -211,12 +208,7 @@ class Archive:
     records: dict[int, int]
 
     def stored_as(self, name: str, tensor: Tensor) -> TensorEntry:
-        """The manifest's entry of a tensor of the content, which lies in file 0.
-
-        Raises:
-            UnsupportedStateError: A sparse or quantized tensor, or one that isn't contiguous.
-            CorruptCheckpointError: It extends beyond its record.
-        """
+        """The manifest's entry of a tensor of the content, which lies in file 0."""
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             raise UnsupportedStateError(
                 f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}, stored otherwise than by its elements: load"

@@ -163,11 +163,7 @@ class ChunkTable:
         return np.array([len(entry.shape) for entry in self.entries], np.int64)
 
     def check(self, entries: Iterable[TensorEntry]) -> None:
-        """Read and check the rows of tensors.
-
-        Raises:
-            CorruptCheckpointError: The table is damaged; a number is out of range; or a tensor isn't covered exactly.
-        """
+        """Read and check the rows of tensors."""
         faults = self.faults([entry.number for entry in entries])
         if faults:
             number, what = min(faults.items())

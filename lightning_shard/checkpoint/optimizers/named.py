@@ -69,9 +69,6 @@ def named_optimizer_state(
     Returns:
         ``"state"`` by parameter name, ``"shared"`` (state that belongs to no parameter), ``"param_groups"``, and the
         ``"parameters"`` by name.
-
-    Raises:
-        UnsupportedStateError: The optimizer's state dict has other keys than torch's.
     """
     more = optimizer.state_dict().keys() - {"state", "param_groups"}
     if more:
@@ -102,10 +99,6 @@ def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str
 
     Args:
         states: Results of :func:`named_optimizer_state`; ``"parameters"`` may lack unknown ones.
-
-    Raises:
-        UnsupportedStateError: One parameter's name is another's, followed by ``/``, the separator in names of optimizer
-            tensors; or two tensors would get the same name.
     """
     tensors: dict[str, Tensor] = {}
     rest: list[dict[str, Any]] = []
@@ -183,9 +176,6 @@ def name_numbered(
         tensors: By ``"{optimizer}/{number}/{key}"``, or with the parameter's name instead of the number.
         states: Each optimizer's values that aren't tensors, and its groups.
         names: The names of all stages' parameters, for each optimizer and group, in the order of the groups.
-
-    Raises:
-        StateMismatchError: The numbers or sizes of groups differ.
     """
     named: list[dict[str, Any]] = []
     by_number: dict[str, dict[str, str]] = {}

@@ -271,9 +271,6 @@ def _check_kind(index: int, optimizer: torch.optim.Optimizer, saved: Sequence[Ma
     """Refuse the state of an optimizer of another class: its learning rate would be used, and its state misread.
 
     The class isn't stored. Another version of the same class may have more settings, or fewer; another class has both.
-
-    Raises:
-        StateMismatchError: The saved groups have unknown settings, and also lack some that the optimizer needs.
     """
     known = {*optimizer.defaults, *_SCHEDULERS, *NAMES_OF_NOTHING_ELSE}
     for group, before in zip(optimizer.param_groups, saved):

@@ -31,9 +31,6 @@ def take_apart(
 
     Returns:
         The optimizers' tensors by name, and the trainer state with the rest of the optimizers' state added.
-
-    Raises:
-        UnsupportedStateError: A parameter isn't in ``state``; or the rest can't be added to the trainer state.
     """
     if optimizer is None or is_by_name(optimizer):
         return optimizer, trainer_state
@@ -129,9 +126,6 @@ def parameter_names(optimizers: Iterable[torch.optim.Optimizer], state: State) -
     """Find the names of the optimizers' parameters: ``id(parameter)`` to name.
 
     ``state`` is the module, or has tensors that share the parameters' memory.
-
-    Raises:
-        UnsupportedStateError: A parameter isn't in ``state``, or its empty shard matches several names.
     """
     if isinstance(state, torch.nn.Module):
         tensors: Iterable[tuple[str, Tensor]] = state.named_parameters(remove_duplicate=False)

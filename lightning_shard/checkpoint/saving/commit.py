@@ -33,12 +33,7 @@ def new_attempt() -> str:
 
 
 def look_before_saving(store: Store) -> Earlier:
-    """Note what is at the path when a save begins.
-
-    Raises:
-        CheckpointError: There is a ``manifest.json`` of another program; or the path is a symbolic link to a
-            checkpoint, or a file.
-    """
+    """Note what is at the path when a save begins."""
     if store.folder is not None and os.path.islink(store.folder) and store.exists(MANIFEST_NAME):
         raise CheckpointError(
             f"{store.root} is a symbolic link to the checkpoint {os.path.realpath(store.folder)}, which would be"

@@ -164,11 +164,7 @@ class Merged:
         return found
 
     def unsettled(self) -> list[Name]:
-        """The tensors that meshes cut into different chunks, so that block digests can't show whether they are equal.
-
-        Raises:
-            CheckpointError: Two copies of a tensor differ.
-        """
+        """The tensors that meshes cut into different chunks, so that block digests can't show whether they are equal."""
         unsettled: dict[Name, None] = {}
         for first, other in self._pairs:
             if not _alike(first, other):
@@ -182,11 +178,7 @@ class Merged:
         return list(unsettled)
 
     def settle(self, sums: list[Sums]) -> None:
-        """Compare the :meth:`unsettled` tensors by their content sums; ``sums`` has those of each rank's chunks.
-
-        Raises:
-            CheckpointError: Two copies of a tensor differ.
-        """
+        """Compare the :meth:`unsettled` tensors by their content sums; ``sums`` has those of each rank's chunks."""
         totals: dict[tuple[str, str, int], int] = {}
         for mesh, own in zip(self._mesh_of.values(), sums, strict=True):
             for (section, name), value in own.items():

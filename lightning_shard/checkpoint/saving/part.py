@@ -145,10 +145,6 @@ def plan_part(
 
     Args:
         may_be_half_loaded: Accept tensors that a failed load has overwritten in part: for reading, not for saving.
-
-    Raises:
-        UnsupportedStateError: The format can't hold a value; the error names its key.
-        CheckpointError: The tensors' meshes don't fit the ranks that save; or a load into a tensor has failed.
     """
     if mesh is not None and not hasattr(mesh, "get_coordinate"):
         raise CheckpointError(f"mesh ({mesh!r:.80}) must be a DeviceMesh, or None.")

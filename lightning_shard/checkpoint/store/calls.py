@@ -167,11 +167,7 @@ class Calls:
         return result
 
     def once(self, method: str, *args: Any, limit_s: float, **kwargs: Any) -> Any:
-        """Call a method of the filesystem once, with a timeout.
-
-        Raises:
-            TimeoutError: It took longer. A call on fsspec's event loop is cancelled; one on a thread may still hang.
-        """
+        """Call a method of the filesystem once, with a timeout."""
         if method in _LOOKS:
             self.fs.invalidate_cache()
         native = getattr(self.fs, f"_{method}", None)

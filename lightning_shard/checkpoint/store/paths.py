@@ -25,11 +25,7 @@ _MIN_CHARS = 4
 
 
 def refuse_secrets(path: str) -> None:
-    """Refuse a path that contains a secret.
-
-    Raises:
-        CheckpointError: It contains one; the message shows the path without it.
-    """
+    """Refuse a path that contains a secret."""
     for part in path.split("::"):
         scheme, separator, rest = part.partition("://")
         if not separator:
@@ -117,11 +113,7 @@ def as_path(path: str | os.PathLike[str]) -> str:
 
 
 def as_text(path: str | os.PathLike[str], what: str = "path") -> str:
-    """A path or URL as ``str``, otherwise unchanged. ``what``: the argument's name, for errors.
-
-    Raises:
-        CheckpointError: As :func:`as_path`.
-    """
+    """A path or URL as ``str``, otherwise unchanged. ``what``: the argument's name, for errors."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
         raise CheckpointError(f"{what} ({path!r:.80}) must be a str or a path that gives one.")
@@ -146,9 +138,6 @@ def local_path(path: str) -> str | None:
     """The path on the local disk that ``path`` names; None if it is a URL of another place.
 
     A leading ``~`` is the home folder, as it is for fsspec, and so for Lightning's own checkpoints.
-
-    Raises:
-        CheckpointError: A URL that begins in the middle of the path, or is joined to something that is none.
     """
     scheme, found, rest = path.partition("://")
     if not found:
