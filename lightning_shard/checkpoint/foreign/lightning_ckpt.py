@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.checkpoint.optimizers.named import TensorNames
+from lightning_shard.checkpoint.optimizers.named import apart
 from lightning_shard.errors import CheckpointError, UnsupportedStateError
 
 TRANSFORMERS_KEY = "transformers"
@@ -82,7 +82,7 @@ def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
         numbers = _numbers(state["param_groups"])
         for parameter, entries in state["state"].items():
             for key, value in entries.items() if parameter in numbers else ():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and "/" not in str(key):
                     optimizer[f"{index}/{numbers[parameter]}/{key}"] = value
                 else:
                     values.setdefault(numbers[parameter], {})[key] = value
@@ -140,7 +140,6 @@ def _numbered(index: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor
     numbers = {name: number for number, name in enumerate(names)}
     assert len(numbers) == len(names), "an optimizer has a parameter twice"
     entries: dict[Any, dict[str, Any]] = {numbers[name]: dict(values) for name, values in state["values"].items()}
-    apart = TensorNames([()] * index + [names]).apart
     for path, tensor in tensors.items():
         owner, name, key = apart(path)
         if int(owner) == index:

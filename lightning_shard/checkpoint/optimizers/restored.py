@@ -20,7 +20,7 @@ from lightning_shard.checkpoint.optimizers.named import (
     NAMES_OF_NOTHING_ELSE,
     OPTIMIZER_STATES,
     State,
-    TensorNames,
+    apart,
     listed_in,
     name_numbered,
 )
@@ -143,7 +143,6 @@ def renamed(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Rename the parameters in optimizers' tensors and states as the model's tensors are renamed; numbers stay."""
     named, found = [], {}
-    names = TensorNames(listed_in(states))
     for index, state in enumerate(states):
         if state.get("numbered"):
             named.append(state)
@@ -154,7 +153,7 @@ def renamed(
         values = {new[name]: entries for name, entries in state["values"].items() if name in new}
         named.append({**state, "values": values, "param_groups": groups})
         for path in tensors:
-            owner, name, key = names.apart(path)
+            owner, name, key = apart(path)
             if owner == str(index) and name in new:
                 found[f"{index}/{new[name]}/{key}"] = tensors[path]
     return found, named
@@ -201,15 +200,14 @@ def plan_optimizers(
     """
     by_parameter: dict[tuple[str, str], dict[str, Any]] = {}
     listed = listed_in(states)
-    tensor_names = TensorNames(listed)
     for path, value in stored.items():
-        owner, name, key = tensor_names.apart(path)
+        owner, name, key = apart(path)
         by_parameter.setdefault((owner, name), {})[key] = value
     plans = []
     for index, (optimizer, rest_of) in enumerate(zip(optimizers, states, strict=True)):
         groups = _groups_of(index, optimizer, names, rest_of, asked_by_any)
         plan = Plan(optimizer, groups, rest_of.get("shared", {}))
-        known = set(listed[index])
+        known, referred = set(listed[index]), _stored_in(rest_of["values"])
         for group, saved in zip(optimizer.param_groups, groups):
             # torch keeps step counts on the CPU, unless the step itself runs on the device
             hyperparameters = {**group, **saved}
@@ -218,7 +216,6 @@ def plan_optimizers(
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 values = rest_of["values"].get(name, {})
-                referred = _stored_in(values)
                 state: dict[str, Any] = {}
                 for key, value in {**by_parameter.get((str(index), name), {}), **values}.items():
                     if key in values or value.name not in referred:

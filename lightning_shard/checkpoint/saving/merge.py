@@ -164,7 +164,7 @@ class Merged:
         return found
 
     def unsettled(self) -> list[Name]:
-        """The tensors that meshes cut into different chunks, so that block digests can't show whether they are equal."""
+        """The tensors that meshes cut into different chunks, so that block digests can't show if they are equal."""
         unsettled: dict[Name, None] = {}
         for first, other in self._pairs:
             if not _alike(first, other):
