@@ -110,47 +110,6 @@ def gpt() -> L.LightningModule:
     return Model("gpt")
 
 
-# -- settings
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (
-            {"schedule": "2F2B"},
-            "'2F2B' isn't one of 'GPipe', '1F1B', 'Eager1F1B', 'Interleaved1F1B', 'InterleavedZeroBubble',"
-            " 'ZBVZeroBubble', 'DualPipeV', \"auto\", or the path of a .csv file",
-        ),
-        (
-            {"pipeline_parallel_size": 2, "microbatches": 3, "schedule": "DualPipeV"},
-            r"microbatches \(3\) must be at least 2 × pipeline_parallel_size \(2\) for schedule='DualPipeV'",
-        ),
-        ({"schedule": "none.csv"}, "'none.csv' can't be read.*give the path of a CSV file"),
-        ({"tensor_parallel_size": 0}, r"tensor_parallel_size \(0\) must be an integer of at least 1"),
-        (
-            {"data_parallel_size": 4, "data_parallel_replicas": 3},
-            r"replicas \(3\) must divide data_parallel_size \(4\): use one of \[1, 2, 4\]",
-        ),
-        (
-            {"data_parallel_size": 3, "expert_parallel_size": 2},
-            r"expert_parallel_size \(2\) must divide data_parallel_size \(3\).*one of \[1, 3\]",
-        ),
-        (
-            {"activation_checkpointing": "all"},
-            r"activation_checkpointing='all' isn't known: use True \(every block\), a",
-        ),
-        ({"activation_checkpointing": -1}, "activation_checkpointing=-1 isn't known"),
-        ({"compile_blocks": "indutcor"}, "compile_blocks='indutcor' isn't known: use True, or a backend.*inductor"),
-        ({"cpu_offload": "yes"}, "cpu_offload='yes' is neither True nor False"),
-        ({"reduce_each_microbatch": 2}, "reduce_each_microbatch=2 is neither True nor False"),
-        ({"reshard_after_forward": 2}, "reshard_after_forward=2 is neither True nor False"),
-    ],
-)
-def test_settings_are_refused_before_any_process_starts(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
-        HybridShardStrategy(**options)
-
-
 # -- steps
 
 
