@@ -14,10 +14,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.errors import (
@@ -146,29 +144,6 @@ def test_a_step_that_one_stage_cant_run_stops_all_with_the_first_cause(
     assert re.search(f"(?s)The first failure was on rank {fails}: .*{says}", accounts[1 - fails]), accounts[1 - fails]
 
 
-class DealsByGlobalRank(IterableDataset[dict[str, Tensor]]):
-    def __iter__(self) -> Any:
-        data: Any = loader(1).dataset
-        rank = dist.get_rank()
-        return (data[i] for i in range(rank * 32, rank * 32 + 32))
-
-
-def fit_on_a_stream(sizes: dict[str, int]) -> str:
-    L.seed_everything(3)
-    plan = {"0": "colwise_gather_output"}
-    strategy = HybridShardStrategy(**sizes, tensor_parallel_plan=plan)
-    trainer = L.Trainer(strategy=strategy, devices=world(sizes), max_steps=1, **QUIET)
-    with pytest.raises(BatchError) as caught:
-        trainer.fit(Plain(), DataLoader(DealsByGlobalRank(), batch_size=8))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("sizes", [PIPELINE, pytest.param(TENSOR, marks=pytest.mark.long)], ids=["pp2", "tp2"])
-def test_ranks_of_one_model_that_read_different_batches(sizes: dict[str, int]) -> None:
-    for message in run_ranks(fit_on_a_stream, 2, sizes, elastic=True, timeout_s=50):
-        assert re.search(r"Ranks 0 and 1 .* batches differ: .*layout\.data_rank.*Sentence 1 of", message)
-
-
 # -- checkpoints
 
 
@@ -229,21 +204,6 @@ def test_checkpoints_that_no_run_resumes_from(resumes: dict[str, Refusal]) -> No
     messages = on_every_rank(resumes)
     for name, case in resumes.items():
         check(case, messages[name])
-
-
-@pytest.mark.long
-def test_a_missing_tensor_where_loading_isnt_strict(saved: str) -> None:
-    loaded = run_ranks(fit_lenient, 2, saved, elastic=True)
-    assert loaded == [2, 2]
-
-
-def fit_lenient(path: str) -> int:
-    L.seed_everything(3)
-    module = Extra()
-    module.strict_loading = False
-    trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=2, **QUIET)
-    trainer.fit(module, loader(16), ckpt_path=path)
-    return trainer.global_step
 
 
 def fit_with_ddp(path: str) -> str:
