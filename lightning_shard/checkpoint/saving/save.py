@@ -210,13 +210,12 @@ class _Saving:
 
     def _sums(self, names: list[Name]) -> Sums:
         assert self.part is not None
-        wanted = set(names)
-        pieces: dict[Name, list[Any]] = {}
+        wanted, sums = set(names), Sums()
         for file in self.part.files:
             for piece, data in file.pieces():
-                if (file.section, piece.name) in wanted:
-                    pieces.setdefault((file.section, piece.name), []).append((piece, data))
-        return {name: content_sum(of_one) for name, of_one in pieces.items()}
+                if (name := (file.section, piece.name)) in wanted:
+                    sums[name] = sums.get(name, 0) + content_sum([(piece, data)])
+        return sums
 
     def _settle(self, sums: list[Sums]) -> _Committed:
         assert self.merged is not None
