@@ -173,5 +173,5 @@ def _positions(item: Any, size: int, name: str) -> Positions:
     outside = given[(given < -size) | (given >= size)]
     if outside.numel():
         raise IndexError(f"index {int(outside[0])} is out of bounds for a dim of size {size} of {name!r}.")
-    places = torch.where(given < 0, given + size, given)
-    return range(int(places), int(places) + 1) if isinstance(item, int) else places
+    found = torch.where(given < 0, given + size, given)
+    return range(int(found), int(found) + 1) if isinstance(item, int) else found

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal
 
@@ -257,9 +257,9 @@ class _Comparison:
         for pair in self.pairs:
             if pair.different or pair.a.dtype != pair.b.dtype:
                 kind: Kind = "value" if pair.a.dtype == pair.b.dtype else "dtype"
-                values = pair.different, pair.a.numel(), pair.max_difference
-                shown = _shown(pair.a.entry), _shown(pair.b.entry)
-                self.report.differences.append(Difference(pair.section, pair.name, kind, *shown, *values))
+                found = Difference(pair.section, pair.name, kind, _shown(pair.a.entry), _shown(pair.b.entry))
+                counts = {"different": pair.different, "elements": pair.a.numel()}
+                self.report.differences.append(replace(found, **counts, max_difference=pair.max_difference))
 
     def boxes(self, pair: _Pair, width: int) -> Iterator[Box]:
         """The boxes of a tensor that must be read to compare it."""
