@@ -121,9 +121,6 @@ def fit_and_die(make: Callable[[], L.LightningModule], accounts: str) -> None:
         ("CallsTwice", 0, r"The network \(\w+\) was called a second time within one step"),
         pytest.param("NeverCalls", 1, "training_step returned without calling the network", marks=pytest.mark.long),
         ("FailsOnLastStage", 0, "ZeroDivisionError"),
-        ("UsesItsHeadFirst", 1, r"takes what is computed from model\.head\.weight.*register parts in __init__"),
-        ("LoopsOverItsBlocks", 0, r"model\.layers\.0 ran 3 times within one step, and a pipeline expects it 2×"),
-        ("PenalizesItsParameters", 0, "goes over all parameters of the LightningModule"),
         pytest.param("RecomputesReentrantly", 1, "use_reentrant=False", marks=pytest.mark.long),
     ],
 )
@@ -170,11 +167,6 @@ class Plain(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters())
-
-
-class OneBlock(Plain):
-    def __init__(self) -> None:
-        super().__init__(1)
 
 
 class NoBlocks(Plain):
@@ -224,39 +216,6 @@ class FailsOnLastStage(Plain):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss / (1 // 0)
-
-
-class HeadFirst(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x) + getattr(self, "head").weight[0]  # noqa: B009  (in a way that its code doesn't show)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(hidden)
-
-
-class UsesItsHeadFirst(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = HeadFirst()
-
-
-class Loops(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for layer in [*self.layers] * min(len(x) + 1, 3):  # an example has one sample
-            hidden = layer(hidden)
-        return self.head(hidden)
-
-
-class LoopsOverItsBlocks(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Loops()
-
-
-class PenalizesItsParameters(Plain):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + sum(p.square().sum() for p in self.parameters())
 
 
 class Recomputes(Net):
@@ -340,22 +299,8 @@ REFUSED = {
         r"data_parallel_size \(4\) = 4 must equal the number of processes \(2\).*data_parallel_size=2",
         {"ranks": 2},
     ),
-    "more stages than blocks": Refusal(
-        PIPELINE,
-        OneBlock,
-        PlacementError,
-        r"2 stages need at least 2 blocks.*has 1.*pipeline_parallel_size=1",
-        {"pipeline_blocks": "layers"},
-    ),
     "no blocks": Refusal(PIPELINE, NoBlocks, PlacementError, r"no list of repeated blocks.*pipeline_blocks"),
     "a lazy layer in stages": Refusal(PIPELINE, Lazy, ConfigurationError, r"model\.head\.weight has no shape yet"),
-    "blocks of another name": Refusal(
-        PIPELINE,
-        gpt,
-        PlacementError,
-        r"pipeline_blocks='model.layers' is not a list.*model\.blocks",
-        {"pipeline_blocks": "model.layers"},
-    ),
     "too few counts": Refusal(PIPELINE, gpt, PlacementError, "2", {"placement": [4]}),
     "counts of too few blocks": Refusal(PIPELINE, gpt, PlacementError, "4", {"placement": [1, 2]}),
     "a stage without blocks": Refusal(PIPELINE, gpt, PlacementError, "block", {"placement": [4, 0]}),
