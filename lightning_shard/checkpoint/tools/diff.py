@@ -258,8 +258,8 @@ class _Comparison:
             if pair.different or pair.a.dtype != pair.b.dtype:
                 kind: Kind = "value" if pair.a.dtype == pair.b.dtype else "dtype"
                 found = Difference(pair.section, pair.name, kind, _shown(pair.a.entry), _shown(pair.b.entry))
-                counts = {"different": pair.different, "elements": pair.a.numel()}
-                self.report.differences.append(replace(found, **counts, max_difference=pair.max_difference))
+                found = replace(found, different=pair.different, max_difference=pair.max_difference)
+                self.report.differences.append(replace(found, elements=pair.a.numel()))
 
     def boxes(self, pair: _Pair, width: int) -> Iterator[Box]:
         """The boxes of a tensor that must be read to compare it."""
