@@ -264,6 +264,22 @@ def load_all(place: Place, step: int) -> None:
     assert all(torch.equal(into[name], tensor) for name, tensor in state(step).items()), "a wrong value"
 
 
+def test_a_server_that_dies_in_mid_save_is_an_error_and_the_earlier_checkpoint_is_whole(tmp_path: Path) -> None:
+    with serve("s3", tmp_path / "data") as server:
+        path = f"{server.url}/c"
+        checkpoint.save(state(0), path, storage_options=server.options)
+
+        def die(number: int, method: str, url: str) -> None:
+            if "partNumber=2" in url:
+                server.kill()
+
+        with behind(server.endpoint, die) as proxy, pytest.raises((CheckpointError, OSError)):
+            checkpoint.save(state(1), path, storage_options=through(server.options, proxy))
+    with serve("s3", tmp_path / "data") as server:
+        assert torch.equal(checkpoint.read(path, storage_options=server.options)["large"].full(), state(0)["large"])
+        assert checkpoint.verify(path, storage_options=server.options).ok
+
+
 # -- gather ------------------------------------------------------------------------------------------------------------
 
 GATHERS_IN_CI = [("lost", False), ("expired", True)]
