@@ -3,10 +3,8 @@
 Lightning's optimizer state is keyed by parameter numbers, in the order of the parameter groups. Ours is keyed by
 parameter names (``"{optimizer}/{parameter}/{key}"``); where these aren't known, the numbers serve as names.
 
-What hooks put into Lightning's checkpoint dict under keys that this package has another use for.
-
-``on_save_checkpoint`` may add any key. Such values are kept in ``checkpoint["lightning_shard"]["of_hooks"]``, and are
-back under their keys when ``on_load_checkpoint`` is called, and in a ``.ckpt``.
+``on_save_checkpoint`` may add values under keys that this package has another use for. They are kept in
+``checkpoint["lightning_shard"]["of_hooks"]``, and are back under their keys in ``on_load_checkpoint`` and a ``.ckpt``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The safetensors header, and the strict JSON that it and the manifest are parsed by.
-
-Encodes and parses the safetensors header: names, dtypes, shapes and byte ranges.
+"""The safetensors header, and the strict JSON that it and the manifest are parsed by: of untrusted text, what different
+readers could interpret differently is refused.
 
 A safetensors file is ``u64 little-endian N`` · ``N bytes of JSON`` · data. We pad the JSON with spaces so that the data
 begins at a multiple of 4096 bytes, a page. https://github.com/safetensors/safetensors#format
-
-Strict JSON parsing of untrusted text: refuses what different JSON readers could interpret differently.
 """
 
 from __future__ import annotations

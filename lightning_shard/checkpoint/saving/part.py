@@ -4,10 +4,9 @@ The part of the plan that depends only on names, dtypes, layouts and aliases is 
 computed once and cached (:func:`_plan`). A later save locates its tensors, finds which of them alias each other, and
 takes views.
 
-Fingerprints of replicated tensors, to check that they are equal on all ranks of a mesh, each of which writes a part.
-
-A fingerprint covers all elements of a small tensor, and a sample of a larger one, so that it costs a save no time;
-replicas that have diverged differ nearly everywhere. It depends only on the elements, not on strides or devices.
+Each rank of a mesh writes a part of a replicated tensor, so fingerprints check that it is equal on all of them: of all
+elements of a small tensor, and a sample of a larger one, which costs a save no time. Replicas that have diverged differ
+nearly everywhere.
 """
 
 from __future__ import annotations
