@@ -120,7 +120,7 @@ def gather(
         raise CheckpointError(f"format ({format!r}) must be one of {', '.join(get_args(Format))}.")
     format = _format_of(target, format)
     _refuse_without_effect(format, max_shard_bytes, config)
-    with told_as(f"{os.fspath(path)} could not be gathered to {target}"):
+    with told_as(f"{as_text(path)} could not be gathered to {target}"):
         checkpoint = read_together(path, storage_options=storage_options, verify=verify, group=group)
         # only the first rank reads the trainer state; it broadcasts the plan
         plan: Any = None

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import tenacity
 
-from lightning_shard.checkpoint.store.paths import redact
+from lightning_shard.checkpoint.store.paths import as_text, redact
 from lightning_shard.errors import CheckpointError
 
 Result = TypeVar("Result")
@@ -252,7 +252,7 @@ def told_as(what: str) -> Iterator[None]:
 
 def naming(path: str | os.PathLike[str], what: str = "looked up") -> AbstractContextManager[None]:
     """:func:`told_as`, for a look at a path."""
-    return told_as(f"{os.fspath(path):.200} can't be {what}")
+    return told_as(f"{as_text(path):.200} can't be {what}")
 
 
 def _texts(error: BaseException | None) -> Iterator[str]:
