@@ -241,7 +241,7 @@ def reads_of(manifest: Manifest, parameters: Parameters, layout: Layout, data: i
 
 def parsed(data: bytes, table: bytes) -> Manifest:
     manifest = Manifest.from_bytes(data)
-    return manifest.take_table(Table(manifest.table, manifest.table.path, data=table))
+    return manifest.take_table(Table(manifest.table, manifest.table.path, lambda: table))
 
 
 # -- the question -----------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def _make_manifest(options: argparse.Namespace, layout: Layout, timed: Timed) ->
             MERGE,
             lambda: Merged([joined(accounts)]).manifest(attempt=ATTEMPT, layout=None, writer="planning", digests=True),  # noqa: B023
         )
-        data = timed(WRITE, manifest.to_bytes), manifest.chunks.table.data()
+        data = timed(WRITE, manifest.to_bytes), bytes(manifest.chunks.table.data)
         del manifest
     return data
 
