@@ -112,40 +112,33 @@ def new_head_between_fits(run: Run) -> Any:
     return run.fit(module)
 
 
-@habit("a new head in on_train_epoch_start", refused={"pp2": LATE, "dp2": LATE}, long=True)
-def new_head_in_a_fit(run: Run) -> Any:
-    class Grows(Module):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                self.net.head = torch.nn.Linear(WIDTH, 2)
-
-    return run.fit(Grows(), max_epochs=2)
+@habit.of_module("a new head in on_train_epoch_start", {"max_epochs": 2}, refused={"pp2": LATE, "dp2": LATE}, long=True)
+class Grows(Module):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net.head = torch.nn.Linear(WIDTH, 2)
 
 
 GAIN = r"ConfigurationError: The parameter 'gain' was added to the module, or replaced, after"
 
 
-@habit("add_param_group of a new parameter in the middle of an epoch", refused={"pp2": GAIN, "dp2": GAIN}, long=True)
-def new_parameter_in_an_epoch(run: Run) -> Any:
-    class Grows(Module):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 2:
-                self.gain = torch.nn.Parameter(torch.ones(()))
-                self.optimizers().add_param_group({"params": [self.gain]})
-
-    return run.fit(Grows())
+@habit.of_module(
+    "add_param_group of a new parameter in the middle of an epoch", refused={"pp2": GAIN, "dp2": GAIN}, long=True
+)
+class NewParameterInAnEpoch(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.gain = torch.nn.Parameter(torch.ones(()))
+            self.optimizers().add_param_group({"params": [self.gain]})
 
 
 COPY = r"StepError: copy.deepcopy of a \w+ .*EMAWeightAveraging"
 
 
-@habit("copy.deepcopy of the network in on_fit_start", refused={"pp2": COPY, "dp2": COPY}, long=True)
-def copy_in_a_fit(run: Run) -> Any:
-    class Keeps(Module):
-        def on_fit_start(self) -> None:
-            self.kept = [copy.deepcopy(self.net)]
-
-    return run.fit(Keeps())
+@habit.of_module("copy.deepcopy of the network in on_fit_start", refused={"pp2": COPY, "dp2": COPY}, long=True)
+class Keeps(Module):
+    def on_fit_start(self) -> None:
+        self.kept = [copy.deepcopy(self.net)]
 
 
 @habit("load_state_dict of a whole module, layers unfrozen and frozen, between fits")
