@@ -91,7 +91,7 @@ def whole(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[st
 def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[str, float], dict[str, int]]:
     """Of a stage of so many layers. Seconds are the least of some rounds: what others do on the machine only adds."""
     stage = layout.pipeline // 2
-    parameters = gpt(range(layers), width, first=False, last=False)
+    parameters = gpt(range(layers), width)
     mesh_ranks = tuple(layout.stage_ranks(stage).flatten().tolist())
 
     def account(data: int, tensor: int) -> Account:

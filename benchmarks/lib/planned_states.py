@@ -22,7 +22,6 @@ from lightning_shard.checkpoint.saving.part import my_cuts, outlined
 from lightning_shard.checkpoint.shards import LocalBox, Split, local_boxes, local_shape, shard_strided_last
 from lightning_shard.checkpoint.tensors import Frame, KnownMesh, Located, Spread
 
-VOCABULARY, CONTEXT = 51_200, 2048
 ATTEMPT = "0123456789ab"
 
 
@@ -56,12 +55,9 @@ Parameters = dict[str, Parameter]
 Pieces = list[tuple[Piece, Tensor]]
 
 
-def gpt(layers: Iterable[int], width: int, *, first: bool, last: bool) -> Parameters:
-    """The parameters of some consecutive layers, with what stands before the first and after the last of all."""
+def gpt(layers: Iterable[int], width: int) -> Parameters:
+    """The parameters of some consecutive layers."""
     parameters: Parameters = {}
-    if first:
-        parameters["model.embedding.weight"] = Parameter((VOCABULARY, width), 0)
-        parameters["model.positions.weight"] = Parameter((CONTEXT, width))
     for layer in layers:
         for name in ("query", "key", "value", "mlp.up"):
             rows = 4 * width if name == "mlp.up" else width
@@ -74,9 +70,6 @@ def gpt(layers: Iterable[int], width: int, *, first: bool, last: bool) -> Parame
         for name in ("norm_1", "norm_2"):
             parameters[f"model.layers.{layer}.{name}.weight"] = Parameter((width,))
             parameters[f"model.layers.{layer}.{name}.bias"] = Parameter((width,))
-    if last:
-        parameters["model.norm.weight"] = Parameter((width,))
-        parameters["model.head.weight"] = Parameter((VOCABULARY, width), 0)
     return parameters
 
 
