@@ -24,7 +24,7 @@ from lightning_shard.pipeline.schedules.schedule import to_csv
 from recipes import plans
 from recipes.gpt import LanguageModel
 from recipes.text import TextFolder
-from tests.training.mixtures import Mixture
+from tests.training.mixtures import ListedMixture, Mixture
 
 TOKENS = torch.zeros(8, 17, dtype=torch.long)
 
@@ -135,14 +135,6 @@ class TestMonotone:
             for setting in (None, "selective", True)
         ]
         assert peaks[0] > peaks[1] > peaks[2] > 0
-
-    def test_more_microbatches_keep_no_more_under_1f1b(self) -> None:
-        peaks = [planned(pipeline_parallel_size=2, microbatches=n).peak_bytes for n in (2, 8)]
-        assert peaks[0] > peaks[1]
-
-    def test_gpipe_keeps_more_than_1f1b(self) -> None:
-        one, other = (planned(pipeline_parallel_size=2, schedule=name, microbatches=8) for name in ("1F1B", "GPipe"))
-        assert one.stages[0].peak.bytes["activations"] < other.stages[0].peak.bytes["activations"]
 
     def test_more_shards_hold_less(self) -> None:
         one, other = planned(data_parallel_size=2).stages[0], planned(data_parallel_size=4).stages[0]
@@ -300,6 +292,11 @@ class TestExperts:
         made = planned(partial(OfMixtures, partial(Mixture, 16)), self.STATES, expert_parallel_plan=self.PLAN, **sizes)
         assert made.counts.counted, made.counts.reason
         assert any("as many tokens choose each" in text or "spread evenly" in text for text in made.counts.assumed)
+        with pytest.raises(
+            ConfigurationError, match=r"experts is a list of modules.* plan with expert_parallel_size=1"
+        ):
+            listed = partial(OfMixtures, partial(ListedMixture, 16, "all"))
+            planned(listed, self.STATES, expert_parallel_plan=self.PLAN, **sizes)
 
 
 class ReadsWeights(Builds):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from lightning_shard.dryrun.counting.counts import Cost, ParameterCount, PartCount, TwoParts
+from lightning_shard.dryrun.counting.counts import ParameterCount, PartCount, TwoParts
 from lightning_shard.dryrun.memory.peak import Moment, Rank, Stage, StageMemory, Unit
 from lightning_shard.pipeline.schedules.schedule import Action, Schedule
 
@@ -161,18 +161,11 @@ class Step:
             yield self._moment(part.name, gathered, fresh, working)
             if is_sent:
                 self._crossing = 2 * stage.handed_on  # the copy, and its gradient
-            gone = min(max(0, -part.output - cost.experts_done), cost.kept - freed)
-            for unit in units[:0:-1]:  # experts' units, whose backward ends before their block's
-                left = max(0, part.output + cost.experts_done)
-                kept[_kind(stage, part)] -= gone
-                gathered, moment = self._done(part, unit, gathered, left, ends_batch, reduces)
-                yield moment
-                kept[_kind(stage, part)] += gone
             kept[_kind(stage, part)] -= cost.kept - freed
-            if units:
-                _, moment = self._done(part, units[0], gathered, part.output, ends_batch, reduces)
+            for unit in units[::-1]:
+                gathered, moment = self._done(part, unit, gathered, part.output, ends_batch, reduces)
                 yield moment
-            else:
+            if not units:
                 self._add_to_root(part.parameters)
         self._convert_root(reduces=reduces)
         if reduces:
@@ -188,15 +181,16 @@ class Step:
         gathered = rank.root.gathered + self._blocks
         order = list(zip(stage.parts, stage.costs))[::-1]
         for part, cost in order:
-            parts = cost.parts or _all_at_once(cost)
+            parts = cost.parts or TwoParts(cost)
+            first = parts.first
             units = stage.units_of(part)
             unit = units[0] if units else rank.root
             now = [p for place, p in enumerate(part.parameters) if p.requires_grad and place not in parts.late]
             adds_in_place = unit.reduces_in is None and self._has_gradient.issuperset(p.name for p in now)
-            fresh = 0 if adds_in_place else parts.of_gradients
-            working = (parts.inputs_adding_peak if adds_in_place else parts.inputs_peak) - fresh + part.output
+            fresh = 0 if adds_in_place else first.of_gradients
+            working = (first.adding_peak if adds_in_place else first.backward_peak) - fresh + part.output
             is_sent = stage.handed_on > 0 and part is order[0][0]
-            freed = 0 if is_sent else parts.freed
+            freed = 0 if is_sent else first.freed
             kept[_kind(stage, part)] -= freed
             yield self._moment(part.name, gathered, fresh, working)
             kept[_kind(stage, part)] += parts.owed - (cost.kept - freed)
@@ -278,7 +272,7 @@ class Step:
 
     def _add(self, unit: Unit, parameters: Iterable[ParameterCount]) -> None:
         """Add whole parameters' gradients, in the dtype of accumulation, if they don't exist yet."""
-        trained = (p for p in parameters if p.requires_grad and not p.is_listed)
+        trained = (p for p in parameters if p.requires_grad)
         new = {p.name: p for p in trained if p.name not in self._has_gradient}
         if not new:
             return
@@ -386,8 +380,3 @@ def stage_memories(stages: Sequence[Stage], schedule: Schedule, *, copies: bool 
 
 def _kind(stage: Stage, part: PartCount) -> str:
     return "loss" if part.name in stage.of_loss else "activations"
-
-
-def _all_at_once(cost: Cost) -> TwoParts:
-    """A split backward whose second part is empty."""
-    return TwoParts(0, 0, cost.freed, cost.backward_peak, cost.adding_peak, cost.of_gradients)
