@@ -343,10 +343,10 @@ Seconds = Mapping[str, float]
 
 
 class Rates:
-    """Times of work on a device, with matrix products of a dtype; with gloo, communication ``overlaps`` nothing."""
+    """Times of work on a device, with matrix products of a dtype."""
 
-    def __init__(self, device: Device, dtype: str, *, overlaps: bool = True) -> None:
-        self.device, self.links, self.overlaps = device, Links(device), overlaps
+    def __init__(self, device: Device, dtype: str) -> None:
+        self.device, self.links = device, Links(device)
         self.peak = device.peak(dtype)
         self._products = self.peak * device.achieved.compute
         self._memory = device.memory_bandwidth * device.achieved.memory
