@@ -292,10 +292,8 @@ class TestExperts:
         made = planned(partial(OfMixtures, partial(Mixture, 16)), self.STATES, expert_parallel_plan=self.PLAN, **sizes)
         assert made.counts.counted, made.counts.reason
         assert any("as many tokens choose each" in text or "spread evenly" in text for text in made.counts.assumed)
-        with pytest.raises(
-            ConfigurationError, match=r"experts is a list of modules.* plan with expert_parallel_size=1"
-        ):
-            listed = partial(OfMixtures, partial(ListedMixture, 16, "all"))
+        listed = partial(OfMixtures, partial(ListedMixture, 16, "all"))
+        with pytest.raises(ConfigurationError, match=r"is a list of modules.* plan with expert_parallel_size=1"):
             planned(listed, self.STATES, expert_parallel_plan=self.PLAN, **sizes)
 
 
