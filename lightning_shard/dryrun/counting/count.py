@@ -269,13 +269,11 @@ def _tried(laid: _LaidOut, model: Model, way: Way) -> Outcome:
 
 
 def _outcome(laid: _LaidOut, model: Model, way: Way) -> Outcome:
-    for parameter in laid.module.parameters():
-        parameter.grad = None
-    watched = Watched(laid.module, model, laid.sizes, stands_in=laid.stands_in)
-    outcome = watched.run(laid.batch, way, laid.accumulators)
-    if not watched.differ(outcome):
-        return outcome
-    whole = Watched(laid.module, model, laid.sizes, stands_in=False)
-    for parameter in laid.module.parameters():
-        parameter.grad = None
-    return whole.run(laid.batch, way, laid.accumulators)
+    for stands_in in (laid.stands_in, False):
+        for parameter in laid.module.parameters():
+            parameter.grad = None
+        watched = Watched(laid.module, model, laid.sizes, stands_in=stands_in)
+        outcome = watched.run(laid.batch, way, laid.accumulators)
+        if not watched.differ(outcome):  # never without stand-ins
+            break
+    return outcome
