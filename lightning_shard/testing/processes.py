@@ -97,7 +97,8 @@ def run_ranks(
 
     Every rank starts with this process's environment and working directory, plus RANK, LOCAL_RANK, WORLD_SIZE,
     MASTER_ADDR and MASTER_PORT; with one torch thread, and all generators equally seeded. As under torchrun, the
-    rendezvous serves one default process group: a second one in the same run would wait forever.
+    rendezvous serves one default process group: a second one in the same run would wait forever. A process has one run
+    at a time, not one for each of several threads.
 
     Args:
         function: Importable by module and name. Arguments and results must be picklable.
