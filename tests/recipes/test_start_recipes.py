@@ -95,18 +95,21 @@ def test_diffusion_trains_on_stages(tmp_path: Path) -> None:
     assert logs.keys() == {"train_loss", "val_loss"}
 
 
-def on_experts(folder: Path) -> list[tuple[list[float], dict[str, float], list[float], tuple[int, ...]]]:
+def on_experts(
+    folder: Path, path: list[str]
+) -> list[tuple[list[float], dict[str, float], list[float], tuple[int, ...]]]:
     """Of data ranks, and of the same with experts on ranks of their own; and the shape of this rank's experts."""
     found = []
     for layout in ([], ["strategy.expert_parallel_size=2"]):
-        run = trained("moe", folder, *SMALL["moe"], *texts("moe", folder), "trainer.devices=2", *layout)
+        run = trained("moe", folder, *SMALL["moe"], *path, "trainer.devices=2", *layout)
         experts = run[2].model.blocks[0].mlp.experts.up
         found.append((run[0], run[1], run[3], (experts.device_mesh.ndim, *experts.to_local().shape)))
     return found
 
 
 def test_experts_on_ranks_of_their_own_take_the_same_steps(tmp_path: Path) -> None:
-    (plain, logs, balances, whole), ours = run_ranks(on_experts, 2, tmp_path, elastic=True, timeout_s=120)[0]
+    path = texts("moe", tmp_path)
+    (plain, logs, balances, whole), ours = run_ranks(on_experts, 2, tmp_path, path, elastic=True, timeout_s=120)[0]
     assert (whole, ours[3]) == ((1, 2, 16, 8), (2, 2, 16, 8))  # sharded by FSDP2, and dealt
     assert logs.keys() == {"train_loss", "train_balance", "val_loss"}
     assert len(plain) == 4
