@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from lightning_shard.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -152,36 +154,30 @@ class Layout:
 
     def pipelines(self) -> list[list[int]]:
         """The ranks of each pipeline, in stage order."""
-        return [list(range(first, self.world_size, self.stage_size))[::-1] for first in range(self.stage_size)]
+        return [ranks[::-1] for ranks in self._groups(0)]
 
     def data_groups(self) -> list[list[int]]:
         """The groups of ranks that hold the same part of the model and read different data, in the order of the data.
 
         With context parallelism, the ranks of a group hold the same part of their sequences.
         """
-        return self._in_stages(self.tensor_parallel_size * self.context_parallel_size)
+        return self._groups(1)
 
     def context_groups(self) -> list[list[int]]:
         """The groups of ranks that hold the same part of the model and the parts of one sequence, in context order."""
-        step = self.tensor_parallel_size
-        span = step * self.context_parallel_size
-        return [
-            list(range(first + tensor, first + span, step))
-            for first in range(0, self.world_size, span)
-            for tensor in range(step)
-        ]
+        return self._groups(2)
 
     def gradient_groups(self) -> list[list[int]]:
         """The groups of ranks that hold the same part of the model and average their gradients."""
-        return self._in_stages(self.tensor_parallel_size)
+        return self._groups(1, 2)
 
-    def _in_stages(self, step: int) -> list[list[int]]:
-        """Groups of every ``step``-th rank of a stage."""
-        return [
-            list(range(stage + first, stage + self.stage_size, step))
-            for stage in range(0, self.world_size, self.stage_size)
-            for first in range(step)
-        ]
+    def _groups(self, *axes: int) -> list[list[int]]:
+        """The ranks that differ in these axes only, of the box: stages from the last one on, data, context, tensor."""
+        sizes = self.data_parallel_size, self.context_parallel_size, self.tensor_parallel_size
+        box = np.arange(self.world_size).reshape(self.pipeline_parallel_size, *sizes)
+        size = math.prod(box.shape[axis] for axis in axes)
+        groups: list[list[int]] = np.moveaxis(box, axes, range(-len(axes), 0)).reshape(-1, size).tolist()
+        return groups
 
     @property
     def mesh_shape(self) -> dict[str, int]:
