@@ -360,7 +360,8 @@ def _printable(text: str, *, lines: bool = True) -> str:
     Args:
         lines: Keep line feeds.
     """
-    return "".join(c if c.isprintable() or (lines and c == "\n") else json.dumps(c)[1:-1] for c in text)
+    escaped = {c: json.dumps(c)[1:-1] for c in set(text) if not c.isprintable() and not (lines and c == "\n")}
+    return text.translate(str.maketrans({**escaped, "\x7f": "\\u007f"}))  # which JSON allows
 
 
 def _shown(value: int | None) -> str:
