@@ -68,7 +68,7 @@ class Facts:
     """Facts about a module and its batches, found by running it on one process; used for hints.
 
     Attributes:
-        draws: Modules that draw random numbers in training, by name and class.
+        draws: Modules whose settings say that they drop values in training, by name and class.
         batch_norms: Names of layers that compute statistics over a batch.
         padded: A text of what in the batches shows that samples count unequally; empty if nothing does.
         has_plan: Whether the module declares a tensor-parallel plan.
