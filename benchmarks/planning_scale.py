@@ -25,8 +25,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.lib.planned_states import ATTEMPT, Layout, account_of, boxes_of, gpt, pieces_of, reads_of, sections
 from benchmarks.lib.report import RESULTS, Row, Target, show, write_result
-from benchmarks.planning import ATTEMPT, Layout, account_of, boxes_of, gpt, pieces_of, reads_of, sections
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.format.table import Table
@@ -88,7 +88,7 @@ def whole(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[st
 def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[str, float], dict[str, int]]:
     """Of a stage of so many layers. Seconds are the least of some rounds: what others do on the machine only adds."""
     stage = layout.pipeline // 2
-    parameters = gpt(range(layers), width, first=False, last=False)
+    parameters = gpt(range(layers), width)
     mesh_ranks = tuple(layout.stage_ranks(stage).flatten().tolist())
 
     def account(data: int, tensor: int) -> Account:
@@ -220,8 +220,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--most-ranks", type=int, default=16_384)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="small, to try; no result unless --results is given")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result goes (benchmarks/results)")
     parser.add_argument("--picture", type=Path, help="a PNG of the curves")
+    if parser.parse_known_args()[0].quick:
+        parser.set_defaults(layers=4, width=512, most_ranks=8, rounds=1, results=None)
     return parser.parse_args()
 
 
