@@ -360,8 +360,9 @@ def _printable(text: str, *, lines: bool = True) -> str:
     Args:
         lines: Keep line feeds.
     """
-    escaped = {c: json.dumps(c)[1:-1] for c in set(text) if not c.isprintable() and not (lines and c == "\n")}
-    return text.translate(str.maketrans({**escaped, "\x7f": "\\u007f"}))  # which JSON allows
+    hidden = (c for c in set(text) if not c.isprintable() and not (lines and c == "\n"))
+    escaped = {ord(c): json.dumps(c)[1:-1] for c in hidden}
+    return text.translate(escaped | {0x7F: "\\u007f"})  # which JSON allows
 
 
 def _shown(value: int | None) -> str:
