@@ -25,13 +25,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.lib.planned_states import ATTEMPT, Layout, account_of, boxes_of, gpt, pieces_of, reads_of, sections
 from benchmarks.lib.report import RESULTS, Row, Target, show, write_result
-from benchmarks.planning import ATTEMPT, Layout, account_of, boxes_of, gpt, pieces_of, reads_of, sections
 from lightning_shard.checkpoint.boxes import Box
-from lightning_shard.checkpoint.catalog import named_files
 from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.format.table import Table
-from lightning_shard.checkpoint.loading.load import Asked, all_asked
+from lightning_shard.checkpoint.loading.load import all_asked
 from lightning_shard.checkpoint.loading.ranges import plan_reads
 from lightning_shard.checkpoint.ranks import GROUP_RANKS
 from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined
@@ -45,10 +44,9 @@ SIZES = [(2, 2, 2), (4, 4, 4), (8, 8, 8), (16, 32, 8), (16, 64, 8), (16, 128, 8)
 PLAN_SAVE, PLAN_LOAD = "plan a save, each rank", "plan a load, each rank"
 JOIN = f"read and join {GROUP_RANKS} accounts, leaders"
 MERGE, WRITE = "read and merge what they joined, first rank", "the manifest and the table to bytes, first rank"
-LOOK = "look at the manifest that is replaced, first rank"
 ASK = "join the names that ranks ask for, first rank"
 PARSE, VERIFY = "parse the manifest, each rank", "check all chunks (verify), one process"
-ACCOUNT, BROUGHT = "account_bytes", "brought_bytes"
+ACCOUNT = "account_bytes"
 GENERATORS = {
     **{"torch": torch.uint8, "cuda": torch.uint8, "python": torch.int64, "numpy": torch.int64},
     **{"python.gauss": torch.float64, "numpy.gauss": torch.float64},
@@ -82,16 +80,15 @@ def whole(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[st
     """Seconds by task; bytes and counts. Of all stages, from those of one."""
     seconds, facts = measure(layout, layers // layout.pipeline, width, rounds)
     seconds[JOIN] *= min(layout.pipeline, -(-GROUP_RANKS // (layout.data * layout.tensor)))
-    for what in (MERGE, WRITE, LOOK, ASK, PARSE, VERIFY):
+    for what in (MERGE, WRITE, ASK, PARSE, VERIFY):
         seconds[what] *= layout.pipeline
-    of_a_rank = (ACCOUNT, BROUGHT)
-    return seconds, {what: value * (1 if what in of_a_rank else layout.pipeline) for what, value in facts.items()}
+    return seconds, {what: value * (1 if what == ACCOUNT else layout.pipeline) for what, value in facts.items()}
 
 
 def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[str, float], dict[str, int]]:
     """Of a stage of so many layers. Seconds are the least of some rounds: what others do on the machine only adds."""
     stage = layout.pipeline // 2
-    parameters = gpt(range(layers), width, first=False, last=False)
+    parameters = gpt(range(layers), width)
     mesh_ranks = tuple(layout.stage_ranks(stage).flatten().tolist())
 
     def account(data: int, tensor: int) -> Account:
@@ -121,16 +118,13 @@ def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[
         merged = timed(MERGE, partial(_merge, sent_on))
         data, table = timed(WRITE, partial(_to_bytes, merged))
         del part, merged
-        timed(LOOK, partial(named_files, data))
-        asked = pickle.dumps(Asked({name for section in sections(parameters).values() for name in section}, False))
+        asked = pickle.dumps({name for section in sections(parameters).values() for name in section})
         timed(ASK, partial(_ask, asked, -(-layout.data * layout.tensor // GROUP_RANKS)))
-        memory = _Memory(table)
-        manifest = timed(PARSE, partial(_parsed, data, memory))
+        manifest = timed(PARSE, partial(_parsed, data, table))
         reads = list(reads_of(manifest, parameters, Layout(1, layout.data * 2, layout.tensor // 2), 0, 0))
         timed(PLAN_LOAD, partial(plan_reads, manifest, reads, verify=True))
-        timed(VERIFY, _parsed(data, _Memory(table)).chunks.check_all)
+        timed(VERIFY, _parsed(data, table).chunks.check_all)
         tried.append(seconds)
-        brought = memory.read_bytes
     tensors = [entry for section in (manifest.model, manifest.optimizer) for entry in section.values()]
     facts = {
         ACCOUNT: max(map(len, sent)),
@@ -138,7 +132,6 @@ def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[
         "joined_bytes": sum(map(len, sent_on)),
         "manifest_bytes": len(data),
         "table_bytes": len(table),
-        BROUGHT: brought,
         "files": len(manifest.files),
         "tensors": len(tensors),
         "chunks": sum(entry.chunk_count for entry in tensors),
@@ -156,10 +149,10 @@ def _merge(sent: Sequence[bytes]) -> Merged:
 
 def _to_bytes(merged: Merged) -> tuple[bytes, bytes]:
     manifest = merged.manifest(attempt=ATTEMPT, layout=None, writer=WRITER, digests=True)
-    return manifest.to_bytes(), manifest.chunks.table.data()
+    return manifest.to_bytes(), bytes(manifest.chunks.table.data)
 
 
-def _ask(asked: bytes, groups: int) -> Asked:
+def _ask(asked: bytes, groups: int) -> set[str]:
     """By the leaders of a stage: what their ranks ask for, which is the same."""
     return all_asked([pickle.loads(asked) for _ in range(groups)])
 
@@ -175,21 +168,9 @@ def _generators() -> list[tuple[Piece, torch.Tensor]]:
     ]
 
 
-class _Memory:
-    """A file of a table."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = memoryview(data)
-        self.read_bytes = 0
-
-    def __call__(self, begin: int, buffer: memoryview) -> None:
-        buffer[:] = self._data[begin : begin + buffer.nbytes]
-        self.read_bytes += buffer.nbytes
-
-
-def _parsed(data: bytes, memory: _Memory) -> Manifest:
+def _parsed(data: bytes, table: bytes) -> Manifest:
     manifest = Manifest.from_bytes(data)
-    return manifest.take_table(Table(manifest.table, manifest.table.path, memory))
+    return manifest.take_table(Table(manifest.table, manifest.table.path, lambda: table))
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -214,7 +195,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
         ("joined_bytes", "what leaders joined"),
         ("manifest_bytes", "manifest"),
         ("table_bytes", "table of chunks"),
-        ("brought_bytes", "what each reads of the table"),
     ):
         points = [(size["ranks"], size[key]) for size in result["sizes"]]
         right.plot(*zip(*points), marker="o", markersize=4, label=label)
@@ -240,8 +220,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--most-ranks", type=int, default=16_384)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="small, to try; no result unless --results is given")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result goes (benchmarks/results)")
     parser.add_argument("--picture", type=Path, help="a PNG of the curves")
+    if parser.parse_known_args()[0].quick:
+        parser.set_defaults(layers=4, width=512, most_ranks=8, rounds=1, results=None)
     return parser.parse_args()
 
 

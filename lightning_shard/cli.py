@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,14 +25,14 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_shard import checkpoint
+from lightning_shard.arguments import size
 from lightning_shard.cli_plan import add_plan
-from lightning_shard.errors import ShardError
+from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.installed import need_recipes, own_conf, recipes, version
 
 FAULTS_SHOWN = 20
 RANKS_SHOWN = 8
 PROGRESS_AFTER_S = 1.0
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ShardError, OSError, ImportError, ValueError) as error:
         # our own errors say what to do; others are shown with their type
         text = str(error) if isinstance(error, ShardError) else f"{type(error).__name__}: {error}"
-        if arguments.verb is _gather:
-            text = _with_flags(text)
         if arguments.json:
             _print_json({"ok": False, "error": type(error).__name__, "message": str(error)})
         print(f"lightning-shard: {_printable(text)}", file=sys.stderr)
@@ -70,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
     inspect = _verb(verbs, "inspect", _inspect, "show layout, step, sizes and the biggest tensors")
-    inspect.add_argument("--biggest", type=_count, default=10, metavar="N", help="how many tensors to list (10)")
+    inspect.add_argument("--biggest", type=int, default=10, metavar="N", help="how many tensors to list (10)")
 
     _verb(verbs, "list", _list, "show the checkpoints of a folder, the oldest first", path="a folder of checkpoints")
 
@@ -107,8 +104,8 @@ def _parser() -> argparse.ArgumentParser:
 
     diff = _verb(verbs, "diff", _diff, "compare two checkpoints, of any layouts: names, values and state")
     diff.add_argument("other", help="the checkpoint to compare with")
-    diff.add_argument("--rtol", type=_tolerance, default=0.0, metavar="X", help="tolerance relative to the other (0)")
-    diff.add_argument("--atol", type=_tolerance, default=0.0, metavar="X", help="absolute tolerance (0)")
+    diff.add_argument("--rtol", type=float, default=0.0, metavar="X", help="tolerance relative to the other (0)")
+    diff.add_argument("--atol", type=float, default=0.0, metavar="X", help="absolute tolerance (0)")
     diff.add_argument(
         "--only",
         action="append",
@@ -180,12 +177,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     facts.add_row("written by", _cell(writer))
     console.print(facts)
     if report.biggest:
-        table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-        table.add_column("biggest tensors", overflow="fold")
-        table.add_column("dtype")
-        table.add_column("shape")
-        table.add_column("size", justify="right", no_wrap=True)
-        table.add_column("chunks", justify="right")
+        table = _table("biggest tensors", "dtype", "shape", "size", "chunks")
         for line in report.biggest:
             name = line.name if line.section == "model" else f"optimizer: {line.name}"
             shape = " × ".join(map(str, line.shape)) or "scalar"
@@ -203,12 +195,7 @@ def _list(arguments: argparse.Namespace) -> int:
     if not entries:
         _say(f"{arguments.path}: no committed checkpoint")
         return 0
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("checkpoint", overflow="fold")
-    table.add_column("step", justify="right")
-    table.add_column("committed (UTC)", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("attempt", overflow="fold")
+    table = _table("checkpoint", "step", "committed (UTC)", "size", "attempt")
     for entry in entries:
         committed = entry.committed.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
         facts = ("", "damaged") if entry.fault else (_bytes(entry.bytes), _cell(entry.attempt))
@@ -236,16 +223,9 @@ def _verify(arguments: argparse.Namespace) -> int:
         note += "" if report.manifest_digest else "; its manifest has no digest of its own"
         _say(f"{report.path}: sound ({checked}{note})")
         return 0
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("file", "tensor", "fault"):
-        table.add_column(title, overflow="fold")
-    for fault in report.faults[:FAULTS_SHOWN]:
-        table.add_row(*map(_cell, (fault.file, fault.tensor or "", fault.what)))
-    count = len(report.faults)
-    _say(f"{report.path}: {count} {'fault' if count == 1 else 'faults'} ({checked})")
-    _console().print(table)
-    if count > FAULTS_SHOWN:
-        print(f"and {count - FAULTS_SHOWN} more (--json lists all)")
+    found = [(fault.file, fault.tensor or "", fault.what) for fault in report.faults]
+    _say(f"{report.path}: {len(found)} {'fault' if len(found) == 1 else 'faults'} ({checked})")
+    _print_first(("file", "tensor", "fault"), found)
     return 1
 
 
@@ -302,17 +282,9 @@ def _diff(arguments: argparse.Namespace) -> int:
     if report.ok:
         print(f"equal ({compared}, of which {_bytes(report.bytes_read)} had to be read; verify looks at all files)")
         return 0
-    count = len(report.differences)
-    print(f"{count} {'difference' if count == 1 else 'differences'} ({compared})")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("section", no_wrap=True)
-    table.add_column("name", overflow="fold")
-    table.add_column("difference", overflow="fold")
-    for difference in report.differences[:FAULTS_SHOWN]:
-        table.add_row(*map(_cell, (difference.section, difference.name, difference.what)))
-    _console().print(table)
-    if count > FAULTS_SHOWN:
-        print(f"and {count - FAULTS_SHOWN} more (--json lists all)")
+    rows = [(difference.section, difference.name, difference.what) for difference in report.differences]
+    print(f"{len(rows)} {'difference' if len(rows) == 1 else 'differences'} ({compared})")
+    _print_first(("section", "name", "difference"), rows)
     return 1
 
 
@@ -326,13 +298,24 @@ def _console() -> Console:
 
 
 _UNLIMITED = 1 << 16
+_NUMBERS, _SHORT = ("step", "size", "chunks"), ("step", "size", "committed (UTC)", "section")
 
 
-def _with_flags(text: str) -> str:
-    """An error of :func:`checkpoint.gather` with its arguments as flags of the command line."""
-    named = r"(format|optimizer|dtype|strip_prefix|rename|config|base|max_shard_bytes)"
-    of_python = rf"(?<![\w./'-]){named}(?:=True|=(?=[,.\s])|(=)|(?= \()|(?= asks))"
-    return re.sub(of_python, lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] else ''}", text)
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        justify: Any = "right" if name in _NUMBERS else "left"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name in _SHORT)
+    return table
+
+
+def _print_first(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = _table(*columns)
+    for row in rows[:FAULTS_SHOWN]:
+        table.add_row(*map(_cell, row))
+    _console().print(table)
+    if len(rows) > FAULTS_SHOWN:
+        print(f"and {len(rows) - FAULTS_SHOWN} more (--json lists all)")
 
 
 @contextlib.contextmanager
@@ -377,17 +360,9 @@ def _printable(text: str, *, lines: bool = True) -> str:
     Args:
         lines: Keep line feeds.
     """
-    return text if text.isprintable() else "".join(c if _shows(c, lines) else _escaped(c) for c in text)
-
-
-def _shows(character: str, lines: bool) -> bool:
-    return character.isprintable() or (lines and character == "\n")
-
-
-def _escaped(character: str) -> str:
-    """As UTF-16 has it: characters beyond U+FFFF take two escapes."""
-    units = character.encode("utf-16-be", "surrogatepass").hex()
-    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
+    hidden = (c for c in set(text) if not c.isprintable() and not (lines and c == "\n"))
+    escaped = {ord(c): json.dumps(c)[1:-1] for c in hidden}
+    return text.translate(escaped | {0x7F: "\\u007f"})  # which JSON allows
 
 
 def _shown(value: int | None) -> str:
@@ -447,24 +422,11 @@ def _dtype(text: str) -> torch.dtype:
     return dtype
 
 
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return int(text)
-
-
-def _tolerance(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if float(text) >= 0:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up, such as 1e-6")
-
-
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text)
-    if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MiB or 1000000")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    try:
+        return size(text, "the size")
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -197,13 +197,6 @@ def _settings_of_function(name: str, arguments: argparse.Namespace) -> Iterator[
     build = getattr(module, attribute, None)
     if not callable(build):
         raise ConfigurationError(f"{path} has no function {attribute!r}: name one as package.module:function.")
-    needed = [
-        p.name for p in _parameters(build) if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if needed:
-        raise ConfigurationError(
-            f"{name} needs arguments ({', '.join(needed)}), and is called without any: name a function that needs none."
-        )
     made = built_on_meta(build)
     if not isinstance(made, tuple) or len(made) != 2:
         raise ConfigurationError(
@@ -211,13 +204,6 @@ def _settings_of_function(name: str, arguments: argparse.Namespace) -> Iterator[
             " data-parallel rank reads for a step."
         )
     yield from zip(("module", "batch"), made)
-
-
-def _parameters(build: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return [*inspect.signature(build).parameters.values()]
-    except (TypeError, ValueError):
-        return []  # a callable without a signature
 
 
 def _settings_of_recipe(overrides: list[str], recipes: Path) -> Iterator[tuple[str, Any]]:

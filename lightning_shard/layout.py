@@ -13,8 +13,12 @@ Lightning logs and prints on rank 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from lightning_shard.errors import LayoutError
 
@@ -55,71 +59,47 @@ class Layout:
         world_size: int,
         rank: int = 0,
         *,
-        pipeline_parallel_size: int = 1,
-        tensor_parallel_size: int = 1,
         data_parallel_size: int | Literal["auto"] = "auto",
-        data_parallel_replicas: int = 1,
-        expert_parallel_size: int = 1,
-        context_parallel_size: int = 1,
+        **sizes: int,
     ) -> Layout:
         """The layout for ``world_size`` ranks, checked; ``data_parallel_size="auto"`` takes the ranks that are left.
+
+        Args:
+            sizes: Of the other axes, by the names of the attributes; 1 by default.
 
         Raises:
             LayoutError: The product of the sizes isn't the world size; the message names sizes that fit.
         """
-        check_sizes(
-            pipeline_parallel_size,
-            tensor_parallel_size,
-            data_parallel_size,
-            data_parallel_replicas,
-            expert_parallel_size,
-            context_parallel_size,
-        )
-        pipeline, tensor, replicas = pipeline_parallel_size, tensor_parallel_size, data_parallel_replicas
-        model_ranks = pipeline * tensor * context_parallel_size
-        product = f"pipeline_parallel_size ({pipeline}) × tensor_parallel_size ({tensor})"
-        if context_parallel_size > 1:
-            product += f" × context_parallel_size ({context_parallel_size})"
-        if data_parallel_size == "auto":
-            if world_size % model_ranks:
-                raise LayoutError(
-                    f"{product} = {model_ranks} must divide the number of processes ({world_size}): start a multiple of"
-                    f" {model_ranks} processes, or choose sizes whose product is one of {_divisors(world_size)}."
-                )
-            data = world_size // model_ranks
-        else:
-            data = data_parallel_size
-            if model_ranks * data != world_size:
-                fits = (
-                    f'data_parallel_size={world_size // model_ranks} (or "auto")'
-                    if world_size % model_ranks == 0
-                    else f"model sizes whose product is one of {_divisors(world_size)}"
-                )
-                raise LayoutError(
-                    f"{product} × data_parallel_size ({data}) = {model_ranks * data} must equal the number of processes"
-                    f" ({world_size}): start {model_ranks * data} processes, or use {fits}."
-                )
-        _check_parts(data, replicas, expert_parallel_size)
-        return cls(pipeline, data, replicas, tensor, rank, expert_parallel_size, context_parallel_size)
+        check_sizes(data_parallel_size=data_parallel_size, **sizes)
+        names = "pipeline_parallel_size", "tensor_parallel_size", "context_parallel_size"
+        of_model = {name: sizes.get(name, 1) for name in names}
+        model_ranks = math.prod(of_model.values())
+        product = " × ".join(f"{name} ({size})" for name, size in of_model.items() if size > 1 or name in names[:2])
+        left, rest = divmod(world_size, model_ranks)
+        data = left if data_parallel_size == "auto" else data_parallel_size
+        models = f"sizes whose product is one of {divisors(world_size)}"
+        if rest and data_parallel_size == "auto":
+            raise LayoutError(
+                f"{product} = {model_ranks} must divide the number of processes ({world_size}): start a multiple of"
+                f" {model_ranks} processes, or choose {models}."
+            )
+        if model_ranks * data != world_size:
+            fits = f"model {models}" if rest else f'data_parallel_size={left} (or "auto")'
+            raise LayoutError(
+                f"{product} × data_parallel_size ({data}) = {model_ranks * data} must equal the number of processes"
+                f" ({world_size}): start {model_ranks * data} processes, or use {fits}."
+            )
+        _check_parts(data, sizes.get("data_parallel_replicas", 1), sizes.get("expert_parallel_size", 1))
+        return cls(data_parallel_size=data, rank=rank, **sizes)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Axis sizes by the name of their setting, without this rank's coordinates.
 
-        Checkpoints hold this mapping. The expert and context axes are in it only if they are larger than 1, so that it
-        still compares equal to the mapping in older checkpoints.
+        Checkpoints hold this mapping, in which the expert and context axes are only if they are larger than 1.
         """
-        sizes = {
-            "pipeline_parallel_size": self.pipeline_parallel_size,
-            "data_parallel_size": self.data_parallel_size,
-            "data_parallel_replicas": self.data_parallel_replicas,
-            "tensor_parallel_size": self.tensor_parallel_size,
-        }
-        if self.expert_parallel_size > 1:
-            sizes["expert_parallel_size"] = self.expert_parallel_size
-        if self.context_parallel_size > 1:
-            sizes["context_parallel_size"] = self.context_parallel_size
-        return sizes
+        optional = "expert_parallel_size", "context_parallel_size"
+        return {name: getattr(self, name) for name in SIZES if name not in optional or getattr(self, name) > 1}
 
     @property
     def world_size(self) -> int:
@@ -174,36 +154,30 @@ class Layout:
 
     def pipelines(self) -> list[list[int]]:
         """The ranks of each pipeline, in stage order."""
-        return [list(range(first, self.world_size, self.stage_size))[::-1] for first in range(self.stage_size)]
+        return [ranks[::-1] for ranks in self._groups(0)]
 
     def data_groups(self) -> list[list[int]]:
         """The groups of ranks that hold the same part of the model and read different data, in the order of the data.
 
         With context parallelism, the ranks of a group hold the same part of their sequences.
         """
-        return self._in_stages(self.tensor_parallel_size * self.context_parallel_size)
+        return self._groups(1)
 
     def context_groups(self) -> list[list[int]]:
         """The groups of ranks that hold the same part of the model and the parts of one sequence, in context order."""
-        step = self.tensor_parallel_size
-        span = step * self.context_parallel_size
-        return [
-            list(range(first + tensor, first + span, step))
-            for first in range(0, self.world_size, span)
-            for tensor in range(step)
-        ]
+        return self._groups(2)
 
     def gradient_groups(self) -> list[list[int]]:
         """The groups of ranks that hold the same part of the model and average their gradients."""
-        return self._in_stages(self.tensor_parallel_size)
+        return self._groups(1, 2)
 
-    def _in_stages(self, step: int) -> list[list[int]]:
-        """Groups of every ``step``-th rank of a stage."""
-        return [
-            list(range(stage + first, stage + self.stage_size, step))
-            for stage in range(0, self.world_size, self.stage_size)
-            for first in range(step)
-        ]
+    def _groups(self, *axes: int) -> list[list[int]]:
+        """The ranks that differ in these axes only, of the box: stages from the last one on, data, context, tensor."""
+        sizes = self.data_parallel_size, self.context_parallel_size, self.tensor_parallel_size
+        box = np.arange(self.world_size).reshape(self.pipeline_parallel_size, *sizes)
+        size = math.prod(box.shape[axis] for axis in axes)
+        groups: list[list[int]] = np.moveaxis(box, axes, range(-len(axes), 0)).reshape(-1, size).tolist()
+        return groups
 
     @property
     def mesh_shape(self) -> dict[str, int]:
@@ -227,18 +201,13 @@ class Layout:
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """The mesh of all ranks. Collective: every rank calls it once."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        shape = self.mesh_shape
-        return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        return _mesh(device_type, self.mesh_shape)
 
     def expert_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh of all ranks, its data axis divided in two for experts.
 
         The expert axis is the inner one, since its ranks communicate in every layer. Collective, as :meth:`mesh`.
         """
-        from torch.distributed.device_mesh import init_device_mesh
-
         shape: dict[str, int] = {}
         for axis, size in self.mesh_shape.items():
             if axis == DATA_AXIS:
@@ -246,7 +215,7 @@ class Layout:
                 shape[EXPERT_AXIS] = self.expert_parallel_size
             else:
                 shape[axis] = size
-        return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        return _mesh(device_type, shape)
 
     @property
     def expert_data_axes(self) -> tuple[str, ...]:
@@ -263,64 +232,56 @@ class Layout:
         )
 
 
-def check_sizes(
-    pipeline_parallel_size: int,
-    tensor_parallel_size: int,
-    data_parallel_size: int | Literal["auto"],
-    data_parallel_replicas: int,
-    expert_parallel_size: int = 1,
-    context_parallel_size: int = 1,
-) -> None:
-    """Check the axis sizes as far as that is possible without the world size.
+def _mesh(device_type: str, shape: Mapping[str, int]) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+SIZES = tuple(field.name for field in fields(Layout) if field.name != "rank")
+"""The names of all sizes."""
+
+
+def check_sizes(*, data_parallel_size: int | Literal["auto"] = 1, **others: int) -> None:
+    """Check the axis sizes, by name, as far as that is possible without the world size.
 
     Raises:
         LayoutError: A size isn't a positive integer, replicas or experts don't divide the data ranks, or context
             parallelism is combined with an axis that it doesn't support.
     """
-    sizes = {
-        "pipeline_parallel_size": pipeline_parallel_size,
-        "tensor_parallel_size": tensor_parallel_size,
-        "data_parallel_size": data_parallel_size,
-        "data_parallel_replicas": data_parallel_replicas,
-        "expert_parallel_size": expert_parallel_size,
-        "context_parallel_size": context_parallel_size,
-    }
+    sizes: dict[str, Any] = {**dict.fromkeys(SIZES, 1), **others, "data_parallel_size": data_parallel_size}
     for name, value in sizes.items():
-        if name == "data_parallel_size" and isinstance(value, str) and value == "auto":
+        if name == "data_parallel_size" and value == "auto":
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             auto = ' or "auto"' if name == "data_parallel_size" else ""
             raise LayoutError(f"{name} ({value!r}) must be an integer of at least 1{auto}.")
-    if context_parallel_size > 1:
-        for name, other in (
-            ("pipeline_parallel_size", pipeline_parallel_size),
-            ("tensor_parallel_size", tensor_parallel_size),
-            ("expert_parallel_size", expert_parallel_size),
-        ):
-            if other > 1:
+    if (context := sizes["context_parallel_size"]) > 1:
+        for name in ("pipeline_parallel_size", "tensor_parallel_size", "expert_parallel_size"):
+            if sizes[name] > 1:
                 raise LayoutError(
-                    f"context_parallel_size ({context_parallel_size}) goes with data-parallel ranks and replicas only:"
-                    f" use {name}=1 (it is {other}), or context_parallel_size=1."
+                    f"context_parallel_size ({context}) goes with data-parallel ranks and replicas only: use {name}=1"
+                    f" (it is {sizes[name]}), or context_parallel_size=1."
                 )
-    if isinstance(data_parallel_size, int):
-        _check_parts(data_parallel_size, data_parallel_replicas, expert_parallel_size)
+    if data_parallel_size != "auto":
+        _check_parts(data_parallel_size, sizes["data_parallel_replicas"], sizes["expert_parallel_size"])
 
 
 def _check_parts(data: int, replicas: int, experts: int) -> None:
     if data % replicas:
         raise LayoutError(
-            f"data_parallel_replicas ({replicas}) must divide data_parallel_size ({data}): use one of"
-            f" {_divisors(data)}."
+            f"data_parallel_replicas ({replicas}) must divide data_parallel_size ({data}): use one of {divisors(data)}."
         )
     shards = data // replicas
     if shards % experts:
         product = "data_parallel_size" + (" / data_parallel_replicas" if replicas > 1 else "")
         raise LayoutError(
             f"expert_parallel_size ({experts}) must divide {product} ({shards}), since experts are dealt to"
-            f" data-parallel ranks: use one of {_divisors(shards)}, or a multiple of {experts * replicas} data-parallel"
+            f" data-parallel ranks: use one of {divisors(shards)}, or a multiple of {experts * replicas} data-parallel"
             " ranks."
         )
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+def divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

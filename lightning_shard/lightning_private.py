@@ -2,8 +2,8 @@
 
 From Lightning's import on, so that sharded checkpoints are opened by their folders, in any store:
 
-* ``pl_load`` (private), by which ``load_from_checkpoint`` and ``TorchCheckpointIO`` read a file. Files are read as
-  before. A path that isn't a file, which was an error, is tried as a sharded checkpoint.
+* ``pl_load`` (private), by which ``load_from_checkpoint`` and ``TorchCheckpointIO`` read a file: what isn't a file is
+  tried as a sharded checkpoint.
 * ``_atomic_save`` (private), by which ``TorchCheckpointIO`` writes one: over a directory, it moves the file into it.
 * Fabric's ``Strategy.load_checkpoint``, which knows no names of ours.
 * ``LightningModule.load_state_dict``: parts that were compiled on one side only are matched.
@@ -11,33 +11,27 @@ From Lightning's import on, so that sharded checkpoints are opened by their fold
 
 For as long as it is needed:
 
-* ``_AcceleratorConnector._validate_precision_choice``, from the making of a strategy until a Trainer has taken it:
-  Lightning refuses ``64-true`` and ``16-mixed`` for each instance of a ``ModelParallelStrategy``, and no method of the
-  strategy is called before.
-* ``BaseFinetuning.filter_on_optimizer``, during a fit: it compares parameters by value, which for sharded ones is a
-  collective call over the world, and stages would make different numbers of these.
+* ``_AcceleratorConnector._validate_precision_choice``, until a Trainer has taken the strategy: Lightning refuses
+  ``64-true`` and ``16-mixed`` for instances of ``ModelParallelStrategy``, and calls no method of theirs before.
+* ``BaseFinetuning.filter_on_optimizer``, during a fit: it compares parameters by value, a collective call.
 * ``torchmetrics.Metric.__init__``, during a run: torchmetrics reduces over the world by default.
 * The averaging callbacks' ``setup``, while it is called: it copies the module, which isn't sharded yet.
 
 Of one Trainer, its loops and its callbacks:
 
-* ``fit_loop._skip_backward`` (also used by Lightning's own weight averaging): the closure runs ``training_step``, then
-  ``zero_grad``, then ``backward``. A pipelined ``training_step`` runs its backwards itself. So the closure must skip
-  both, and gradients must be zeroed before the step.
-* ``_accelerator_connector.use_distributed_sampler``: Lightning's injected sampler always shuffles training data and
-  distributes it by global rank. Ours replaces it, and no other switch exists before the loaders are requested.
-* ``*_loop.inference_mode``: DTensors don't work in inference mode, and no hook asks the strategy.
-* ``*_loop.on_run_end``: all-gathered parameters are freed before the hooks that it calls; no other runs before these.
+* ``fit_loop._skip_backward``: a pipelined ``training_step`` runs its backwards itself, so Lightning's closure must skip
+  ``zero_grad`` and ``backward`` after it.
+* ``_accelerator_connector.use_distributed_sampler``: Lightning's sampler shuffles, and distributes by global rank.
+* ``*_loop.inference_mode``: DTensors don't work in inference mode.
+* ``*_loop.on_run_end``: all-gathered parameters are freed around the hooks that it calls.
 * ``_run_stage``: an error that leaves it is the one that callbacks, loggers and the user get.
-* ``predict_loop._on_predict_epoch_end``: passes ``_predictions`` and ``epoch_batch_indices``, per loader, to prediction
-  writers, and returns the predictions.
-* ``_combined_loader``, ``_data_fetcher.done``, ``.batches``: a loop's loaders, whether they are exhausted, and
-  prefetched batches (one, of loaders without a length). ``_num_ready_batches_reached``: whether this batch ends the
-  epoch.
-* ``_results.log``, through the module's ``_trainer``: every ``self.log`` ends here, by whatever name it is called.
+* ``predict_loop._on_predict_epoch_end``: passes ``_predictions`` and ``epoch_batch_indices`` to prediction writers.
+* ``_combined_loader``, ``_data_fetcher.done``, ``.batches``: a loop's loaders, and prefetched batches.
+  ``_num_ready_batches_reached``: whether this batch ends the epoch.
+* ``_results.log``, through the module's ``_trainer``: every ``self.log`` ends here.
 * ``fabric.connector._convert_precision_to_unified_args``: the name that a Trainer gives a precision.
 * ``tuner.lr_finder._LRCallback.on_train_batch_end``: reads the loss of rank 0's own data only.
-* ``PyTorchProfiler._register``: the hooks that it sets on all modules; ``_record_module_names``: whether it sets them.
+* ``PyTorchProfiler._register``, ``_record_module_names``: the hooks that it sets on all modules.
 * ``_checkpoint_connector._restore_modules_and_callbacks``: called before a strategy's setup or after all of it, never
   between the module's and the optimizers'.
 * ``fabric.wrappers._in_fabric_backward``: a hook on what a module that Fabric wraps returns refuses other backwards.
@@ -50,7 +44,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +95,9 @@ def open_folders(ours: Callable[[], Any]) -> None:
 
     def write(checkpoint: dict[str, Any], filepath: Any) -> None:
         path = os.fspath(filepath).removeprefix("file://")
-        with ours().out_of_the_way(path) if os.path.isdir(path) else nullcontext():
+        if os.path.isdir(path) and ours().is_ours(path):
+            ours().replace_folder(path, partial(write_file, checkpoint))
+        else:
             write_file(checkpoint, filepath)
 
     @wraps(load)
@@ -402,12 +398,14 @@ def loggers_in_place(module: Any, stand_in: Callable[[Any], Any]) -> Iterator[No
         trainer.loggers = before
 
 
-def before_end_hooks(loop: Any, act: Callable[[], None]) -> None:
-    """Call ``act`` whenever a loop has run its last step, before the hooks of its end."""
+def around_end_hooks(loop: Any, act: Callable[[], None]) -> None:
+    """Call ``act`` whenever a loop has run its last step, before the hooks of its end and after them."""
 
     def on_run_end() -> Any:
         act()
-        return type(loop).on_run_end(loop)
+        result = type(loop).on_run_end(loop)
+        act()
+        return result
 
     loop.on_run_end = on_run_end
 

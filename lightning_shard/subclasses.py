@@ -6,8 +6,6 @@ that we make, the first would fail, and the second would put ours in place of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -33,14 +31,3 @@ def unannounced_base(kind: Any) -> Any:
         return Unannounced
     held = {name: vars(Unannounced)[name] for name in ("__init_subclass__", "__module__")}
     return type(plain)("Unannounced", (plain,), {**held, "__orig_bases__": ()})
-
-
-@contextmanager
-def unannounced(first: Any) -> Iterator[None]:
-    """Context in which another library makes subclasses whose first base is ``first``, a class without such a hook."""
-    assert "__init_subclass__" not in vars(first)
-    first.__init_subclass__ = vars(Unannounced)["__init_subclass__"]
-    try:
-        yield
-    finally:
-        del first.__init_subclass__

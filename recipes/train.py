@@ -8,7 +8,6 @@ python recipes/train.py recipe=gpt_175b --plan      # estimates memory and time 
 """
 
 import sys
-import warnings
 
 import hydra
 import lightning as L
@@ -27,8 +26,6 @@ def train(config: DictConfig) -> None:
     L.seed_everything(config.seed, verbose=False)
     model = instantiate(config.model)
     data = instantiate(config.data)
-    # conf/strategy has the plans of all layouts
-    warnings.filterwarnings("ignore", message=r".*_parallel_plan=.* has no effect")
     strategy = instantiate(config.strategy, _convert_="all")
     checkpoint = instantiate(
         {name: value for name, value in config.checkpoint.items() if name not in OF_TRAINING["checkpoint"]}

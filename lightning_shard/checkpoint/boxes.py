@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-SEARCHED_BOXES = 2000
-"""With more boxes, no overlapping pair is searched for an error message: that takes quadratic time."""
 Integers = NDArray[np.int64]
 _PRIME = np.uint64(2**31 - 1)
 """So that a product of two numbers, one of them a difference, fits into 64 bits."""
@@ -36,10 +34,6 @@ class Box:
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
-
-    def intersect(self, other: Box) -> Box | None:
-        """The elements in both, or None where there are none."""
-        return intersection(self.offsets, self.sizes, other)
 
     def first(self, shape: Sequence[int]) -> int:
         """The flat index of the box's first element in a row-major tensor of ``shape``."""
@@ -89,27 +83,12 @@ def slabs(box: Box, elements: int, multiple: Callable[[int], int] = lambda dim: 
         yield from slabs(rows_of(box, dim, first, min(first + rows, box.sizes[dim])), elements, multiple)
 
 
-def coverage_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Check that boxes cover a tensor, each element exactly once. Returns a text of the fault, or None."""
-    whole = Box.whole(shape)
-    for box in boxes:
-        if box.numel and box.intersect(whole) != box:
-            return f"the chunk at offsets {box.offsets} with sizes {box.sizes} isn't inside the shape {tuple(shape)}"
-    full = [box for box in boxes if box.numel]
-    offsets, sizes = (
-        np.array(part, np.int64).reshape(len(full), len(shape))
-        for part in ([box.offsets for box in full], [box.sizes for box in full])
-    )
-    if not uncovered(np.array([shape], np.int64).reshape(1, len(shape)), np.array([0, len(full)]), offsets, sizes)[0]:
-        return None
-    pair = _overlap(full) if len(full) <= SEARCHED_BOXES else None
-    if pair is not None:
-        a, b = pair
-        return f"the boxes at {a.offsets} of {a.sizes} and at {b.offsets} of {b.sizes} overlap"
-    covered = sum(box.numel for box in full)
-    if covered < whole.numel:
-        return f"{whole.numel - covered:,} of {whole.numel:,} elements are in no box"
-    return f"{len(full):,} boxes of {covered:,} elements overlap in a tensor of {whole.numel:,}"
+def coverage_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str:
+    """Why boxes inside a tensor don't cover it, each element exactly once, in words."""
+    whole, covered = math.prod(shape), sum(box.numel for box in boxes)
+    if covered < whole:
+        return f"{whole - covered:,} of {whole:,} elements are in no box"
+    return f"{len(boxes):,} boxes of {covered:,} elements overlap in a tensor of {whole:,}"
 
 
 def uncovered(shapes: Integers, bounds: Integers, offsets: Integers, sizes: Integers) -> NDArray[np.bool_]:
@@ -153,22 +132,3 @@ def _number_at(coordinates: Integers, key: int) -> NDArray[np.uint64]:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(33)) % _PRIME
-
-
-def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Find two boxes that overlap, by a sweep along the dim with the most distinct offsets, to compare few pairs."""
-    if len(boxes) < 2:
-        return None
-    ndim = len(boxes[0].sizes)
-    if ndim == 0:
-        return boxes[0], boxes[1]
-    along = max(range(ndim), key=lambda dim: len({box.offsets[dim] for box in boxes}))
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.offsets[along]):
-        start = box.offsets[along]
-        active = [other for other in active if other.offsets[along] + other.sizes[along] > start]
-        for other in active:
-            if box.intersect(other) is not None:
-                return other, box
-        active.append(box)
-    return None

@@ -42,7 +42,7 @@ def carry(
 
     If any rank fails, every rank raises, and nothing is committed. No file is ever removed, since another process may
     be copying the same attempt and rely on the files that are there. So files of a failed copy remain: the next copy
-    keeps those that are whole, or they are removed later as leftovers of a crashed save.
+    replaces them, or they are removed later as leftovers of a crashed save.
 
     Args:
         checkpoint: The source; a rank needs to see only ``own_files``.
@@ -68,24 +68,20 @@ def carry(
         return
 
     def carry_own() -> None:
-        there = {file: size for file in own_files if (size := _size_of(store, file)) is not None}
-        whole = _whole(Checkpoint(path, store, manifest, True), [file for file in there if there[file] == file.bytes])
-
         def put(item: tuple[FileEntry, Iterator[Buffer]]) -> None:
             file, blocks = item
-            # an incomplete file is replaced, not removed first: another process may complete and commit it meanwhile
-            write = store.publish if file in there else store.write
+            # what is there is replaced, not removed first: another process may complete and commit it meanwhile
+            write = store.publish if store.exists(file.path) else store.write
             write(file.path, blocks, file.bytes, durable=fsync)
 
-        rest = _with_blocks(checkpoint, [file for file in own_files if file not in whole])
-        for _ in each(put, rest, files_at_once()):
+        for _ in each(put, _with_blocks(checkpoint, own_files), files_at_once()):
             pass
         if fsync:
             store.sync(file.path for file in own_files)
         check_own_files(store, own_files)
 
     def conclude(_: list[None]) -> None:
-        check_files(store, {"": manifest.files}, "", began_s)
+        check_files(store, manifest.files, began_s)
         try:
             commit(store, manifest, earlier, durable=fsync)
         except CheckpointConflictError:
@@ -107,27 +103,8 @@ def damage(checkpoint: Checkpoint, files: Iterable[FileEntry]) -> str:
     return ""
 
 
-def _whole(carried: Checkpoint, files: Iterable[FileEntry]) -> set[FileEntry]:
-    """The undamaged ones of files that may have been copied before."""
-
-    def is_whole(item: tuple[FileEntry, Iterator[Buffer]]) -> bool:
-        with contextlib.suppress(CorruptCheckpointError):
-            _read_through(item)
-            return True
-        return False
-
-    # one pass over the manifest's chunks for all files: a large run has millions of chunks
-    return {item[0] for item, whole in each(is_whole, _with_blocks(carried, files), files_at_once()) if whole}
-
-
 def _read_through(item: tuple[FileEntry, Iterator[Buffer]]) -> None:
     deque(item[1], maxlen=0)
-
-
-def _size_of(store: Store, file: FileEntry) -> int | None:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return store.size(file.path)
-    return None
 
 
 def attempt_at(store: Store) -> str:

@@ -1,12 +1,9 @@
-"""Folders of checkpoints: lists them, finds the newest, and prunes the oldest; on any store.
+"""Folders of checkpoints: lists them, finds the newest, and prunes the oldest; removal of a checkpoint; on any store.
 
 A folder's checkpoints are the directories in it that have a manifest, ordered by the manifests' times by the store's
-clock. If the store has no times, they are ordered by name, and nothing is pruned. A directory without a manifest, which
-a save in progress or a crashed save leaves, is neither listed nor removed.
+clock. If the store has no times, they are ordered by name, and nothing is pruned.
 
-A checkpoint's directory: what is in it, whether it is a checkpoint, and removal.
-
-Removal follows three rules, so that it never takes files that another save or a reader needs:
+Removal never takes files that another save or a reader needs:
 
 - A manifest is removed only if it is still the one that was read.
 - Then only files are removed that this manifest names, and whose names only this format makes.
@@ -55,7 +52,8 @@ _TEMPORARY = re.compile(rf"(?:{re.escape(MANIFEST_NAME)}|{OWN_FILE.pattern})\.(?
 
 @dataclass(frozen=True)
 class Earlier:
-    """The manifest at a path before an operation: its stamp, its attempt, and the files that it names."""
+    """The manifest at a path before an operation: its stamp, its attempt, and the files that it names, as far as only
+    this format makes such names."""
 
     stamp: Stamp | None = None
     attempt: str = ""
@@ -63,11 +61,7 @@ class Earlier:
 
 
 def look(store: Store) -> Earlier:
-    """Note the manifest that is there now. A torn or empty one is noted, too, although it is no checkpoint.
-
-    Raises:
-        CheckpointError: There is a ``manifest.json`` of another program.
-    """
+    """Note the manifest that is there now. A torn or empty one is noted, too, although it is no checkpoint."""
     data = b""
     stamp, seen = store.stamp(MANIFEST_NAME), None
     while stamp is not None and stamp != seen:  # until the stamp is of the bytes that were read
@@ -84,12 +78,8 @@ def look(store: Store) -> Earlier:
             " replaced nor removed: use another path, or move it away."
         )
     attempt = _ATTEMPT.search(data)
-    return Earlier(stamp, attempt[1].decode(errors="replace") if attempt else "", named_files(data))
-
-
-def named_files(manifest: bytes) -> frozenset[str]:
-    """The files that a manifest names, as far as their names are ones that only this format makes."""
-    return frozenset(match[1].decode() for match in _NAMED.finditer(manifest))
+    named = frozenset(match[1].decode() for match in _NAMED.finditer(data))
+    return Earlier(stamp, attempt[1].decode(errors="replace") if attempt else "", named)
 
 
 def remove(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> None:
@@ -106,17 +96,8 @@ def remove(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | No
         _remove(open_store(path, storage_options), None)
 
 
-def remove_attempt(path: str | os.PathLike[str], attempt: str, storage_options: dict[str, Any] | None) -> bool:
-    """Remove the checkpoint of ``attempt``, unless another one has replaced it; returns whether it was removed.
-
-    Raises:
-        CheckpointError: The store fails.
-    """
-    with naming(path, "removed"):
-        return _remove(open_store(path, storage_options), attempt)
-
-
 def _remove(store: Store, attempt: str | None) -> bool:
+    """Remove the checkpoint, if it is of ``attempt`` or this is None; returns whether it was removed."""
     if store.folder is not None and os.path.islink(store.folder):
         if store.exists(MANIFEST_NAME) or not os.path.exists(store.folder):
             os.unlink(store.folder)
@@ -192,8 +173,6 @@ UNTOLD = datetime.min.replace(tzinfo=UTC)
 """The time of a commit if the store has no times."""
 _OF_FILE_SYSTEMS = {"lost+found"}
 """Folders that hold no checkpoints, and that few may look into."""
-STEP_KEYS = ("global_step", "step")
-"""Keys of a trainer state that may hold its step: Lightning's, and the usual one."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +232,7 @@ def commits(
 
     def look(name: str) -> datetime | None:
         try:
-            return _committed_at(open_store(posixpath.join(root, name), storage_options))
+            return committed_at(open_store(posixpath.join(root, name), storage_options), hidden=FileNotFoundError)
         except PermissionError:
             if all_known:
                 raise
@@ -301,17 +280,11 @@ def _ask(what: str, path: str | os.PathLike[str], storage_options: dict[str, Any
     return calls(what, place, **options)
 
 
-def committed_at(store: Store) -> datetime | None:
-    """When a checkpoint's manifest was written; None if there is none, or one that can't be seen."""
-    with contextlib.suppress(PermissionError):
-        return _committed_at(store)
-    return None
-
-
-def _committed_at(store: Store) -> datetime | None:
+def committed_at(store: Store, *, hidden: type[Exception] = PermissionError) -> datetime | None:
+    """When a checkpoint's manifest was written; None if there is none, or one that can't be seen (``hidden``)."""
     try:
         seconds = store.modified(MANIFEST_NAME)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, hidden):
         return None
     except OSError as error:
         if error.errno == errno.ELOOP:  # a circular symbolic link
@@ -369,8 +342,8 @@ def list_checkpoints(folder: str | os.PathLike[str], *, storage_options: dict[st
 
 
 def step_of(tree: Any) -> int | None:
-    """The step that a trainer state records; None if it records none."""
-    values = [tree.get(key) for key in STEP_KEYS] if isinstance(tree, dict) else []
+    """The step that a trainer state records, under Lightning's key or the usual one; None if it records none."""
+    values = [tree.get(key) for key in ("global_step", "step")] if isinstance(tree, dict) else []
     return next((value for value in values if type(value) is int), None)
 
 
@@ -416,7 +389,8 @@ def prune(
             f"{root}: this store provides no modification times, so which checkpoints are the newest isn't known:"
             " nothing has been removed. Remove those that aren't needed by checkpoint.remove."
         )
-    return [entry.path for entry in old if remove_attempt(entry.path, entry.attempt, storage_options)]
+    with naming(root, "pruned"):
+        return [entry.path for entry in old if _remove(open_store(entry.path, storage_options), entry.attempt)]
 
 
 def _named(root: str, entries: list[Entry], protect: Iterable[str | os.PathLike[str]]) -> set[str]:

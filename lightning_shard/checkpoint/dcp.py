@@ -31,7 +31,6 @@ Beside DCP's public storage API this uses, as of torch 2.11 to 2.14:
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from dataclasses import dataclass
@@ -157,18 +156,13 @@ class DcpWriter(_AtPath, StorageWriter):
         self._began_s = time.monotonic()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return dataclasses.replace(plan, storage_data=self._attempt)
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # all ranks use the coordinator's attempt; each rank's own one comes back to it, as a mark of this save
-        return [dataclasses.replace(plan, storage_data=(plan.storage_data, self._attempt)) for plan in plans]
+        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert self._store is not None
-        mark, attempt = plan.storage_data or ("", "")
-        if mark != self._attempt:
-            # a planner that caches plans returns an earlier save's, whose files mustn't be overwritten
-            attempt = self._attempt
         values: dict[str, Any] = {}
         sections: dict[str, list[tuple[Piece, Tensor]]] = {"model": [], "optimizer": []}
         for item in plan.items:
@@ -180,9 +174,9 @@ class DcpWriter(_AtPath, StorageWriter):
                     own = piece._replace(name=piece.name.removeprefix(OPTIMIZER_PREFIX))
                     sections[section].append((own, data))
         settle(data for pieces in sections.values() for _, data in pieces)
-        name = f"rank-{_rank():05d}-{attempt}.safetensors"
+        name = f"rank-{_rank():05d}-{self._attempt}.safetensors"
         files = [PartFile(title, f"{title}/{name}", *arranged(own)) for title, own in sections.items() if own]
-        part = RankPart(attempt, Account(_rank(), ()), files)
+        part = RankPart(self._attempt, Account(_rank(), ()), files)
         with told_as(f"The checkpoint {_path(self.checkpoint_id)} could not be written"):
             try:
                 sent = _Part(write_part(part, self._store, self._order), values)
@@ -217,7 +211,7 @@ class DcpWriter(_AtPath, StorageWriter):
                     attempt=self._attempt, layout=None, writer=WRITER, digests=self._order.digests
                 )
                 manifest.world_size = len(results)
-                check_files(self._store, merged.files_by_host, own.host, self._began_s)
+                check_files(self._store, manifest.files, self._began_s)
                 commit(self._store, manifest, self._earlier, durable=self._order.fsync)
             except BaseException as error:
                 if not getattr(error, FILES_STAY, False):
@@ -367,9 +361,6 @@ def _check_place(planner: SavePlanner | LoadPlanner, index: MetadataIndex) -> No
     """Check that DCP computes the same box for a DTensor's shard as we do.
 
     A strided shard may consist of several boxes, or of another one than DCP's, which would be other elements.
-
-    Raises:
-        CheckpointError: This rank's part of a DTensor isn't the single box that DCP takes it for.
     """
     tensor = getattr(planner, "state_dict", {}).get(index.fqn)
     if tensor is None or not is_dtensor(tensor):

@@ -117,9 +117,6 @@ def of_base(base: Checkpoint, record: Record) -> dict[str, StoredTensor]:
     """A base's tensors by the names of those that were left out.
 
     The base's names may lack a prefix common to all names, and what peft inserts.
-
-    Raises:
-        StateMismatchError: A tensor is missing, or has another dtype or shape.
     """
     tensors = record["tensors"]
     name_in_base = _naming(base, [name for name, told in tensors.items() if "same_as" not in told])

@@ -100,9 +100,6 @@ def host_memory(nbytes: int, *, pinned: bool) -> Tensor:
 
     Pinned memory has exactly this size, and is freed with the tensor. With torch's ``pin_memory=True`` it would have
     the next power of two, and the allocator would keep it until the process ends.
-
-    Raises:
-        CheckpointError: The system refuses to pin so much memory.
     """
     memory = torch.empty(nbytes, dtype=torch.uint8)
     if pinned and nbytes:

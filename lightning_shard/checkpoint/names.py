@@ -20,10 +20,6 @@ def new_names(names: Iterable[str], strip_prefix: str | None = None, rename: Ren
 
     Args:
         names: All of a model's names.
-
-    Raises:
-        ConfigurationError: ``strip_prefix`` or ``rename`` is of another kind.
-        StateMismatchError: No name has the prefix, or two tensors would get the same name.
     """
     old = list(names)
     found = renamed_among(old, strip_prefix, rename)
@@ -36,11 +32,7 @@ def new_names(names: Iterable[str], strip_prefix: str | None = None, rename: Ren
 
 
 def renamed_among(names: Iterable[str], strip_prefix: str | None, rename: Rename | None) -> dict[str, str]:
-    """:func:`new_names` of some of a model's names, none of which need have the prefix.
-
-    Raises:
-        ConfigurationError, StateMismatchError: As :func:`new_names`.
-    """
+    """:func:`new_names` of some of a model's names, none of which need have the prefix."""
     if not (strip_prefix is None or isinstance(strip_prefix, str)):
         raise ConfigurationError(f"strip_prefix ({strip_prefix!r:.80}) must be a str or None.")
     if not (rename is None or callable(rename) or isinstance(rename, Mapping)):

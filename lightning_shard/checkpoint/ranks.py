@@ -3,17 +3,10 @@
 Each exchange gathers every rank's result, or its failure, to the first rank, which decides and broadcasts the outcome.
 A failed rank takes part like any other, so no rank waits for it: all ranks raise, with the first failure as the cause.
 
-Finds which ranks are missing when a collective fails, so that the error can name them.
-
 gloo reports that a connection was closed or timed out, but not which rank caused it. So each rank counts the exchanges
 that it joins, in the process group's store. When an exchange fails, the others read these counts.
 
 Private part of torch 2.11 to 2.14: ``distributed_c10d._get_process_group_store``.
-
-Two-level gather: each group's leader gathers its ranks' reports and joins them; the first rank gathers the joined.
-
-So the first rank's work grows with the number of groups, not of ranks. Up to :data:`GROUP_RANKS` ranks form one group,
-led by the first rank.
 """
 
 from __future__ import annotations
@@ -32,6 +25,9 @@ from torch.distributed import distributed_c10d
 
 from lightning_shard import errors
 from lightning_shard.errors import CheckpointError, RankFailure, ShardError
+
+GROUP_RANKS = 64
+"""About the square root of the largest world sizes, so that both levels of a gather have about the same fan-in."""
 
 
 class RankCheckpointFailure(RankFailure, CheckpointError):
@@ -52,11 +48,7 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any = None) -> Ranks:
-        """The ranks of ``group``; by default, of the whole world.
-
-        Raises:
-            CheckpointError: This rank isn't one of them.
-        """
+        """The ranks of ``group``; by default, of the whole world."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -107,8 +99,6 @@ class Ranks:
         Raises:
             RanksLost: The connection to a rank was lost, or the group's timeout expired.
         """
-        from lightning_shard.checkpoint.ranks import Attendance
-
         attendance = Attendance.of(self.group, self.rank, self.members)
         attendance.come()
         try:
@@ -163,9 +153,16 @@ Outcome = TypeVar("Outcome")
 
 
 def exchange(
-    ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Result]], Outcome]
+    ranks: Ranks,
+    work: Callable[[], Any],
+    decide: Callable[[list[Any]], Outcome],
+    join: Callable[[Sequence[Any]], Any] | None = None,
 ) -> tuple[BaseException | None, Outcome | Failure]:
     """Run ``work`` on each rank, then ``decide`` on the first rank with all results. A collective call.
+
+    Args:
+        join: Joins the results of a group of up to :data:`GROUP_RANKS` ranks on the group's leader; ``decide`` gets
+            what was joined. So the first rank's work grows with the number of groups.
 
     Returns:
         This rank's own error, if any; and, the same on every rank, the first rank's decision or the first failure.
@@ -173,11 +170,29 @@ def exchange(
     Raises:
         RanksLost: A collective failed, so the outcome is unknown.
     """
-    own, report = attempt(ranks, work)
-    return conclude(ranks, own, ranks.gather(report), decide)
+    own, report = _attempt(ranks, work)
+    # point-to-point sends are cheap only over gloo: nccl sets up a communicator, on the device, for each pair
+    several = join is not None and len(ranks.members) > GROUP_RANKS
+    if several := several and "cpu:gloo" in dist.get_backend_config(ranks.group):
+        start = ranks.members.index(ranks.rank) // GROUP_RANKS * GROUP_RANKS
+        reports = _to_first_of(ranks.members[start : start + GROUP_RANKS], ranks, report)
+    else:
+        reports = ranks.gather(report)
+    if join is not None:
+        result: Any = Failure.first(reports)
+        if reports and result is None:
+            fault, result = _attempt(ranks, partial(join, reports))
+            own = own or fault
+        reports = _to_first_of(ranks.members[::GROUP_RANKS], ranks, result) if several else [result]
+    outcome: Any = None
+    if ranks.first:
+        outcome = Failure.first(reports)
+        if outcome is None:
+            own, outcome = _attempt(ranks, lambda: decide(reports))
+    return own, ranks.broadcast(outcome)
 
 
-def attempt(ranks: Ranks, work: Callable[[], Result]) -> tuple[BaseException | None, Result | Failure]:
+def _attempt(ranks: Ranks, work: Callable[[], Result]) -> tuple[BaseException | None, Result | Failure]:
     """Run ``work``; returns (None, result), or the error and the :class:`Failure` to send."""
     try:
         return None, work()
@@ -185,25 +200,14 @@ def attempt(ranks: Ranks, work: Callable[[], Result]) -> tuple[BaseException | N
         return error, Failure.of(ranks.rank, error)
 
 
-def conclude(
-    ranks: Ranks, own: BaseException | None, reports: list[Any], decide: Callable[[list[Result]], Outcome]
-) -> tuple[BaseException | None, Outcome | Failure]:
-    """Second half of an exchange: the first rank, which alone has the reports, decides and broadcasts the outcome."""
-    outcome: Any = None
-    if ranks.first:
-        outcome = Failure.first(reports)
-        if outcome is None:
-            own, outcome = attempt(ranks, lambda: decide(reports))
-    return own, ranks.broadcast(outcome)
-
-
-def together(ranks: Ranks, work: Callable[[], Result], decide: Callable[[list[Result]], Outcome]) -> Outcome:
+def together(
+    ranks: Ranks,
+    work: Callable[[], Any],
+    decide: Callable[[list[Any]], Outcome],
+    join: Callable[[Sequence[Any]], Any] | None = None,
+) -> Outcome:
     """:func:`exchange` that raises on failure: failed ranks raise their own error, the others the first failure."""
-    return raised_or_given(ranks, *exchange(ranks, work, decide))
-
-
-def raised_or_given(ranks: Ranks, own: BaseException | None, outcome: Outcome | Failure) -> Outcome:
-    """Return the outcome of an exchange, or raise on all ranks."""
+    own, outcome = exchange(ranks, work, decide, join)
     try:
         if own is not None:
             raise own
@@ -320,52 +324,10 @@ class Attendance:
             counts.clear()
 
 
-GROUP_RANKS = 64
-"""About the square root of the largest world sizes, so that both levels of the gather have about the same fan-in."""
-Report = TypeVar("Report")
-Joined = TypeVar("Joined")
-
-
-def exchange_by_groups(
-    ranks: Ranks,
-    work: Callable[[], Report],
-    join: Callable[[Sequence[Report]], Joined],
-    decide: Callable[[list[Joined]], Outcome],
-) -> tuple[BaseException | None, Outcome | Failure]:
-    """As :func:`~lightning_shard.checkpoint.ranks.exchange`, but each group's leader joins its ranks' results to one.
-
-    Raises:
-        RanksLost: A collective failed, so the outcome is unknown.
-    """
-    own, report = attempt(ranks, work)
-    # point-to-point sends are cheap only over gloo: nccl sets up a communicator, on the device, for each pair
-    several = len(ranks.members) > GROUP_RANKS and "cpu:gloo" in dist.get_backend_config(ranks.group)
-    size = GROUP_RANKS if several else len(ranks.members)
-    start = ranks.members.index(ranks.rank) // size * size
-    reports = _to_first_of(ranks.members[start : start + size], ranks, report) if several else ranks.gather(report)
-    result: Any = Failure.first(reports)
-    if reports and result is None:
-        fault, result = attempt(ranks, partial(join, reports))
-        own = own or fault
-    results = _to_first_of(ranks.members[::size], ranks, result) if several else [result] if ranks.first else []
-    return conclude(ranks, own, results, decide)
-
-
-def together_by_groups(
-    ranks: Ranks,
-    work: Callable[[], Report],
-    join: Callable[[Sequence[Report]], Joined],
-    decide: Callable[[list[Joined]], Outcome],
-) -> Outcome:
-    """As :func:`~lightning_shard.checkpoint.ranks.together`, but each group's leader joins its ranks' results."""
-    return raised_or_given(ranks, *exchange_by_groups(ranks, work, join, decide))
-
-
 def _to_first_of(some: Sequence[int], ranks: Ranks, value: Any) -> list[Any]:
     """Gather to the first of some ranks the values of all of them, in order; the other ranks get an empty list.
 
-    All ranks must call it, also those that neither send nor receive: the calls are counted
-    (:mod:`~lightning_shard.checkpoint.ranks`).
+    All ranks must call it, also those that neither send nor receive: the calls are counted.
     """
     with ranks.talking():
         if ranks.rank == some[0]:

@@ -32,9 +32,6 @@ def lift(tree: Any, name: str, *, with_siblings: bool = False) -> tuple[Any, dic
 
     Returns:
         The new tree, and the tensors by the references' names.
-
-    Raises:
-        UnsupportedStateError: Two tensors would get the same name.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -57,9 +54,6 @@ def merge_over_stages(tree: Any, gather: Callable[[Any], list[Any]]) -> tuple[An
 
     Args:
         gather: All-gathers a value over the stages.
-
-    Raises:
-        UnsupportedStateError: A reference isn't in a mapping, so its stage can't be determined; raised on every rank.
     """
     found: list[tuple[Path, Any]] = []
     _collect(tree, (), found)

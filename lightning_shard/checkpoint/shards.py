@@ -3,7 +3,7 @@
 Terms: a *run* is a half-open interval of indices along one dim; a *box* is one run per dim. A rank's local tensor is
 the Cartesian product, over dims, of one list of runs each; its rows along a dim are the runs' indices in order.
 
-Divides replicated tensors among the ranks that hold them: each writes (or reads) about as many bytes. Pure.
+Replicated tensors are divided among the ranks that hold them: each writes (or reads) about as many bytes.
 """
 
 from __future__ import annotations

@@ -334,30 +334,27 @@ def _check_storable(name: str, tensor: Tensor) -> None:
     known = type(tensor), tensor.dtype, tensor.layout, tensor.is_nested, tensor.is_meta
     if known in _storable:
         return
+    what = None
     if is_lazy(tensor):
-        raise UnsupportedStateError(
-            f"{name!r} is not initialized yet, as in a lazy module: run the module once before saving."
-        )
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # type: ignore[comparison-overlap]
+        what = "not initialized yet, as in a lazy module: run the module once before saving"
+    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # type: ignore[comparison-overlap]
         kind = type(tensor)
         parts = ", ".join(tensor.__tensor_flatten__()[0]) if hasattr(tensor, "__tensor_flatten__") else ""
-        raise UnsupportedStateError(
-            f"{name!r} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass whose values aren't stored as"
-            f" plain elements: save its inner tensors{parts and f' ({parts})'}, or a plain tensor of its values. In"
-            f" trainer_state a codec does so: checkpoint.register_codec({kind.__qualname__}, encode, decode)."
+        what = (
+            f"a {kind.__module__}.{kind.__qualname__}, a tensor subclass whose values aren't stored as plain elements:"
+            f" save its inner tensors{parts and f' ({parts})'}, or a plain tensor of its values, as in trainer_state a"
+            f" codec does: checkpoint.register_codec({kind.__qualname__}, encode, decode)"
         )
-    if tensor.is_quantized:
-        raise UnsupportedStateError(f"{name!r} is a quantized tensor: save its int_repr() and its scales.")
-    if tensor.is_nested:
-        raise UnsupportedStateError(f"{name!r} is a nested tensor: save its values and lengths.")
-    if tensor.layout is not torch.strided:
-        sparse = str(tensor.layout).startswith("torch.sparse")
-        raise UnsupportedStateError(
-            f"{name!r} has layout {tensor.layout}, which the checkpoint can't hold: save"
-            f" {'its indices and values' if sparse else 'it as a plain tensor, by to_dense()'}."
-        )
-    if tensor.device.type == "meta":
-        raise UnsupportedStateError(f"{name!r} is on the meta device and has no data: materialize it before saving.")
+    elif tensor.is_quantized:
+        what = "a quantized tensor: save its int_repr() and its scales"
+    elif tensor.is_nested:
+        what = "a nested tensor: save its values and lengths"
+    elif tensor.layout is not torch.strided:
+        what = f"a tensor of layout {tensor.layout}: save its indices and values, or a plain tensor, by to_dense()"
+    elif tensor.device.type == "meta":
+        what = "on the meta device and has no data: materialize it before saving"
+    if what is not None:
+        raise UnsupportedStateError(f"{name!r} is {what}.")
     dtype_name(tensor.dtype, name)
     _storable.add(known)
 
@@ -369,11 +366,7 @@ def short(ranks: Any) -> str:
 
 
 def flatten(state: Mapping[str, Any] | torch.nn.Module) -> dict[str, Tensor]:
-    """Flatten nested dicts of tensors (or a module's state dict) to one dict, keys joined by ``.``.
-
-    Raises:
-        UnsupportedStateError: A leaf isn't a tensor, or two tensors get the same name.
-    """
+    """Flatten nested dicts of tensors (or a module's state dict) to one dict, keys joined by ``.``."""
     flat: dict[str, Tensor] = {}
 
     def walk(value: Any, name: str) -> None:

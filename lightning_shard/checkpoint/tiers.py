@@ -196,7 +196,7 @@ class LocalTier:
             return _Copy(rank)
         except (CheckpointError, OSError) as error:
             return _Copy(rank, fault=str(error))
-        attempt, digests, carried = copy.manifest.attempt, _has_digests(copy), _was_carried(copy)
+        attempt, digests, carried = copy.manifest.attempt, copy.manifest.block_bytes > 0, _was_carried(copy)
         return _Copy(rank, attempt, committed or UNTOLD, _step(copy), digests, carried)
 
     def _look(self, path: str, copies: list[_Copy]) -> _Look:
@@ -218,12 +218,10 @@ class LocalTier:
         committed_later, of_later_step = _is_later(copy.committed, there), _is_of_later_step(step, there)
         if committed_later and of_later_step:
             return _Look(f"a local copy, newer than {path}", copy, other=True)
-        if committed_later and step is None:
-            return _Look("the local copy was committed later, but can't be read to see its step", worse=True)
-        if of_later_step:
+        if of_later_step or (committed_later and step is None):
             return _Look(
-                f"the local copy has a later step ({step}), but was committed earlier: it belongs to an earlier run,"
-                " or a clock is wrong",
+                f"the local copy (step {step}, committed {'later' if committed_later else 'earlier'}) may be newer, or"
+                " belong to an earlier run, or a clock is wrong",
                 worse=True,
             )
         return _Look("the local copy is of another save, and not a newer one")
@@ -252,7 +250,7 @@ class LocalTier:
         if there is None:
             return next((one for one, _ in [*reversed(whole), *reversed(sound)]), None)
         for one, copy in reversed(whole):
-            if _has_digests(copy):
+            if copy.manifest.block_bytes:
                 newer = _is_later(one[0], there) and _is_of_later_step(_step(copy), there)
                 return one if newer and one[1] != found else None
         return None
@@ -377,10 +375,6 @@ def _sound(path: str, storage_options: dict[str, Any]) -> Checkpoint | None:
     with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
         return read(path, storage_options=storage_options)
     return None
-
-
-def _has_digests(checkpoint: Checkpoint) -> bool:
-    return checkpoint.manifest.block_bytes > 0
 
 
 def _step(checkpoint: Checkpoint) -> int | None:

@@ -6,7 +6,7 @@ Each kind of microbatch is counted once; each layout is computed from the counts
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -25,7 +25,7 @@ from lightning_shard.dryrun.timing.devices import Device, Rates, dtype_of
 from lightning_shard.dryrun.timing.devices import device as device_of
 from lightning_shard.dryrun.timing.layout import StepTime, Timing, model_flops
 from lightning_shard.errors import ConfigurationError, LayoutError, ShardError
-from lightning_shard.layout import Layout, check_sizes
+from lightning_shard.layout import SIZES, Layout, check_sizes
 from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.parallel.experts.stacked import ExpertPlan
 from lightning_shard.parallel.tensor.plan import Plan as TensorPlan
@@ -34,8 +34,6 @@ from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.plugin.assembly.placing import as_run, placed_on
 from lightning_shard.plugin.settings import Settings, check_switches
 from lightning_shard.plugin.steps.schedule_choice import against_parts, candidates, choose, fitting_schedules
-
-_SIZES = tuple(field.name for field in fields(Layout) if field.name.startswith("data_") or "_size" in field.name)
 
 
 def plan(
@@ -118,15 +116,14 @@ def plan(
 def _layout_of(given: Any) -> Layout:
     """The layout to plan for; axes that aren't given have size 1."""
     if isinstance(given, Mapping):
-        if unknown := [name for name in given if name not in _SIZES]:
-            raise LayoutError(f"layout has {unknown[0]!r}, which is none of {', '.join(_SIZES)}: leave it out.")
-        sizes: dict[str, Any] = {**dict.fromkeys(_SIZES, 1), **given}
-        if sizes["data_parallel_size"] == "auto":
+        if unknown := [name for name in given if name not in SIZES]:
+            raise LayoutError(f"layout has {unknown[0]!r}, which is none of {', '.join(SIZES)}: leave it out.")
+        if given.get("data_parallel_size") == "auto":
             raise LayoutError(
                 'data_parallel_size ("auto"): how many ranks are left isn\'t known to a plan: give a number.'
             )
-        check_sizes(**sizes)
-        given = Layout(**sizes)
+        check_sizes(**given)
+        given = Layout(**given)
     if not isinstance(given, Layout):
         raise LayoutError(
             f"layout={given!r} must be a Layout, or the sizes of its axes by name, such as"

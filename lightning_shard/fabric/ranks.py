@@ -17,7 +17,6 @@ from lightning.fabric.strategies.launchers import _MultiProcessingLauncher, _Sub
 from lightning_shard.layout import Layout
 from lightning_shard.plugin.running.failure import FailureWatch
 from lightning_shard.plugin.running.laid_out import LaidOut
-from lightning_shard.plugin.running.last_words import print_instead
 from lightning_shard.plugin.running.launchers import check_number_of_ranks, compute_alone, launcher_of
 
 
@@ -67,8 +66,6 @@ class FabricRanks(LaidOut, ModelParallelStrategy):
         except BaseException as error:
             watch.report(error)
             failure = watch.failure_elsewhere(error)
-            if (line := watch.brief(error)) is not None:
-                print_instead(failure or error, line)
             watch.leave(self.global_rank - self.local_rank)
             if failure is None:
                 raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 from lightning_shard import tree
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.parallel.fsdp.units import class_name
-from lightning_shard.parallel.kept_results import KeptResults
+from lightning_shard.parallel.kept_results import FirstRun, KeptResults, SecondRun
 from lightning_shard.state.tree_state import TakenArguments
 
 Recomputing = bool | int | Literal["selective"] | None
@@ -113,8 +113,20 @@ def recompute(
     def contexts(
         state: TakenArguments, kept: KeptResults | None
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, second = (nullcontext(), nullcontext()) if kept is None else (kept.first_run(), kept.second_run())
-        return first, _SecondRun(block, snapshot(), snapshot, state, second)
+        restore = snapshot()
+
+        @contextmanager
+        def second() -> Iterator[None]:
+            """A run after the first; with ``retain_graph`` there may be several."""
+            put_back = snapshot()
+            restore()
+            try:
+                with _leaving_no_trace(block), state.as_before(), nullcontext() if kept is None else SecondRun(kept):
+                    yield
+            finally:
+                put_back()
+
+        return nullcontext() if kept is None else FirstRun(kept), _Again(second)
 
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -182,33 +194,18 @@ def leave_out_caches(block: nn.Module) -> None:
     block.__dict__["forward"] = without_caches
 
 
-class _SecondRun(AbstractContextManager[None]):
-    """The context of each run after the first; with ``retain_graph`` there may be several."""
+class _Again(AbstractContextManager[None]):
+    """A context that may be entered again once it was left, as each run of a backward does."""
 
-    def __init__(
-        self,
-        block: nn.Module,
-        restore: Callable[[], None],
-        snapshot: Callable[[], Callable[[], None]],
-        given: TakenArguments,
-        context: AbstractContextManager[Any],
-    ) -> None:
-        self._block = block
-        self._restore = restore
-        self._snapshot = snapshot
-        self._given = given
-        self._context = context
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
 
     def __enter__(self) -> None:
-        self._stack = ExitStack()
-        self._stack.callback(self._snapshot())
-        self._restore()
-        self._stack.enter_context(_leaving_no_trace(self._block))
-        self._stack.enter_context(self._given.as_before())
-        self._stack.enter_context(self._context)
+        self._context = self._make()
+        self._context.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        self._stack.__exit__(*exception)
+        self._context.__exit__(*exception)
 
 
 @contextmanager

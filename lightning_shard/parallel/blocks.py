@@ -28,7 +28,6 @@ from lightning_shard.parallel.running_order import (
     is_list,
     lay_out,
     loops,
-    methods_run,
     run_in_turn,
     trains,
 )
@@ -131,10 +130,10 @@ def find_blocks(
 
     Without a path, the first of these that exists:
 
-    - The longest list, a trained one if there is one, without lists that are small beside others (a tenth of one, or
-      a head's layers beside blocks), and other lists of the same network, or of one that a step calls too, that hold
-      blocks of its classes or are about as large: an encoder's and a decoder's, or a ResNet's stages. Lists that the
-      example doesn't run are left out, such as those of a vision tower if the example is text.
+    - The longest list, a trained one if there is one, without lists that are small beside others (a tenth of one), and
+      other lists of the same network, or of one that a step calls too, that hold blocks of its classes or are about as
+      large: an encoder's and a decoder's, or a ResNet's stages. Lists that the example doesn't run are left out, such
+      as those of a vision tower if the example is text.
     - A module that runs several times: instead of lists inside of it, or if there are no lists.
     - The parts of an ``nn.Sequential``.
     - Modules that a forward calls one after the other, each once, as its source or the example shows: also instead of
@@ -220,8 +219,6 @@ def _chain(root: nn.Module, lists: dict[str, list[str]], calls: Callable[[], Seq
         lists,
         key=lambda name: (trains(root.get_submodule(name)), name not in small, len(lists[name]), _size(root, name)),
     )
-    if type(_parent(root, path)) is nn.Sequential and type(root.get_submodule(path)) is nn.Sequential:
-        return _sequential(root)
     classes = {type(root.get_submodule(name)) for name in lists[path]}
     network = path.partition(".")[0]
 
@@ -247,16 +244,10 @@ def _chain(root: nn.Module, lists: dict[str, list[str]], calls: Callable[[], Seq
 
 
 def _small(root: nn.Module, lists: dict[str, list[str]]) -> set[str]:
-    """Lists that aren't worth cutting beside others that train: much smaller than one, or layers of a head."""
+    """Lists that aren't worth cutting beside others that train: much smaller than one."""
     trained = [name for name in lists if trains(root.get_submodule(name))]
     sizes = {name: _size(root, name) for name in trained or lists}
-    of_layers = {name for name in sizes if all(_is_leaf(root.get_submodule(each)) for each in lists[name])}
-    of_blocks = sum(size for name, size in sizes.items() if name not in of_layers)
-    return {
-        name
-        for name, size in sizes.items()
-        if size < _SMALL * max(sizes.values()) or (name in of_layers and size < of_blocks)
-    }
+    return {name for name, size in sizes.items() if size < _SMALL * max(sizes.values())}
 
 
 def _run_by(root: nn.Module, lists: dict[str, list[str]], called: Set[str]) -> dict[str, list[str]]:
@@ -328,8 +319,8 @@ def _is_looped(root: nn.Module, path: str) -> bool:
     """Whether a loop in some class's code uses a module that contains ``path``."""
     names = path.split(".")
     levels = [(root.get_submodule(".".join(names[:depth])), name) for depth, name in enumerate(names[:-1])]
-    owners, run = ((level, name) for level, name in levels if not is_list(level)), methods_run(root)
-    return any(name in loop for level, name in owners for loop in loops(type(level), run))
+    owners = ((level, name) for level, name in levels if not is_list(level))
+    return any(name in loop for level, name in owners for loop in loops(type(level)))
 
 
 def _carries_little(root: nn.Module, groups: dict[str, list[str]]) -> bool:
@@ -389,7 +380,7 @@ def _called_once(root: nn.Module, names: list[str], *, calls: Sequence[str]) -> 
         uses = Counter(attributes_used(level, method, depth=4))
         if any(name in uses for name in own):
             break
-    looped = set[str]().union(*loops(level, methods_run(root)))
+    looped = set[str]().union(*loops(level))
     return [
         name
         for name, key in zip(names, own)
@@ -406,15 +397,9 @@ def _nothing_to_cut(root: nn.Module) -> str:
     such_as = f", such as {[path + name for name in trained[:4]]} if they run one after the other" if trained else ""
     return (
         f"{type(root).__name__} has no list of repeated blocks (an nn.ModuleList, nn.Sequential or nn.ModuleDict of at"
-        " least two modules that hold parameters, or a module that loops over its children): name modules to cut"
-        f" between by pipeline_blocks{such_as}. One that runs several times is found in a run on example_input_array,"
-        " or named as often as it runs. Or use pipeline_parallel_size=1: a single module, such as an nn.LSTM, isn't"
-        " cut."
+        f" least two modules that hold parameters): name modules to cut between by pipeline_blocks{such_as}. Or use"
+        " pipeline_parallel_size=1: a single module, such as an nn.LSTM, isn't cut."
     )
-
-
-def _parent(root: nn.Module, path: str) -> nn.Module | None:
-    return root.get_submodule(path.rpartition(".")[0]) if "." in path else None
 
 
 def _unfolded(root: nn.Module, path: str) -> Iterator[str]:

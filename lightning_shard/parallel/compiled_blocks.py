@@ -82,7 +82,8 @@ def compile_forwards(
             if within is not None and not any(f"{each}.".startswith(f"{block}.") for block in within):
                 continue
             for called in with_forward(root.get_submodule(each)):
-                if not is_compiled(called):
+                own = called.__dict__.get("forward")
+                if not (_is_wrapped(called) or hasattr(own, "_torchdynamo_orig_callable")):
                     called.__dict__["forward"] = compiler(called.forward)
     uncompiled = holders if compiles else [*compilers]
     if uncompiled and tells:
@@ -99,12 +100,6 @@ def _compiler_of(compiled: Any) -> Compiler | None:
     """What ``torch.compile`` has made a compiled function with; ``None`` for ``disable=True``."""
     cells = [cell.cell_contents for cell in getattr(compiled, "__closure__", None) or ()]
     return next((each for each in cells if isinstance(each, torch._dynamo.eval_frame.OptimizeContext)), None)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module's forward, or its calls, are compiled: hooks on modules in it would be too."""
-    is_called_so = module._compiled_call_impl is not None or _is_wrapped(module)
-    return is_called_so or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
 
 
 def _is_wrapped(module: nn.Module) -> bool:

@@ -1,6 +1,4 @@
-"""What parameters are when a module is laid out: initial weights, and what users set on them.
-
-Initial weights that are bit-equal on every layout.
+"""What parameters are when a module is laid out: initial weights, equal on every layout, and what users set on them.
 
 A module built with real weights keeps them. If processes built different ones (no seed was set), rank 0's are
 broadcast, as in Lightning's DDP. A module built on ``meta`` is initialised part by part (a part is a block, or one
@@ -15,7 +13,7 @@ Laying a module out replaces its parameters by others: parts, fake ones, sharded
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,23 +32,25 @@ _FILLED = 1
 """Version counter of a new tensor after its one ``fill_``."""
 
 
-def agree_on_weights(root: nn.Module) -> bool:
+def agree_on_weights(root: nn.Module) -> None:
     """Broadcast rank 0's real parameters and buffers to all ranks if digests differ; collective over all ranks.
 
-    Returns:
-        Whether any rank held other values.
+    Raises:
+        ConfigurationError: Sparse buffers differ: ranks may hold other numbers of entries.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return False
+        return
     state = [t for t in (*root.parameters(), *root.buffers()) if not t.is_meta and not isinstance(t, DTensor)]
-    if len({*everyones(digest_of(state))}) == 1:
-        return False
-    for tensor in state:
-        if is_dense(tensor):
-            _broadcast_from_first(tensor.detach())
-        else:
-            _replace_buffer(root, tensor, _object_of_first(tensor.cpu()).to(tensor.device))
-    return True
+    dense = [*filter(is_dense, state)]
+    sparse = [t for t in state if not is_dense(t)]
+    of_dense, of_sparse = map(set, zip(*everyones((digest_of(dense), digest_of(sparse)))))
+    if len(of_sparse) > 1:
+        raise ConfigurationError(
+            f"Processes have built a {type(root).__name__} with different sparse buffers, of which rank 0's can't be"
+            " written to the others': build them from the same data on all ranks, or call L.seed_everything before."
+        )
+    for tensor in dense if len(of_dense) > 1 else ():
+        _broadcast_from_first(tensor.detach())
 
 
 def _broadcast_from_first(tensor: Tensor) -> None:
@@ -62,66 +62,30 @@ def _broadcast_from_first(tensor: Tensor) -> None:
     tensor.copy_(values)
 
 
-def _object_of_first(value: Any) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def _replace_buffer(root: nn.Module, old: Tensor, new: Tensor) -> None:
-    """Replace a sparse buffer: ranks may hold other numbers of entries, so none can be filled in place."""
-    for module in root.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is old:
-                module._buffers[key] = new
-
-
-def materialize(root: nn.Module, parts: Iterable[str], device: torch.device, seed: int) -> list[str]:
+def materialize(root: nn.Module, blocks: Collection[str], device: torch.device, seed: int) -> None:
     """Initialise all parameters and buffers of ``root`` that are on meta, in place.
 
     Args:
         root: The model, already cut to its stage and sharded.
-        parts: Names of blocks. All modules of a block are initialised under one seed; other modules one by one.
+        blocks: Names. All modules of a block are initialised under one seed; other modules one by one.
         device: Device of the weights.
         seed: The run's seed.
-
-    Returns:
-        The names of the parts that were on meta.
 
     Raises:
         ConfigurationError: Nothing initialises a tensor on meta; the message names it.
     """
-    done = []
     real: dict[int, tuple[Tensor, Tensor]] = {}
-    for name, part in list(_parts(root, set(parts))):
-        modules = [part] if name not in parts else list(part.modules())
+    for name, part in list(root.named_modules()):
+        if any(name.startswith(f"{block}.") for block in blocks):
+            continue
+        named = dict(part.named_modules(prefix=name)) if name in blocks else {name: part}
+        modules = [*named.values()]
         if not any(t.is_meta for module in modules for t in _own(module).values()):
             continue
         with _whole(modules, device, real) as originals, _seeded(seed, name, device), torch.no_grad():
-            for module_name, module in reversed(list(_named(part, name, alone=name not in parts))):
+            for module_name, module in reversed(named.items()):  # a parent's own rule is applied after its children's
                 _initialize(root, module_name, module)
             _check_initialized(name, modules, originals)
-        done.append(name)
-    return done
-
-
-def _parts(root: nn.Module, blocks: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """All modules by name, without those inside of blocks."""
-    for name, module in root.named_modules():
-        if not any(name.startswith(f"{block}.") for block in blocks):
-            yield name, module
-
-
-def _named(part: nn.Module, name: str, *, alone: bool) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a part by full name, parents first.
-
-    The caller reverses the order: a parent's own rule is applied after its children's.
-    """
-    if alone:
-        yield name, part
-        return
-    for inner, module in part.named_modules():
-        yield (f"{name}.{inner}" if inner else name), module
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -25,48 +24,39 @@ from lightning_shard.torch_private import alias, written_by
 
 Keeps = Callable[[Any, Any, Any], bool]
 """Whether to keep the result of an operation with these arguments, positional and by name."""
+_REMEDY = 'activation_checkpointing="selective" keeps its results: use activation_checkpointing=True.'
 
 
-@dataclass
 class _Result:
-    """A result's tensors, each as an alias, with its version; a copy has none to compare."""
+    """A result's tensors, each as an alias or as a copy, with its version."""
 
-    value: Any
-    versions: list[int | None]
+    def __init__(self, value: Any) -> None:
+        self.put(tree_map_only(Tensor, alias, value))
 
-    @classmethod
-    def of(cls, value: Any) -> _Result:
-        kept = tree_map_only(Tensor, alias, value)
-        return cls(kept, [each._version for each in tree.tensors(kept)])
-
-    def copy(self) -> None:
-        self.value = tree_map_only(Tensor, Tensor.clone, self.value)
-        self.versions = [None for _ in self.versions]
-
-    def is_as_kept(self) -> bool:
-        return all(v in (None, each._version) for each, v in zip(tree.tensors(self.value), self.versions))
+    def put(self, value: Any) -> None:
+        self.value, self.versions = value, _versions(value)
 
 
-@dataclass
 class KeptResults:
-    """The results of one forward.
+    """The results of one forward that are kept: :class:`FirstRun` adds them, :class:`SecondRun` takes them."""
 
-    Args:
-        keeps: Which are kept.
-    """
+    def __init__(self, keeps: Keeps) -> None:
+        self.keeps = keeps
+        self._is_read = False
+        self._results: dict[Any, list[_Result]] = defaultdict(list)
+        self._by_memory: dict[int, list[_Result]] = defaultdict(list)
 
-    keeps: Keeps
-    _is_read: bool = False
-    _results: dict[Any, list[_Result]] = field(default_factory=lambda: defaultdict(list))
-    _by_memory: dict[int, list[_Result]] = field(default_factory=lambda: defaultdict(list))
+    def copy_those_in(self, value: Any) -> None:
+        """Copy the results whose memory a value's tensors have, before it is changed in place, or may be."""
+        for tensor in tree.tensors(value):
+            for result in self._by_memory.pop(_memory(tensor), ()):
+                result.put(tree_map_only(Tensor, Tensor.clone, result.value))
 
-    def first_run(self) -> TorchDispatchMode:
-        """Context of the forward."""
-        return _FirstRun(self)
-
-    def second_run(self) -> TorchDispatchMode:
-        """Context of the second run, in which kept results are given instead of computed."""
-        return _SecondRun(self)
+    def add(self, operation: Any, value: Any) -> None:
+        result = _Result(value)
+        self._results[operation].append(result)
+        for tensor in tree.tensors(result.value):
+            self._by_memory[_memory(tensor)].append(result)
 
     def begin_second_run(self) -> None:
         """
@@ -81,18 +71,6 @@ class KeptResults:
         self._is_read = True
         self._by_memory.clear()
 
-    def copy_those_in(self, value: Any) -> None:
-        """Copy the results whose memory a value's tensors have, before it is changed in place, or may be."""
-        for tensor in tree.tensors(value):
-            for result in self._by_memory.pop(_memory(tensor), ()):
-                result.copy()
-
-    def add(self, operation: Any, value: Any) -> None:
-        result = _Result.of(value)
-        self._results[operation].append(result)
-        for tensor in tree.tensors(result.value):
-            self._by_memory[_memory(tensor)].append(result)
-
     def take(self, operation: Any) -> Any:
         """The next result of an operation, which is forgotten.
 
@@ -102,21 +80,14 @@ class KeptResults:
         if not self._results[operation]:
             raise StepError(f"A block runs {operation} for the backward more often than before. {_REMEDY}")
         result = self._results[operation].pop(0)
-        if not result.is_as_kept():
+        if result.versions != _versions(result.value):
             raise StepError(f"A result of {operation} was changed in place after the block had returned. {_REMEDY}")
         return result.value
 
 
-_REMEDY = 'activation_checkpointing="selective" keeps its results: use activation_checkpointing=True.'
+class FirstRun(TorchDispatchMode):
+    """Context of the forward."""
 
-
-_SEVERAL = (
-    "A block calls {operation} on tensors that need gradients, which torch (2.11 to 2.14) computes wrongly while"
-    ' activation_checkpointing="selective" looks on: change them one by one, or use activation_checkpointing=True.'
-)
-
-
-class _FirstRun(TorchDispatchMode):
     def __init__(self, kept: KeptResults) -> None:
         super().__init__()
         self._kept = kept
@@ -128,7 +99,11 @@ class _FirstRun(TorchDispatchMode):
         for place, name in written_by(operation):
             written = args[place] if place < len(args) else kwargs.get(name)
             if isinstance(written, (list, tuple)) and any(each.requires_grad for each in tree.tensors(written)):
-                raise StepError(_SEVERAL.format(operation=operation))
+                raise StepError(
+                    f"A block calls {operation} on tensors that need gradients, which torch (2.11 to 2.14) computes"
+                    ' wrongly while activation_checkpointing="selective" looks on: change them one by one, or use'
+                    " activation_checkpointing=True."
+                )
             self._kept.copy_those_in(written)
         value = operation(*args, **kwargs)
         if self._kept.keeps(operation, args, kwargs):
@@ -136,7 +111,9 @@ class _FirstRun(TorchDispatchMode):
         return value
 
 
-class _SecondRun(TorchDispatchMode):
+class SecondRun(TorchDispatchMode):
+    """Context of the second run, in which kept results are given instead of computed."""
+
     def __init__(self, kept: KeptResults) -> None:
         super().__init__()
         self._kept = kept
@@ -150,6 +127,10 @@ class _SecondRun(TorchDispatchMode):
         if operation not in SAC_IGNORED_OPS and self._kept.keeps(operation, args, kwargs):
             return self._kept.take(operation)
         return operation(*args, **kwargs)
+
+
+def _versions(value: Any) -> list[int]:
+    return [each._version for each in tree.tensors(value)]
 
 
 def _memory(tensor: Tensor) -> int:

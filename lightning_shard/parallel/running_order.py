@@ -1,15 +1,7 @@
-"""In which order a network's modules run, told from its source, where it can't be run.
-
-The running order of blocks, and of the parts around them: a guess from source code.
+"""In which order a network's modules run: a guess from the source of their classes, where they can't be run.
 
 A wrong guess costs communication or is refused, but can't give wrong numbers: a value that a stage doesn't hold is
-tainted as unknown there (``pipeline/dataflow/taint.py``), and a part may not change buffers there.
-
-Reads from the source of a class in which order its code uses attributes, and which of them in loops.
-
-That is how the order of a network's parts is guessed where it can't be run (``blocks.py``).
-
-Lists of a network's modules: torch's own, and modules whose forward runs what they hold one after the other.
+unknown there (``pipeline/dataflow/taint.py``), and a part may not change buffers there.
 """
 
 from __future__ import annotations
@@ -18,7 +10,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from torch import nn
@@ -58,7 +50,7 @@ def run_in_turn(root: nn.Module, one: str, other: str) -> bool:
     other_parent, _, other_name = other.rpartition(".")
     if parent != other_parent or len(children_of(root, one)) != len(children_of(root, other)):
         return False
-    inside = loops(type(root.get_submodule(parent)), methods_run(root))
+    inside = loops(type(root.get_submodule(parent)))
     return any(name in used and other_name in used for used in inside)
 
 
@@ -69,7 +61,6 @@ def trains(module: nn.Module) -> bool:
 
 _SELF = ("self",)
 _SUPER = "super()."
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
 _LIBRARIES = ("torch.", "lightning.")
 _CHILDREN = {"children", "named_children", "_modules"}
 _QUESTIONS = {"callable", "hasattr", "id", "isinstance", "len", "setattr", "type"}
@@ -89,7 +80,7 @@ def attributes_used(cls: type, method: str, depth: int, after: type | None = Non
     owner = next((base for base in bases if method in vars(base)), None)
     if owner is None:
         return
-    for name in _names_on_paths(code_of(vars(owner)[method])):
+    for name in _names_used(code_of(vars(owner)[method])):
         inherited = name.removeprefix(_SUPER)
         if depth and inherited != name:
             yield from attributes_used(cls, inherited, depth - 1, owner)
@@ -116,53 +107,15 @@ def _dotted(node: ast.Attribute) -> Iterator[str]:
     yield _SUPER * is_inherited + ".".join(reversed(names))
 
 
-def methods_run(root: nn.Module) -> Set[str]:
-    """The names of methods that may run in a step: those that code names which itself may run in one.
-
-    A network has methods of other uses, too, such as one that collects features of each layer.
-    """
-    return _methods_run(frozenset(type(module) for module in root.modules()))
-
-
-@cache
-def _methods_run(classes: Set[type]) -> Set[str]:
-    bodies: dict[str, list[ast.AST]] = {}
-    for base in {base for cls in classes for base in cls.__mro__ if not base.__module__.startswith(_LIBRARIES)}:
-        for name, value in vars(base).items():
-            if inspect.isfunction(value):
-                bodies.setdefault(name, []).extend(code_of(value))
-    run: set[str] = set()
-    found = set(_STEPS)
-    while found:
-        run |= found
-        found = {named for name in found for node in bodies.get(name, ()) for named in _named_in(node)} - run
-    return run
-
-
-def _named_in(code: ast.AST) -> Iterator[str]:
-    for node in ast.walk(code):
-        if isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr(self, "encode")
-            yield node.value
-
-
-def loops(cls: type, run: Set[str]) -> list[set[str]]:
-    """For each ``for`` loop in a class's methods and inherited forwards, the names of the attributes that it uses.
-
-    It also uses what the variables that it loops over were made of: ``pairs = zip(self.layers, self.norms)``.
-
-    Args:
-        run: The names of methods that may run; all, if none of the class's own does.
-    """
-    own = {name: value for name, value in vars(cls).items() if inspect.isfunction(value)}
-    methods = [value for name, value in own.items() if name in run] or [*own.values()]
+def loops(cls: type) -> list[set[str]]:
+    """For each ``for`` loop in a class's methods and inherited forwards, the names of the attributes that it uses."""
     inherited = (vars(base).get("forward") for base in cls.__mro__[1:])
-    bodies = map(code_of, [*methods, *(value for value in inherited if inspect.isfunction(value))])
-    return [used for body in bodies for used in _loops_in(body)]
+    methods = [value for value in (*vars(cls).values(), *inherited) if inspect.isfunction(value)]
+    nodes = (node for method in methods for statement in code_of(method) for node in ast.walk(statement))
+    return [{*_names_used([node])} for node in nodes if isinstance(node, ast.For)]
 
 
-def loops_first(cls: type, used: Sequence[str], carriers: Collection[str], names: Set[str], run: Set[str]) -> list[str]:
+def loops_first(cls: type, used: Sequence[str], carriers: Collection[str], names: Set[str]) -> list[str]:
     """``used`` with modules that the loop over the blocks calls, or takes a parameter of, moved before the blocks.
 
     They run between all blocks, so the earliest stage that needs one holds it.
@@ -171,10 +124,9 @@ def loops_first(cls: type, used: Sequence[str], carriers: Collection[str], names
         used: Names of attributes, in order.
         carriers: Those that contain blocks.
         names: Of all modules and parameters below; what else a loop names (``self.norm.parameters()``) isn't used so.
-        run: The names of methods that may run (:func:`methods_run`).
     """
     order = list(used)
-    for loop in loops(cls, run):
+    for loop in loops(cls):
         within = {name.partition(".")[0] for name in loop & names}
         places = [order.index(name) for name in carriers if name in within and name in order]
         for name in (
@@ -183,30 +135,6 @@ def loops_first(cls: type, used: Sequence[str], carriers: Collection[str], names
             order.remove(name)
             order.insert(min(places), name)
     return order
-
-
-def _loops_in(body: Sequence[ast.stmt]) -> Iterator[set[str]]:
-    nodes = [node for statement in body for node in ast.walk(statement)]
-    made_of: dict[str, set[str]] = {}
-    for node in nodes:
-        if isinstance(node, ast.Assign):
-            names, variables = _held_by(node.value)
-            names = names.union(*(made_of.get(name, ()) for name in variables))
-            for target in node.targets:
-                if isinstance(target, ast.Name):
-                    made_of.setdefault(target.id, set()).update(names)
-    for node in nodes:
-        if isinstance(node, ast.For):
-            _, variables = _held_by(node.iter)
-            yield {*_names_used([node])}.union(*(made_of.get(name, ()) for name in variables))
-
-
-def _held_by(value: ast.AST) -> tuple[set[str], set[str]]:
-    """The attributes and the variables that an expression holds; not those that it calls."""
-    called = {id(node) for call in ast.walk(value) if isinstance(call, ast.Call) for node in ast.walk(call.func)}
-    held = [node for node in ast.walk(value) if id(node) not in called]
-    attributes = {name for node in held if isinstance(node, ast.Attribute) for name in _dotted(node)}
-    return attributes, {node.id for node in held if isinstance(node, ast.Name)}
 
 
 def loops_over_children(module: nn.Module) -> bool:
@@ -222,6 +150,7 @@ def _loops_over_children(cls: type) -> bool:
     return any(name.partition(".")[0] in _CHILDREN for name in iterated)
 
 
+@lru_cache(maxsize=4096)
 def code_of(function: Any) -> list[ast.stmt]:
     """The statements of a function's body; empty if its source isn't available."""
     try:
@@ -229,43 +158,6 @@ def code_of(function: Any) -> list[ast.stmt]:
     except (OSError, TypeError, SyntaxError, ValueError):
         return []
     return definition.body if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) else []
-
-
-def _names_on_paths(statements: Sequence[ast.stmt]) -> Iterator[str]:
-    """Names of attributes in an order that fits each way through a function.
-
-    What a branch uses that returns doesn't run before what follows. With ``if c is None: return self.blocks(x)`` and
-    ``return self.blocks(x, self.condition(c))`` the condition comes first.
-    """
-    for place, statement in enumerate(statements):
-        rest = statements[place + 1 :]
-        if isinstance(statement, ast.If) and _returns(statement.body):
-            yield from _names_used([statement.test])
-            yield from _merged([*_names_on_paths(statement.body)], [*_names_on_paths([*statement.orelse, *rest])])
-            return
-        if isinstance(statement, ast.With):
-            yield from _names_used(statement.items)
-            yield from _names_on_paths([*statement.body, *rest])
-            return
-        yield from _names_used([statement])
-
-
-def _returns(body: Sequence[ast.stmt]) -> bool:
-    last = body[-1]
-    return isinstance(last, (ast.Return, ast.Raise)) or (isinstance(last, ast.With) and _returns(last.body))
-
-
-def _merged(one: Sequence[str], other: Sequence[str]) -> list[str]:
-    """``one``, and each further name of ``other`` before what comes next there and is in ``one``; else at the end."""
-    merged, waiting = list(dict.fromkeys(one)), list[str]()
-    for name in dict.fromkeys(other):
-        if name not in merged:
-            waiting.append(name)
-        elif waiting:
-            place = merged.index(name)
-            merged[place:place] = waiting
-            waiting = []
-    return [*merged, *waiting]
 
 
 def _names_used(nodes: Iterable[ast.AST]) -> Iterator[str]:
@@ -315,10 +207,8 @@ def _runs_elements(target: ast.AST, body: Sequence[ast.AST]) -> bool:
 
 
 def _only_asks(node: ast.AST) -> bool:
-    """Whether code doesn't run what it names: ``isinstance(self.layers, Decoder)``, ``self.layers is not None``."""
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Name) and node.func.id in _QUESTIONS
-    return isinstance(node, ast.Compare) and all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops)
+    """Whether code doesn't run what it names: ``isinstance(self.layers, Decoder)``."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _QUESTIONS
 
 
 def lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tuple[list[str], list[tuple[str, int]]]:
@@ -365,7 +255,7 @@ def lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tupl
             full = f"{prefix}{name}.{rest}"
             return name not in own_lists or not rest or any(g.startswith(full) or full.startswith(g) for g in groups)
 
-        for name in _running_order(level, children, bare, carriers, runs, methods_run(root)):
+        for name in _running_order(level, children, bare, carriers, runs):
             if name in carriers:
                 visit(prefix + name, listed_elsewhere=listed_elsewhere or name not in own_lists)
             elif name in bare:
@@ -405,7 +295,6 @@ def _running_order(
     bare: list[str],
     carriers: list[str],
     runs: Callable[[str, str], bool],
-    run: Set[str],
 ) -> list[str]:
     """A module's children and bare parameters, in the order in which its code first uses them.
 
@@ -415,7 +304,6 @@ def _running_order(
     Args:
         carriers: The children that contain blocks.
         runs: Whether a use of attribute ``rest`` of a child counts as running it.
-        run: The names of methods that may run in a step.
     """
     held = {*children, *bare}
     used: list[str] = []
@@ -427,7 +315,7 @@ def _running_order(
     else:
         used = []
     below = {*dict(level.named_modules(remove_duplicate=False)), *dict(level.named_parameters(remove_duplicate=False))}
-    order = loops_first(type(level), used, carriers, below, run)
+    order = loops_first(type(level), used, carriers, below)
     for name in [child for child in carriers if child not in order]:
         order.append(name)
     place = {name: index for index, name in enumerate(children)}

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -139,9 +138,8 @@ def measure(
         return _checkpoints_itself(part) or (seen is not None and name in seen.checkpointed)
 
     def later(name: str, part: Part) -> float:
-        matrices, parametrized = _matrices(part), _parametrized(part)
-        own = (p for p in matrices if users[id(p)] == 1 and id(p) not in parametrized)
-        deferrable = sum(p.numel() for p in own if _is_deferrable(p))
+        matrices = _matrices(part)
+        deferrable = sum(p.numel() for p in matrices if p.requires_grad and users[id(p)] == 1)
         if not deferrable or runs_again(name, part):
             return 0.0
         if seen is None or name not in called:
@@ -261,19 +259,6 @@ def _matrices(part: Part) -> list[nn.Parameter]:
         return []
     tables = _embedding_parameters(part)
     return [parameter for parameter in part.parameters() if parameter.dim() == 2 and id(parameter) not in tables]
-
-
-def _parametrized(part: Part) -> set[int]:
-    """The ids of the parameters that a parametrization computes weights from: more than a transpose or a cast."""
-    modules = part.modules() if isinstance(part, nn.Module) else ()
-    lists = (module for module in modules if isinstance(module, ParametrizationList))
-    return {id(parameter) for module in lists for parameter in module.parameters()}
-
-
-def _is_deferrable(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's gradient can be deferred, judged by itself: it trains and has no gradient hooks."""
-    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return parameter.requires_grad and not hooks
 
 
 def _checkpoints_itself(part: Part) -> bool:

@@ -26,8 +26,8 @@ __all__ = ["Placement", "StagePlacement", "place"]
 
 Policy = Literal["auto", "even"] | Sequence[int]
 
-_WIDTH, _ROOM = 80, 16
-"""Columns of the table, and the fewest that names of parts get."""
+_ALSO = 25
+"""Columns of the table for names of parts."""
 
 
 @dataclass(frozen=True)
@@ -113,34 +113,18 @@ class Placement:
         total = sum(stage.cost for stage in self.stages)
         parts = [name.split(".") for stage in self.stages for name in stage.parts]
         common = len([*takewhile(lambda same: len(set(same)) == 1, zip(*(names[:-1] for names in parts)))])
-        rows = [
-            [
-                str(index),
-                range_text(stage.blocks),
-                ", ".join(".".join(name.split(".")[common:]) for name in stage.parts),
-                count_text(stage.parameters),
-                size_text(stage.bytes),
-                f"{100 * stage.cost / total:.1f} %" if total else "",
-                stage.device or "",
-            ]
-            for index, stage in enumerate(self.stages)
-        ]
-        rows.append(
-            [
-                "all",
-                str(sum(self.counts)),
-                "",
-                count_text(sum(stage.parameters for stage in self.stages)),
-                size_text(sum(stage.bytes for stage in self.stages)),
-                "100.0 %" if total else "",
-                "",
-            ]
-        )
-        header = ["stage", "blocks", "also", "parameters", "bytes", "cost", "device"]
-        if not any(row[2] for row in rows):
-            return table(header, rows)
-        room = max(_ROOM, _WIDTH - max(map(len, table(header, [[*r[:2], "also", *r[3:]] for r in rows]).splitlines())))
-        return table(header, [[*row[:2], short(row[2], room + len("also")), *row[3:]] for row in rows])
+
+        def row(name: object, blocks: str, also: str, stages: Sequence[StagePlacement], device: str = "") -> list[str]:
+            share = f"{100 * sum(stage.cost for stage in stages) / total:.1f} %" if total else ""
+            parameters, nbytes = sum(stage.parameters for stage in stages), sum(stage.bytes for stage in stages)
+            return [str(name), blocks, also, count_text(parameters), size_text(nbytes), share, device]
+
+        rows = []
+        for index, stage in enumerate(self.stages):
+            also = ", ".join(".".join(name.split(".")[common:]) for name in stage.parts)
+            rows.append(row(index, range_text(stage.blocks), short(also, _ALSO), [stage], stage.device or ""))
+        rows.append(row("all", str(sum(self.counts)), "", self.stages))
+        return table(["stage", "blocks", "also", "parameters", "bytes", "cost", "device"], rows)
 
 
 def place(

@@ -40,16 +40,13 @@ class Groups:
 
     Attributes:
         pipeline: The ranks of this rank's pipeline, the last stage's first.
-        forward: The same ranks, for values that go forward.
-        backward: The same ranks, for gradients that go backward.
-        control: The same ranks over gloo, host to host: control messages wait for no device, and are never queued
-            before or behind activations.
-        data: The ranks that hold the same part of the model and read other data. With context parallelism, each of the
-            ranks that hold parts of one sequence has such a group of its own.
-        context: The ranks that hold the parts of this rank's sequences; only with several context ranks.
+        forward, backward: The same ranks, for values and for gradients.
+        control: The same ranks, host to host: control messages wait for no device and no activations.
+        data: The ranks that hold the same part of the model and read other data.
+        context: The ranks that hold the parts of this rank's sequences.
         gradient: Data and context ranks together: all that hold the same part of the model.
-        peers: The same ranks, host to host. Only made with several pipeline stages.
-        host: All ranks, host to host: an exchange waits for no device.
+        peers: The same ranks, host to host.
+        host: All ranks, host to host.
         broadcaster: Broadcasts the last stage's values over the pipeline.
     """
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from types import MethodType
-from typing import Any
-
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins import TorchSyncBatchNorm
@@ -18,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torchmetrics.wrappers import Running
 
-from lightning_shard.errors import WHOLE_BATCHES, ConfigurationError, StepError
+from lightning_shard.errors import WHOLE_BATCHES, ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.batch_norm import batch_norms
 
@@ -135,35 +130,3 @@ def refuse_network(module: nn.Module, layout: Layout, microbatches: int, *, fits
             f"{windows[0]} is a metric over its last updates, and with several pipeline stages a step updates it once"
             f" for each of {microbatches} microbatches: multiply its window by {microbatches}, or use {WHOLE_BATCHES}."
         )
-
-
-def refuse_synced_generation(module: nn.Module) -> None:
-    """Make transformers' ``generate(synced_gpus=True)`` fail for every network of a module that is cut into stages.
-
-    Before each call of the network, synced generation asks all ranks whether they are done. Pipeline stages don't all
-    reach that collective.
-    """
-    for network in module.modules():
-        if "generate" not in vars(network) and callable(getattr(type(network), "generate", None)):
-            generate = _unsynced(type(network).generate)  # type: ignore[attr-defined]
-            network.generate = MethodType(generate, network)  # type: ignore[assignment]  # each copy of a network too
-
-
-def _unsynced(generate: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(generate)
-    takes = "synced_gpus" in signature.parameters
-
-    def generate_unsynced(network: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind_partial(network, *args, **kwargs)
-        if given.arguments.get("synced_gpus") or kwargs.get("synced_gpus"):
-            raise StepError(
-                "generate(synced_gpus=True) asks all ranks in each iteration whether they are done, a collective call"
-                " that pipeline stages don't reach together: leave it out, since stages are kept in step anyway, or use"
-                " pipeline_parallel_size=1.",
-                breaks=2,
-            )
-        if takes:  # transformers syncs by default where FSDP shards the network
-            given.arguments["synced_gpus"] = False
-        return generate(*given.args, **given.kwargs)
-
-    return generate_unsynced

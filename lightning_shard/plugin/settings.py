@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.distributed import Backend
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard.errors import ConfigurationError, PlacementError
@@ -22,8 +18,6 @@ from lightning_shard.parallel.plans import check_plan
 from lightning_shard.parallel.tensor.plan import Plan
 from lightning_shard.parallel.tensor.styles import STYLE_NAMES
 from lightning_shard.pipeline.placement import check_policy
-
-_USUAL = {"schedule": "1F1B"}
 
 
 @dataclass(frozen=True)
@@ -87,25 +81,6 @@ class Settings:
                 f" torch {torch.__version__}: install torch 2.12 or newer, or leave one out."
             )
 
-    def warn_beside(
-        self, *, pipeline: int, tensor: int, experts: int, schedule: object, microbatches: int | None
-    ) -> None:
-        """Warn of arguments without an effect, since their axis has size 1.
-
-        No errors: several layouts may share one configuration.
-        """
-        for size, axis, given in (
-            (pipeline, "pipeline_parallel_size", {"schedule": schedule, "microbatches": microbatches}),
-            (tensor, "tensor_parallel_size", {"tensor_parallel_plan": self.tensor_parallel_plan}),
-            (experts, "expert_parallel_size", {"expert_parallel_plan": self.expert_parallel_plan}),
-        ):
-            for name, value in given.items() if size == 1 else ():
-                if value and value != _USUAL.get(name):
-                    rank_zero_warn(
-                        f"{name}={reprlib.repr(value)} has no effect with {axis}=1: set {axis} to more than 1, or leave"
-                        f" {name} out."
-                    )
-
     @property
     def of_blocks(self) -> dict[str, Any]:
         """The settings that say how blocks are run and sharded, by name, without those left at their defaults."""
@@ -124,12 +99,12 @@ def check_switches(**switches: object) -> None:
             raise ConfigurationError(f"{name}={value!r} is neither True nor False: use one of these.")
 
 
-def check_kinds(*, loss_weight: Any, reduce_each_microbatch: Any, process_group_backend: Any, timeout: Any) -> None:
+def check_kinds(*, loss_weight: Any, reduce_each_microbatch: Any, timeout: Any) -> None:
     """Check the types of arguments that the strategy passes on unchanged.
 
     Raises:
-        ConfigurationError: A weight that isn't callable, a switch that isn't a bool, a backend that this torch build
-            doesn't have, or a timeout that isn't a positive timedelta.
+        ConfigurationError: A weight that isn't callable, a switch that isn't a bool, or a timeout that isn't a positive
+            timedelta.
     """
     check_switches(reduce_each_microbatch=reduce_each_microbatch)
     if loss_weight is not None and not callable(loss_weight):
@@ -141,17 +116,3 @@ def check_kinds(*, loss_weight: Any, reduce_each_microbatch: Any, process_group_
         raise ConfigurationError(
             f"timeout={timeout!r} must be a datetime.timedelta of more than 0 s, such as timedelta(minutes=30)."
         )
-    if process_group_backend is None:
-        return
-    named = process_group_backend if isinstance(process_group_backend, str) else ""
-    missing = [each for each in (part.rpartition(":")[2] for part in named.split(",")) if not _is_available(each)]
-    if missing:
-        known = [name for name in Backend.backend_list if _is_available(name)]
-        raise ConfigurationError(
-            f"process_group_backend={process_group_backend!r} isn't in this torch {torch.__version__}: use one of"
-            f" {known}, or None for the device's own."
-        )
-
-
-def _is_available(backend: str) -> bool:
-    return backend not in ("", "undefined") and bool(dist.is_backend_available(backend))

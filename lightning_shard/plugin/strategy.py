@@ -26,19 +26,15 @@ from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedules.recorded import Watch
 from lightning_shard.plugin.assembly.prepared import PreparedStrategy
 from lightning_shard.plugin.data.loader import iterates_collectively, shard_dataloader
-from lightning_shard.plugin.data.resume import batches_trained, resume_data
+from lightning_shard.plugin.data.resume import batches_trained, resume_data, run_epoch_start
 from lightning_shard.plugin.full_parameters import gather_parameters
 from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.reporting.memory import HeldMemory, held_memory
-from lightning_shard.plugin.saving.averaging import postpone_copies, resume_averaging
+from lightning_shard.plugin.saving.averaging import postpone_copies
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.checks.stage_parameters import (
-    by_parts,
-    guard_of,
-    missing_parameter,
-)
+from lightning_shard.plugin.steps.checks.stage_parameters import by_parts, guard_of
 from lightning_shard.plugin.steps.look_ahead import BatchesAhead, runs_in_order
 from lightning_shard.plugin.steps.loss_weight import loss_of
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
@@ -51,53 +47,44 @@ class HybridShardStrategy(PreparedStrategy):
     """Fully sharded data, tensor and pipeline parallelism in any combination, for an unmodified LightningModule.
 
     Args:
-        pipeline_parallel_size: Number of ranks in a pipeline. The network's blocks are cut into as many stages, or
-            more with schedules that put several stages on each rank.
+        pipeline_parallel_size: Number of ranks in a pipeline, over which the network's blocks are cut into stages.
         tensor_parallel_size: Number of ranks over which single layers are split.
-        expert_parallel_size: Number of data-parallel ranks over which the experts of mixtures are distributed; experts
-            are sharded over the remaining data ranks. Divides ``data_parallel_size / data_parallel_replicas``. As with
-            any data ranks, a load-balancing loss covers each data rank's own tokens.
+        expert_parallel_size: Number of data-parallel ranks over which the experts of mixtures are distributed. Divides
+            ``data_parallel_size / data_parallel_replicas``.
         data_parallel_size: Number of ranks over which the data is distributed; ``"auto"``: all remaining ranks.
         data_parallel_replicas: Parameters are sharded over ``data_parallel_size / data_parallel_replicas`` ranks, and
             replicated over this many such groups (HSDP).
         microbatches: Number of microbatches into which a pipeline splits a batch. Default: twice the number of stages.
-        schedule: ``"1F1B"``, ``"Eager1F1B"`` (mostly faster where stages differ, with about twice the activations) or
-            ``"GPipe"``; ``"Interleaved1F1B"`` (several stages on each rank: two, or as many as ``placement`` has
-            counts); ``"InterleavedZeroBubble"`` (the same, or one on each), ``"ZBVZeroBubble"`` and ``"DualPipeV"``
-            (two on each), which split backwards in two parts; the path of a CSV file as torch's schedules write it; or
-            ``"auto"``: the named schedule that is fastest in a simulation of the stages' counted costs, unless its
-            gain isn't worth its other costs, such as activations. The choice is logged.
+        schedule: ``"1F1B"``, ``"Eager1F1B"`` (mostly faster where stages differ, with about twice the activations),
+            ``"GPipe"``; with several stages on each rank ``"Interleaved1F1B"``, ``"InterleavedZeroBubble"``,
+            ``"ZBVZeroBubble"``, ``"DualPipeV"``, of which the last three split backwards in two parts; the path of a
+            CSV file as torch's schedules write it; or ``"auto"``: the one that is fastest in a simulation of the
+            stages' counted costs, unless its gain isn't worth its other costs. The choice is logged.
         placement: How blocks are assigned to stages: ``"auto"`` (by cost), ``"even"``, or counts such as
             ``[3, 5, 5, 3]``.
         pipeline_blocks: The name of the list of repeated blocks, such as ``"model.layers"``, or names of several lists
-            and modules in running order, each as often as it runs. Default: found automatically. Of a list's modules,
-            data ranks gather the named ones while they are called, and all others for the whole step.
+            and modules in running order, each as often as it runs. Default: found automatically.
         loss_weight: A function of a batch that returns the weight of its loss, such as its number of non-padding
-            tokens: then a loss that is a mean over tokens becomes the mean over the whole global batch, however that
-            is split into microbatches and distributed to data ranks. Default: all parts count equally; if their
-            numbers differ in the first steps, a warning says so. Pass the same number as ``batch_size`` when logging.
+            tokens: then a mean over tokens becomes the mean over the whole global batch. Default: all parts count
+            equally. Pass the same number as ``batch_size`` when logging.
         tensor_parallel_plan: Patterns of module names to styles, such as ``{"layers.*.attn.q": "colwise"}``. Default:
             the model's own, where it is a transformers model.
         expert_parallel_plan: Patterns of the names of modules of experts, or lists of them, such as
             ``{"layers.*.moe.experts": "experts"}``. Default: the model's own, where it is a transformers model.
         activation_checkpointing: Recompute activations in the backward instead of keeping them: ``True`` in every
             block, ``n`` in every n-th, ``"selective"`` in every block all but matrix products and attention.
-        cpu_offload: Keep parameters, gradients and optimizer states in host memory; they are copied to the device
-            while they are used.
-        compile_blocks: Run each block's forward through ``torch.compile``; equal blocks are compiled once. A string
-            names the backend.
+        cpu_offload: Keep parameters, gradients and optimizer states in host memory.
+        compile_blocks: Run each block's forward through ``torch.compile``. A string names the backend.
         reduce_each_microbatch: Reduce gradients over the data ranks in each backward, so that only shards of them are
             kept. Otherwise only the last backward before an optimizer step does, which communicates less.
         reshard_after_forward: Free a block's gathered parameters after its forward, and gather them again for the
-            backward. Default: ``True`` with one pipeline stage; ``False`` with several, where it would happen for each
-            microbatch. With manual optimization: always.
+            backward. Default: ``True`` with one pipeline stage; ``False`` with several. With manual optimization:
+            always.
         checkpoint_io: A :class:`ShardedCheckpointIO`.
         process_group_backend: Default: ``"nccl"`` on CUDA, ``"gloo"`` on the CPU.
         timeout: The timeout of collective operations.
         context_parallel_size: Number of ranks over which each sequence is split within blocks, whose attention must be
-            ``scaled_dot_product_attention``; parameters are sharded over them too. The world has
-            ``data_parallel_size × context_parallel_size`` ranks. Sequence lengths are multiples of twice this size.
-            Not with pipeline, tensor or expert parallelism.
+            ``scaled_dot_product_attention``. Sequence lengths are multiples of twice this size. With data ranks only.
         rehearse: After the first batch of each kind of step, run two microbatches again, one by one and as one, and
             refuse or warn of what microbatches change (sentence 12 of the contract). Of pipeline stages.
 
@@ -190,16 +177,14 @@ class HybridShardStrategy(PreparedStrategy):
     @by_parts
     def local_shard(self) -> dict[str, Tensor]:
         """This rank's shards of the parameters, by name; they alias the parameters' memory."""
-        assert self.lightning_module is not None
-        reshard(self.lightning_module)
-        return {name: local_tensor(parameter) for name, parameter in self.lightning_module.named_parameters()}
+        reshard(self._module)
+        return {name: local_tensor(parameter) for name, parameter in self._module.named_parameters()}
 
     @by_parts
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """Return full parameters by name on rank 0's CPU; empty on other ranks. A collective call over all ranks."""
-        assert self.lightning_module is not None
-        reshard(self.lightning_module)
-        return gather_parameters(self.lightning_module, self.layout, self._groups, self.root_device)
+        reshard(self._module)
+        return gather_parameters(self._module, self.layout, self._groups, self.root_device)
 
     @by_parts
     def synchronize_gradients(self) -> None:
@@ -222,12 +207,11 @@ class HybridShardStrategy(PreparedStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        assert self.lightning_module is not None
         # imported here: next to a class with the name of Lightning's own, LightningCLI couldn't tell which is meant
         from lightning_shard.plugin.saving.model_checkpoint import take_over_stock_callbacks
 
-        trainer = self.lightning_module.trainer
-        if (guard := guard_of(self.lightning_module)) is not None:  # an earlier run's
+        trainer = self._module.trainer
+        if (guard := guard_of(self._module)) is not None:  # an earlier run's
             guard.release()
         self._watch_hooks(trainer)
         postpone_copies(trainer.callbacks)  # type: ignore[attr-defined]
@@ -238,8 +222,7 @@ class HybridShardStrategy(PreparedStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if not self._samples:
             return dataloader
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         self._loaders.append(dataloader)
         return shard_dataloader(
             dataloader,
@@ -263,10 +246,7 @@ class HybridShardStrategy(PreparedStrategy):
         super()._report(exception)
 
     def _refusal(self, error: Exception) -> ShardError | None:
-        refusal = None
-        if self.layout.pipeline_parallel_size > 1 and self.lightning_module is not None:
-            refusal = missing_parameter(error, self.lightning_module)
-        return refusal or sharded_refusal(error)
+        return sharded_refusal(error)
 
     def teardown(self) -> None:
         if self.model is not None:
@@ -280,10 +260,9 @@ class HybridShardStrategy(PreparedStrategy):
     # Steps
 
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
-        resume_data(self.lightning_module.trainer)
-        resume_averaging(self.lightning_module.trainer)
-        lightning_private.find_rates_by_all_data(self.lightning_module.trainer)
+        resume_data(self._module.trainer)
+        run_epoch_start(self._module.trainer)
+        lightning_private.find_rates_by_all_data(self._module.trainer)
         self._keep_loaded()
         self._in_groups = None
         if self._generators is not None:
@@ -354,12 +333,11 @@ class HybridShardStrategy(PreparedStrategy):
         return result
 
     def _join_copies(self, *, tolerates: bool = False) -> Mapping[str, Tensor]:
-        assert self.lightning_module is not None
         apart = {} if self._first_checks is None else self._first_checks.join_copies(tolerates=tolerates)
         for text in apart.values():
             rank_zero_warn(f"{text} Until then, the last stage's copy is saved.")
-        state = self.lightning_module.state_dict() if apart else {}
-        return {name: state[name] for name in apart}
+        state = self._module.state_dict() if apart else {}
+        return {name: state[name] for name in apart if name in state}
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
@@ -411,12 +389,11 @@ class HybridShardStrategy(PreparedStrategy):
     def _begin_evaluation(self, method: str) -> None:
         """Let stages run batches ahead, unless user code could notice; all ranks of a pipeline decide alike."""
         self._ahead = None
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         trainer = module.trainer
         self._seed_of_evaluation = randomness.derive(self._seed, lightning_private.batches_started(trainer))
         loop = lightning_private.evaluating(trainer)
-        lightning_private.before_end_hooks(loop, self._free_gathered)
+        lightning_private.around_end_hooks(loop, self._free_gathered)
         broadcast_statistics(module, self.groups.gradient)
         self._join_copies()
         assert self._steps is not None
@@ -435,14 +412,7 @@ class HybridShardStrategy(PreparedStrategy):
         """Prepare a batch as Lightning does where no hook overrides it; idempotent."""
         return self.batch_to_device(self.precision_plugin.convert_input(batch), dataloader_idx=dataloader_idx)
 
-    def on_validation_end(self) -> None:
-        self._free_gathered()
-
-    def on_test_end(self) -> None:
-        self._free_gathered()
-
     def on_predict_end(self) -> None:
-        self._free_gathered()
         lightning_private.write_predictions_again(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     def _free_gathered(self) -> None:
@@ -451,5 +421,4 @@ class HybridShardStrategy(PreparedStrategy):
         Called before the hooks of the evaluation's end, which may restore weights that its start hooks swapped out, and
         again after them, since they may have called the module.
         """
-        assert self.lightning_module is not None
-        reshard(self.lightning_module)
+        reshard(self._module)

@@ -92,6 +92,8 @@ class Outline:
             depth: Into so many objects in each other it looks.
             entered: The ids of what the outline has already, which isn't entered again.
         """
+        if type(value) in _SIMPLE:  # most attributes of modules
+            return cls(value)
         entered = set() if entered is None else entered
         mark, digest = _mark(value), content(value)
         if not depth or id(value) in entered or not _has_entries(value):

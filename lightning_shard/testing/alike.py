@@ -248,9 +248,6 @@ def _check_importable(name: str, function: Callable[..., Any]) -> None:
         "Other processes import it by its name: define it at the top level of a module or script, and pass arguments by"
         " functools.partial."
     )
-    if "<lambda>" in qualified or "<locals>" in qualified:
-        what = "a lambda" if "<lambda>" in qualified else "defined inside a function"
-        raise ConfigurationError(f"{shown} is {what}. {remedy}")
     main = __import__("__main__")
     if getattr(inner, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
         raise ConfigurationError(f"{shown} is defined in a session that is no file. {remedy}")

@@ -68,7 +68,7 @@ class Facts:
     """Facts about a module and its batches, found by running it on one process; used for hints.
 
     Attributes:
-        draws: Modules that draw random numbers in training, by name and class.
+        draws: Modules whose settings say that they drop values in training, by name and class.
         batch_norms: Names of layers that compute statistics over a batch.
         padded: A text of what in the batches shows that samples count unequally; empty if nothing does.
         has_plan: Whether the module declares a tensor-parallel plan.
@@ -426,41 +426,36 @@ def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
 
     if parting.moment == "before training":
         return (
-            "make_module must make the same weights each time: have it draw from torch's, numpy's or random's global"
-            " generators only, which are seeded before it is called."
+            "make_module must draw its weights from the global generators of torch, numpy and random alone, which are"
+            " seeded before it is called."
         )
     if facts.precision != "32-true" and first.relative < _ROUNDING:
         return f"With precision={facts.precision!r} rounding is larger: try tolerance={_ROUNDING:g}."
     if facts.batch_norms and parts > 1:
         return (
-            f"{few(facts.batch_norms, 3)} computes statistics over the samples of one call: a microbatch with pipeline"
-            " stages, the rank's part of the batch with data parallelism. Use GroupNorm or LayerNorm, or"
-            " microbatches=1 on stages, or accept the difference, as with any data parallelism."
+            f"{few(facts.batch_norms, 3)} computes statistics over the samples of one call, here a part of the batch:"
+            " use GroupNorm or LayerNorm, or microbatches=1 on stages, or accept the difference."
         )
     if facts.draws:
-        return (
-            f"Random numbers are drawn by {few(facts.draws, 3)}; each layout draws others. Set such layers to 0 for"
-            " this test if they have an effect."
-        )
+        return f"Random numbers are drawn by {few(facts.draws, 3)}; each layout draws others: turn that off here."
     if kinds == {"log"}:
         return _of_logs(first.ratio, parts, stages, data)
     is_weighted = layout.arguments.get("loss_weight") is not None
     if facts.padded and parts > 1 and kinds & {"output", "gradient"} and not is_weighted:
         return (
             f"{facts.padded}: if the loss is a mean over what counts, each part's mean weighs the same, whatever it is"
-            " over. Weigh them by their numbers (HybridShardStrategy(loss_weight=…)), give all samples equally many for"
-            " this test, or divide a sum by a number that doesn't depend on the part."
+            " over. Weigh them by their numbers (HybridShardStrategy(loss_weight=…)), or divide a sum by a number that"
+            " doesn't depend on the part."
         )
     if parts > 1 and _is_of_a_sum(first.ratio, parts) and first.kind in ("output", "gradient", "gradient norm"):
         return (
-            f"It is {first.ratio:.4g} times as large. A batch is cut into {parts} parts here, whose losses and numbers"
-            " are averaged: a sum (reduction='sum'), or a count of samples, becomes a mean of the parts' sums. Divide"
-            " by the number of samples."
+            f"It is {first.ratio:.4g} times as large: the losses and numbers of a batch's {parts} parts are averaged,"
+            " so a sum (reduction='sum'), or a count of samples, becomes a mean of sums: divide by the samples' number."
         )
     if parts > 1 and first.kind == "output":
         return (
-            f"A batch is cut into {parts} parts here, and the step sees one at a time: a loss that compares samples of"
-            " a batch with each other, or averages over a number that varies between parts, has another value."
+            f"The step sees one of {parts} parts of a batch at a time: a loss that compares samples with each other, or"
+            " averages over a number that varies between parts, has another value."
         )
     if layout.arguments.get("tensor_parallel_size", 1) > 1:
         return (

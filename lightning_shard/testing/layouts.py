@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_shard.errors import LayoutError
-from lightning_shard.layout import Layout
+from lightning_shard.layout import SIZES, Layout
 
 DEFAULT = ("pp2", "dp2", "tp2")
 
@@ -37,12 +37,8 @@ class NamedLayout:
 
     def at(self, rank: int) -> Layout:
         """The layout as seen from global rank ``rank``."""
-        sizes = {axis: self.arguments[axis] for axis in _AXES.values()}
-        replicas = self.arguments.get("data_parallel_replicas", 1)
-        experts = self.arguments.get(_EXPERTS, 1)
-        return Layout.resolve(
-            self.world_size, rank, **sizes, data_parallel_replicas=replicas, expert_parallel_size=experts
-        )
+        sizes = {name: size for name, size in self.arguments.items() if name in SIZES}
+        return Layout.resolve(self.world_size, rank, **sizes)
 
 
 def parse(layout: str | Mapping[str, Any], options: Mapping[str, Any]) -> NamedLayout:

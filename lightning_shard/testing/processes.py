@@ -27,7 +27,6 @@ import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -98,7 +97,8 @@ def run_ranks(
 
     Every rank starts with this process's environment and working directory, plus RANK, LOCAL_RANK, WORLD_SIZE,
     MASTER_ADDR and MASTER_PORT; with one torch thread, and all generators equally seeded. As under torchrun, the
-    rendezvous serves one default process group: a second one in the same run would wait forever.
+    rendezvous serves one default process group: a second one in the same run would wait forever. A process has one run
+    at a time, not one for each of several threads.
 
     Args:
         function: Importable by module and name. Arguments and results must be picklable.
@@ -163,7 +163,6 @@ class _Rank:
         # no daemon: daemons may not have children, such as a DataLoader's workers
         self.process: BaseProcess = context.Process(target=serve, args=(job, theirs), daemon=False)
         self.process.start()
-        _poll_one_at_a_time(self.process)
         theirs.close()
 
     def message(self) -> tuple[str, Any]:
@@ -221,24 +220,6 @@ class _Rank:
                 self.process.kill()
             self.process.join(EXIT_GRACE_S)
         self.pipe.close()
-
-
-def _poll_one_at_a_time(process: BaseProcess) -> None:
-    """Let one thread at a time ask for a process's exit code.
-
-    The fork server writes the code to a pipe once. ``Process.start`` asks for those of all processes of this one, also
-    of those that another thread waits for: of two that read at once the second finds nothing, and takes 255 for the
-    code. Private: ``_popen`` of multiprocessing (Python 3.11 to 3.14).
-    """
-    popen: Any = process._popen  # type: ignore[attr-defined]
-    poll, lock = popen.poll, threading.Lock()
-
-    def locked(flag: int = os.WNOHANG) -> int | None:
-        with lock:
-            code: int | None = poll(flag)
-        return code
-
-    popen.poll = locked
 
 
 def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> list[Any]:

@@ -10,7 +10,6 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_shard import HybridShardStrategy, tree
 from lightning_shard.errors import BatchError, ConfigurationError
@@ -28,7 +26,6 @@ from lightning_shard.parallel.batch_norm import batch_norms
 from lightning_shard.parallel.clip import gradient_norm
 from lightning_shard.parallel.plans import declared_plan
 from lightning_shard.pipeline.dataflow.taint import Hollow
-from lightning_shard.scripted import is_scripted
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing.compare import Facts, Moment, Record, keeps
 from lightning_shard.testing.layouts import NamedLayout
@@ -144,7 +141,6 @@ class Recorder(L.Callback):
         self._layout = layout
         self._facts = facts
         self._other_numbers = other_numbers
-        self._watch = _Watch()
         self._step = Moment()
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
@@ -163,8 +159,6 @@ class Recorder(L.Callback):
         if self._facts is not None:
             self._facts.padded = self._facts.padded or _padding(batch)
             _seed_all(self._seed + 1000 * (1 + self._other_numbers) + batch_idx)
-            if self._other_numbers:
-                self._watch.begin(module)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, module: L.LightningModule, optimizer: torch.optim.Optimizer
@@ -180,8 +174,6 @@ class Recorder(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._facts is not None and self._other_numbers:
-            self._facts.draws = self._watch.end(module, self._facts.draws)
         self._step.outputs = _leaves(outputs)
         self._step.logs = _logs(trainer)
         self._step.state = self._state(trainer)
@@ -269,6 +261,14 @@ def _is_plain(value: Any) -> bool:
 def _describe(module: nn.Module, facts: Facts) -> None:
     facts.has_plan = bool(declared_plan(module, "tp"))
     facts.batch_norms = [*batch_norms(module)]
+    facts.draws = [f"{name} ({type(each).__name__})" for name, each in module.named_modules() if _drops(each)]
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module's settings say that it drops values."""
+    names = ("p",) if "Drop" in type(module).__name__ else ()
+    found = (value for key, value in vars(module).items() if key in names or "drop" in key)
+    return any(isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 for value in found)
 
 
 def _padding(batch: Any) -> str:
@@ -287,48 +287,3 @@ def _seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-class _Watch:
-    """Finds which modules draw random numbers, by comparing generator states whenever a forward begins or ends."""
-
-    def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
-        self._running: list[str] = []
-        self._state: Any = None
-        self._draws: dict[str, None] = {}
-
-    def begin(self, root: nn.Module) -> None:
-        self._running = [f"{type(root).__name__}'s step, outside of its modules"]
-        self._state = _generators()
-        for name, module in root.named_modules():
-            if name and not is_scripted(module):  # which takes no hooks
-                shown = f"{name} ({type(module).__name__})"
-                self._handles.append(module.register_forward_pre_hook(partial(self._enter, shown)))
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
-
-    def end(self, root: nn.Module, known: list[str]) -> list[str]:
-        self._look()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        return [*dict.fromkeys([*known, *self._draws])]
-
-    def _enter(self, shown: str, *_: Any) -> None:
-        self._look()
-        self._running.append(shown)
-
-    def _leave(self, *_: Any) -> None:
-        self._look()
-        self._running.pop()
-
-    def _look(self) -> None:
-        now = _generators()
-        if now != self._state:
-            self._draws[self._running[-1]] = None
-            self._state = now
-
-
-def _generators() -> Any:
-    numbers = np.random.get_state(legacy=False)["state"]
-    return random.getstate(), numbers["key"].tobytes(), numbers["pos"], torch.get_rng_state().numpy().tobytes()

@@ -70,7 +70,6 @@ ELSEWHERE = {
         "lightning.pytorch.strategies.launchers._MultiProcessingLauncher",
         "lightning.pytorch.strategies.launchers.multiprocessing._WorkerOutput",
     },
-    "plugin/saving/model_checkpoint.py": {"lightning.pytorch.callbacks.ModelCheckpoint._link_checkpoint"},
     "plugin/steps/gradient_norms.py": {
         f"{CLIP}._clip_grads_with_norm_",
         f"{CLIP}._get_total_norm",

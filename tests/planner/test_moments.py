@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -30,10 +31,9 @@ def network(shared: str = "") -> Counts:
     def block(index: int) -> PartCount:
         names = [f"blocks.{index}.weight", *([shared] if shared else [])]
         parameters = tuple(ParameterCount(name, (NUMEL,), (NUMEL,), torch.float32) for name in names)
-        parts = TwoParts(
-            owed=OWED, given=OUTPUT, freed=FREED, weights_peak=4 * NUMEL, weights_adding_peak=50, late=(0,)
-        )
-        return PartCount(f"blocks.{index}", parameters, OUTPUT, Cost(kept=KEPT, freed=FREED, parts=parts))
+        cost = Cost(kept=KEPT, freed=FREED)
+        parts = TwoParts(cost, owed=OWED, given=OUTPUT, weights_peak=4 * NUMEL, weights_adding_peak=50, late=(0,))
+        return PartCount(f"blocks.{index}", parameters, OUTPUT, replace(cost, parts=parts))
 
     blocks = tuple(map(block, range(BLOCKS)))
     return Counts(blocks, everywhere=(PartCount(AROUND),), loss=PartCount(LOSS), in_two_parts=True)
@@ -115,7 +115,3 @@ def test_every_order_keeps_what_is_in_flight_and_ends_with_nothing(
         assert most - KEPT <= at_peak(memory, "activations") <= most  # before the last block, and its own is working
         gradients = at_peak(memory, "gradients")
         assert gradients >= 4 * memory.parameters
-
-
-def weight(name: str = "w", **what: object) -> ParameterCount:
-    return ParameterCount(name, (NUMEL,), (NUMEL,), torch.float32, **what)  # type: ignore[arg-type]

@@ -6,18 +6,16 @@ import json
 import re
 from pathlib import Path
 
-import lightning as L
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
 from lightning_shard import cli, plan
 from lightning_shard.dryrun.pictures import page, save, trace
 from lightning_shard.pipeline.schedules.named import SCHEDULES, build
 from lightning_shard.pipeline.schedules.simulate import Costs, Timeline, simulate
 from tests.paths import ROOT
+from tests.planner.test_planned import with_batch
 
 
 @st.composite
@@ -46,27 +44,9 @@ def test_a_page_needs_no_network_and_takes_no_markup_from_its_text() -> None:
         assert text in html
 
 
-class Small(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for layer in self.layers:
-            batch = layer(batch)
-        return batch.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-
-def build_small() -> tuple[Small, Tensor]:
-    return Small(), torch.zeros(8, 16)
-
-
 @pytest.mark.parametrize("more", [{}, {"device": "h100"}, {"schedule": "ZBVZeroBubble"}])
 def test_a_plans_trace_has_each_ranks_memory_with_its_peak(more: dict[str, str], tmp_path: Path) -> None:
-    made = plan(*build_small(), layout={"pipeline_parallel_size": 2}, **more)  # type: ignore[arg-type]
+    made = plan(*with_batch(), layout={"pipeline_parallel_size": 2}, **more)  # type: ignore[arg-type]
     save(made, None, str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     for rank, stage in enumerate(made.stages):
@@ -77,7 +57,7 @@ def test_a_plans_trace_has_each_ranks_memory_with_its_peak(more: dict[str, str],
 def test_the_command_writes_a_page_and_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     html, perfetto = tmp_path / "plan.html", tmp_path / "plan.json"
-    verb = ["plan", "tests.planner.test_pictures:build_small", "--html", str(html), "--trace", str(perfetto)]
+    verb = ["plan", "tests.planner.test_planned:with_batch", "--html", str(html), "--trace", str(perfetto)]
     for stages in ("1", "2"):
         assert cli.main([*verb, "--pipeline", stages]) == 0
         assert "reckoned, not measured" in html.read_text()

@@ -108,7 +108,7 @@ def test_a_plan_on_the_command_line_splits_a_module_of_ones_own_and_a_search_wri
         ("absent:build", "absent can't be imported (ModuleNotFoundError: No module named 'absent')"),
         ("fine:", "names no function"),
         ("fine:absent", "fine has no function 'absent'"),
-        ("asks:build", "asks:build needs arguments (path)"),
+        ("asks:build", "TypeError: build() missing 1 required positional argument: 'path'"),
         ("fine:build --search --devices 2 --device h100 --cpu-offload", "cpu_offload=True can't be searched"),
         ("fine:build --pipeline 0", "pipeline_parallel_size (0) must be an integer of at least 1"),
         ("fine", "fine is neither a setting of a recipe"),

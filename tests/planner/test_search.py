@@ -6,15 +6,14 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_shard.dryrun.counting.count import count_each, count_two_parts
 from lightning_shard.dryrun.counting.counts import Counts
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.moments import stage_memories
@@ -34,54 +33,21 @@ from lightning_shard.pipeline.schedules.named import SCHEDULES, build
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.plugin.assembly.placing import as_run
 from lightning_shard.plugin.settings import Settings
+from recipes import plans
+from recipes.gpt import MLP, LanguageModel
 
-WIDTH, BLOCKS, DEVICES, BATCH = 64, 4, 4, 8
+WIDTH, BLOCKS, DEVICES, BATCH = 16, 4, 4, 8
 SLOW = replace(device("h100"), per_machine=2)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
-
-
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(100, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, 100)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class Module(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = Network()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.network(batch).flatten(0, 1), batch.flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters())
+Module = partial(LanguageModel, width=WIDTH, heads=4, layers=BLOCKS, context=16)
+TOKENS = torch.zeros(8, 17, dtype=torch.long)
 
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    settings = Settings("auto", None, tensor_parallel_plan=plan)
-    batch = torch.zeros(8, 32, dtype=torch.long)
+    settings = Settings("auto", None, tensor_parallel_plan=plans.GPT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Model.of(Module, batch, settings, stages=BLOCKS)
+        return Model.of(Module, TOKENS, settings, stages=BLOCKS)
 
 
 @pytest.fixture(scope="module")
@@ -89,34 +55,6 @@ def optimizer(model: Model) -> OptimizerState:
     found, reason = ask(model)
     assert found is not None, reason
     return found
-
-
-@pytest.fixture(scope="module")
-def counted() -> dict[Any, Counts]:
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def counting_once(counted: dict[Any, Counts], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one test has counted, others needn't."""
-
-    def once(model: Model, tensor: int, expert: int, samples: Sequence[int]) -> list[Counts]:
-        keys = [(model.module.__class__, tensor, expert, number) for number in samples]
-        if any(key not in counted for key in keys):
-            counted.update(zip(keys, count_each(model, tensor, expert, samples)))
-        return [counted[key] for key in keys if key in counted]
-
-    monkeypatch.setattr(workshop, "count_each", once)
-    monkeypatch.setattr(workshop, "count_two_parts", two_parts)
-
-
-def two_parts(model: Model, counts: Counts) -> Counts:
-    if id(counts) not in _PARTED:
-        _PARTED[id(counts)] = counts, count_two_parts(model, counts)
-    return _PARTED[id(counts)][1]
-
-
-_PARTED: dict[int, tuple[Counts, Counts]] = {}
 
 
 def space(memory: float = 1e12, **options: Any) -> Space:
@@ -127,8 +65,8 @@ def rates(profile: Device = SLOW) -> Rates:
     return Rates(profile, "float32")
 
 
-@pytest.fixture
-def everything(model: Model, optimizer: OptimizerState, counting_once: None) -> Found:
+@pytest.fixture(scope="module")
+def everything(model: Model, optimizer: OptimizerState) -> Found:
     return search(model, optimizer, space(), rates(), most=10**6)
 
 
@@ -266,22 +204,25 @@ def test_reasons_are_counted(model: Model, optimizer: OptimizerState) -> None:
     assert dropped[Why.DOESNT_DIVIDE] == sum(layout.data_parallel_size == 4 for layout in layouts(4, BLOCKS))
     assert dropped[Why.TOO_FEW] > 0
     [no_experts] = [why for why in dropped if why.startswith(Why.CANT_BE_CUT)]
-    assert "(expert_parallel_size=2 needs experts, and Module has no" in no_experts
+    assert "(expert_parallel_size=2 needs experts, and LanguageModel has no" in no_experts
     assert no_experts.endswith('such as {"layers.*.moe.experts": "experts"})')
     whole = replace(model, settings=replace(model.settings, tensor_parallel_plan=None))
     reasons = " ".join(search(whole, optimizer, space(), rates()).dropped)
-    assert f"{Why.CANT_BE_CUT} (tensor_parallel_size=2 needs a plan and Module brings none: pass tensor_" in reasons
+    assert (
+        f"{Why.CANT_BE_CUT} (tensor_parallel_size=2 needs a plan and LanguageModel brings none: pass tensor_" in reasons
+    )
 
 
-class OfFixedWidth(Block):
+class OfFixedWidth(MLP):
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu().view(*x.shape[:-1], 4 * WIDTH))
+        return self.down(self.up(x).relu().view(*x.shape[:-1], 4 * WIDTH))
 
 
-class CutInVain(Module):
+class CutInVain(LanguageModel):
     def __init__(self) -> None:
-        super().__init__()
-        self.network.blocks = nn.ModuleList(OfFixedWidth() for _ in range(BLOCKS))
+        super().__init__(**Module.keywords)
+        for block in self.model.blocks:
+            block.mlp = OfFixedWidth(WIDTH, 4 * WIDTH)
 
 
 def test_what_cant_be_counted_is_thrown_out_with_its_reason(
@@ -317,11 +258,11 @@ def test_what_cant_be_counted_is_thrown_out_with_its_reason(
 def test_what_cant_be_searched_is_refused(changed: dict[str, Any], said: str) -> None:
     given = {"devices": 2, "device": "h100", "global_batch": 8, **changed}
     with pytest.raises(ConfigurationError, match=said):
-        searching.search_module(Module, torch.zeros(8, 32, dtype=torch.long), **given)
+        searching.search_module(Module, TOKENS, **given)
 
 
 def test_a_step_that_cant_be_counted_is_refused(model: Model, optimizer: OptimizerState) -> None:
-    class Broken(Module):
+    class Broken(LanguageModel):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             raise RuntimeError("reads a file")
 
@@ -335,10 +276,9 @@ def test_a_step_that_cant_be_counted_is_refused(model: Model, optimizer: Optimiz
 def test_a_search_with_an_optimizer_that_cant_be_asked_is_refused() -> None:
     """What it keeps isn't known, and so isn't whether anything fits."""
 
-    class Unasked(Module):
+    class Unasked(LanguageModel):
         def configure_optimizers(self) -> Any:
             raise RuntimeError("needs a cluster")
 
-    batch = torch.zeros(8, 32, dtype=torch.long)
     with pytest.raises(ConfigurationError, match=r"optimizer's state isn't known \(RuntimeError: needs a cluster\)"):
-        searching.search_module(Unasked, batch, devices=2, device="h100", global_batch=8)
+        searching.search_module(Unasked, TOKENS, devices=2, device="h100", global_batch=8)

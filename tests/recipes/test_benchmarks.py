@@ -45,16 +45,13 @@ def test_the_benchmark_of_checkpoints_measures_all_contenders_in_turn(result_of:
     assert not [path for path in tmp_path.iterdir() if path.name != "results"], "what was measured is removed"
 
 
-def test_the_benchmark_of_planning_reckons_a_manifest_that_covers_every_parameter(
-    result_of: Run, tmp_path: Path
-) -> None:
-    result = result_of("planning", tmp_path)
-    layer, width = 12, 512
-    matrices = 4 * layer * width**2 + 2 * 51_200 * width + 2048 * width
-    vectors = 4 * (3 * width + 4 * width + 2 * width + 4 * width) + width
-    assert result["parameters"] == matrices + vectors
-    assert result["files"] == 2 * 8, "a model and an optimizer file of each rank"
-    assert result["loading_rank_reads_ranges"] >= result["loading_rank_reads_files"] > 0
+def test_the_benchmark_of_planning_reckons_all_chunks_of_every_parameter(result_of: Run, tmp_path: Path) -> None:
+    [size] = result_of("planning_scale", tmp_path)["sizes"]
+    assert size["ranks"] == 8
+    assert size["files"] == 3 * 8, "a file of each rank: model, optimizer, state"
+    whole = 4 * (6 * 2 + 2 * 2)  # of each layer weights and biases of six products, and of two norms
+    assert size["tensors"] == whole * (1 + 3)  # two moments and a step
+    assert size["chunks"] >= size["tensors"]
 
 
 @pytest.mark.ranks

@@ -7,6 +7,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -44,11 +45,15 @@ def logged(output: Path, column: str) -> dict[int, float]:
     return {int(row["step"]) + 1: float(row[column]) for row in rows if row.get(column)}
 
 
+def composed(*overrides: str) -> Any:
+    with initialize_config_dir(str(CONFIG), version_base="1.3"):
+        return compose("config", [*overrides])
+
+
 class TestConfiguration:
     @pytest.mark.parametrize("option", OPTIONS)
     def test_every_option_composes_and_is_taken_by_its_targets(self, option: str) -> None:
-        with initialize_config_dir(str(CONFIG), version_base="1.3"):
-            config = compose("config", [option, *MUST_BE_GIVEN.get(option, [])])
+        config = composed(option, *MUST_BE_GIVEN.get(option, []))
         OmegaConf.resolve(config)
         refuse_unknown_names(config)
 
@@ -80,21 +85,18 @@ class TestConfiguration:
         refuse_unknown_overrides([argument])
 
     def test_a_misspelt_addition_is_refused_too(self) -> None:
-        with initialize_config_dir(str(CONFIG), version_base="1.3"):
-            config = compose("config", ["strategy=single", "+trainer.determnistic=true"])
+        config = composed("strategy=single", "+trainer.determnistic=true")
         with pytest.raises(SystemExit, match=r"did you mean trainer\.deterministic\?"):
             refuse_unknown_names(config)
 
     def test_a_value_that_must_be_given_is_asked_for(self) -> None:
-        with initialize_config_dir(str(CONFIG), version_base="1.3"):
-            config = compose("config", ["strategy=single", "data=folder"])
+        config = composed("strategy=single", "data=folder")
         with pytest.raises(SystemExit, match=r"data\.path must be given"):
             refuse_unknown_names(config)
 
     def test_the_store_of_the_checkpoints_gets_its_options(self) -> None:
         option = "checkpoint.storage_options.client_kwargs.endpoint_url=http://here"
-        with initialize_config_dir(str(CONFIG), version_base="1.3"):
-            config = compose("config", ["checkpoint=s3", *MUST_BE_GIVEN["checkpoint=s3"], option])
+        config = composed("checkpoint=s3", *MUST_BE_GIVEN["checkpoint=s3"], option)
         strategy = instantiate(config.strategy, _convert_="all")
         assert strategy.checkpoint_io.storage_options == {"client_kwargs": {"endpoint_url": "http://here"}}
 
@@ -103,8 +105,7 @@ class TestConfiguration:
     ) -> None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
         monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
-        with initialize_config_dir(str(CONFIG), version_base="1.3"):
-            config = compose("config", ["recipe=spot", *MUST_BE_GIVEN["recipe=spot"]])
+        config = composed("recipe=spot", *MUST_BE_GIVEN["recipe=spot"])
         assert (config.trainer.devices, config.trainer.num_nodes, config.checkpoint.resume) == (8, 3, "last")
         strategy = instantiate(config.strategy, _convert_="all")
         assert strategy._timeout == timedelta(minutes=5)

@@ -172,23 +172,25 @@ def adapted() -> nn.Module:
     return adapted
 
 
-_TWO = {"num_experts_per_tok": 2}
-_SMALL = {"moe_intermediate_size": 16, **_TWO}
-_MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-_DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1}
-_OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+_OF_TWO = {"num_experts_per_tok": 2}
+_DEEPSEEK = {
+    **{"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    **{"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": EXPERTS, "n_shared_experts": 1},
+    **{"first_k_dense_replace": 1, **_OF_TWO},
+}
+_QWEN = {"num_experts": EXPERTS, "moe_intermediate_size": 16, **_OF_TWO}
+TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": EXPERTS}),
     "mixtral of two experts": ("Mixtral", {"num_local_experts": 2}),
-    "qwen3": ("Qwen3Moe", {"head_dim": 8, "num_experts": EXPERTS, "norm_topk_prob": True, **_SMALL}),
-    "gpt-oss": ("GptOss", {"intermediate_size": 16, "head_dim": 8, "num_local_experts": EXPERTS, **_TWO}),
-    "deepseek": ("DeepseekV2", {**_DEEPSEEK, **_SMALL, **_MLA}),
-    "deepseek-v3": ("DeepseekV3", {"n_group": 2, "topk_group": 1, **_DEEPSEEK, **_SMALL, **_MLA}),
-    "olmoe": ("Olmoe", {"num_experts": EXPERTS, **_TWO}),
-    "granite": ("GraniteMoe", {"num_local_experts": EXPERTS, **_TWO}),
-    "qwen2": ("Qwen2Moe", {"num_experts": EXPERTS, "shared_expert_intermediate_size": 16, **_SMALL}),
+    "qwen3": ("Qwen3Moe", _QWEN | {"head_dim": 8, "norm_topk_prob": True}),
+    "gpt-oss": ("GptOss", {"intermediate_size": 16, "head_dim": 8, "num_local_experts": EXPERTS, **_OF_TWO}),
+    "deepseek": ("DeepseekV2", _DEEPSEEK),
+    "deepseek-v3": ("DeepseekV3", _DEEPSEEK | {"n_group": 2, "topk_group": 1}),
+    "olmoe": ("Olmoe", {"num_experts": EXPERTS, **_OF_TWO}),
+    "granite": ("GraniteMoe", {"num_local_experts": EXPERTS, **_OF_TWO}),
+    "qwen2": ("Qwen2Moe", _QWEN | {"shared_expert_intermediate_size": 16}),
     "tied llama": ("Llama", {"tie_word_embeddings": True}),
 }
-
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "own": Mixtures,
     "own, all tokens to one expert": partial(Mixtures, 3),
@@ -197,7 +199,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "list, all tokens to one expert": partial(Listed, "one"),
     "list, dense": partial(Listed, "dense"),
     "llama with LoRA": adapted,
-    **{name: partial(transformers_model, kind, **sizes) for name, (kind, sizes) in _OF_TRANSFORMERS.items()},
+    **{name: partial(transformers_model, kind, **more) for name, (kind, more) in TRANSFORMERS.items()},
 }
 
 

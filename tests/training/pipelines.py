@@ -314,13 +314,14 @@ def _rehearse(
         joined = tree.joined(parts[0], parts[1], tree.batch_size(parts[1]))
     except (BatchError, IndexError):
         return
+    carry()
     rehearse(step, "train", run, (parts[0], parts[1]), joined, remember(), carry=carry).refuse_carried(len(parts))
 
 
 def _remember(
     root: nn.Module, stages: Stages, apart: StatesApart, kept: KeptStates | None = None, *, puts_back: bool = True
 ) -> StepMemory:
-    others = [each.remember() for each in (apart, kept) if each is not None]
+    others = [apart.begin, *([kept.forget] if kept is not None else [])]
     return StepMemory(root, len(stages), others=others, puts_back=puts_back)
 
 
@@ -348,12 +349,10 @@ def _run_step(
 ) -> Any:
     keeping = kept.step(stage, searching=stage.passage.searching) if kept is not None else nullcontext()
     try:
-        with keeping, stage.running(root):
+        with stage.running(root), keeping:
             result = step(root, batch)
             if stage.is_last:
                 refuse(result, "What the step returns")
-                if kept is not None:
-                    kept.check_numbers(stage)
             return result
     except StageEnd:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,16 +50,11 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Naming:
-    """Which of the model's tensors to write, under which names and in which dtype.
-
-    Attributes:
-        tells: Whether this rank warns.
-    """
+    """Which of the model's tensors to write, under which names and in which dtype."""
 
     dtype: torch.dtype | None = None
     strip_prefix: str | None = None
     rename: Rename | None = None
-    tells: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
@@ -71,25 +65,17 @@ class Naming:
         return {new: self.source(stored[old]) for new, old in self.names(stored).items()}
 
     def names(self, old: Iterable[str]) -> dict[str, str]:
-        """New names to old ones. Nothing compares them with what was wanted, as a load does, so it is said here.
-
-        Raises:
-            StateMismatchError: As :func:`new_names`; or ``rename`` has no effect, or leaves out all tensors.
-        """
+        """New names to old ones. Nothing compares them with what was wanted, as a load does, so it is said here."""
         old = list(old)
         found = new_names(old, self.strip_prefix, self.rename)
         if old and not found:
             raise StateMismatchError("rename leaves out all tensors of the model: let it return new names of some.")
         if old and (without := unmatched(old, self.strip_prefix, self.rename)):
-            assert isinstance(self.rename, Mapping)
-            message = (
+            raise StateMismatchError(
                 f"No tensor's name begins with {' or '.join(map(repr, without)):.200}, which rename is to replace; a"
-                f" name is {old[0].removeprefix(self.strip_prefix or '')!r}, for example."
+                f" name is {old[0].removeprefix(self.strip_prefix or '')!r}, for example. Pass what names begin with,"
+                " or leave rename out."
             )
-            if len(without) == len(self.rename):
-                raise StateMismatchError(f"{message} Pass what names begin with, or leave rename out.")
-            if self.tells:
-                warnings.warn(message, stacklevel=6)
         return found
 
     def source(self, stored: StoredTensor) -> Source:
@@ -157,11 +143,7 @@ class Pretrained:
 def pretrained(
     checkpoint: Checkpoint, prefix: str | None, config: Any, storage_options: dict[str, Any] | None
 ) -> Pretrained:
-    """Find the transformers model in a checkpoint: its config from the checkpoint or ``config``, and its prefix.
-
-    Raises:
-        CheckpointError: There is no config; or there are several models, and ``prefix`` selects none.
-    """
+    """Find the transformers model in a checkpoint: its config from the checkpoint or ``config``, and its prefix."""
     tree = checkpoint.state_json()
     raw = tree.get(TRANSFORMERS_KEY) if isinstance(tree, dict) else None
     if not (isinstance(raw, dict) and {"models", "tokenizer"} <= raw.keys()):

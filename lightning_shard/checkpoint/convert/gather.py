@@ -6,7 +6,6 @@ import os
 import posixpath
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -66,10 +65,9 @@ def gather(
     progress: Progress | None = None,
     group: Any = None,
 ) -> GatherReport:
-    """Write a checkpoint in another program's format. With a process group, a collective call that shares the work.
+    """Write a checkpoint in another program's format. With a process group, a collective call: ranks share the files.
 
-    It needs neither a process group nor the program that saved. On a local disk, the files appear when all of them are
-    complete; on other stores each appears when it is complete, an index last.
+    It needs neither a process group nor the program that saved. A file appears when it is complete, an index last.
 
     Args:
         path: The checkpoint, or another program's: see :func:`read`.
@@ -103,9 +101,10 @@ def gather(
         group: The ranks that gather together. Default: all.
 
     Raises:
-        CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`; no local file appears.
-        StateMismatchError: Two tensors would get the same name; no name begins with ``strip_prefix``, or with anything
-            that ``rename`` maps (of some it warns); or ``rename`` leaves out all tensors.
+        CheckpointNotFoundError, FormatVersionError, CorruptCheckpointError: As :func:`read`; the file that would hold
+            what is damaged doesn't appear.
+        StateMismatchError: Two tensors would get the same name; no name begins with ``strip_prefix``, or with a prefix
+            that ``rename`` maps; or ``rename`` leaves out all tensors.
         UnsupportedStateError: safetensors can't hold one of the new names.
         ConfigurationError: ``max_shard_bytes`` is no integer from 1.
         CheckpointError: The format has no use for an argument, or needs something that the checkpoint lacks; ``out``
@@ -121,7 +120,7 @@ def gather(
         raise CheckpointError(f"format ({format!r}) must be one of {', '.join(get_args(Format))}.")
     format = _format_of(target, format)
     _refuse_without_effect(format, max_shard_bytes, config)
-    with told_as(f"{os.fspath(path)} could not be gathered to {target}"):
+    with told_as(f"{as_text(path)} could not be gathered to {target}"):
         checkpoint = read_together(path, storage_options=storage_options, verify=verify, group=group)
         # only the first rank reads the trainer state; it broadcasts the plan
         plan: Any = None
@@ -129,7 +128,7 @@ def gather(
             checkpoint = complete(checkpoint, base, storage_options=storage_options, ranks=ranks)
             if format == "transformers" and optimizer:
                 raise CheckpointError("format='transformers' has no place for an optimizer: leave out optimizer=True.")
-            naming = export.Naming(dtype, strip_prefix, rename, tells=ranks.first)
+            naming = export.Naming(dtype, strip_prefix, rename)
             folder, name = (as_path(target), "") if format == "transformers" else _split(target)
             store = open_store(folder, out_storage_options)
             if ranks.first and format == "transformers":
@@ -148,9 +147,9 @@ def gather(
                 _refuse_older(store, bundle)
                 if format != "lightning":
                     _tell_of_carriers(bundle)
+                _retract_index(store, bundle, durable=fsync)
         with checkpoint.saying_if_replaced():
-            retract = partial(_retract_index, store, bundle, durable=fsync)
-            deliver(store, bundle.files, ranks, durable=fsync, progress=progress, begin=retract)
+            deliver(store, bundle.files, ranks, durable=fsync, progress=progress)
         with all_or_none(group):
             for small, data in bundle.small.items() if ranks.first else ():
                 store.publish(small, [memoryview(data)], len(data), durable=fsync)

@@ -3,10 +3,8 @@
 Lightning's optimizer state is keyed by parameter numbers, in the order of the parameter groups. Ours is keyed by
 parameter names (``"{optimizer}/{parameter}/{key}"``); where these aren't known, the numbers serve as names.
 
-What hooks put into Lightning's checkpoint dict under keys that this package has another use for.
-
-``on_save_checkpoint`` may add any key. Such values are kept in ``checkpoint["lightning_shard"]["of_hooks"]``, and are
-back under their keys when ``on_load_checkpoint`` is called, and in a ``.ckpt``.
+``on_save_checkpoint`` may add values under keys that this package has another use for. They are kept in
+``checkpoint["lightning_shard"]["of_hooks"]``, and are back under their keys in ``on_load_checkpoint`` and a ``.ckpt``.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.checkpoint.optimizers.named import TensorNames
+from lightning_shard.checkpoint.optimizers.named import apart
 from lightning_shard.errors import CheckpointError, UnsupportedStateError
 
 TRANSFORMERS_KEY = "transformers"
@@ -33,11 +31,7 @@ _RESERVED = (OWN, OPTIMIZER_TENSORS)
 
 
 def set_aside(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint dict as hooks have left it, with what is under such keys set aside.
-
-    Raises:
-        UnsupportedStateError: A key can't be shared.
-    """
+    """A checkpoint dict as hooks have left it, with what is under such keys set aside."""
     if taken := [key for key in _RESERVED if key in checkpoint]:
         raise UnsupportedStateError(
             f"A hook has put {taken[0]!r} into the checkpoint, a key that lightning_shard needs itself: choose another."
@@ -86,7 +80,7 @@ def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
         numbers = _numbers(state["param_groups"])
         for parameter, entries in state["state"].items():
             for key, value in entries.items() if parameter in numbers else ():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and "/" not in str(key):
                     optimizer[f"{index}/{numbers[parameter]}/{key}"] = value
                 else:
                     values.setdefault(numbers[parameter], {})[key] = value
@@ -114,9 +108,6 @@ def put_together(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | 
         model: The module's tensors.
         optimizer: The optimizers' tensors by ``"{optimizer}/{parameter}/{key}"``; None to leave out all training state.
         rest: The trainer state; ignored if it isn't Lightning's.
-
-    Raises:
-        CheckpointError: The optimizers' state is requested, and isn't Lightning's.
     """
     if not isinstance(rest, Mapping) or "pytorch-lightning_version" not in rest:
         if optimizer:
@@ -147,7 +138,6 @@ def _numbered(index: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor
     numbers = {name: number for number, name in enumerate(names)}
     assert len(numbers) == len(names), "an optimizer has a parameter twice"
     entries: dict[Any, dict[str, Any]] = {numbers[name]: dict(values) for name, values in state["values"].items()}
-    apart = TensorNames([()] * index + [names]).apart
     for path, tensor in tensors.items():
         owner, name, key = apart(path)
         if int(owner) == index:

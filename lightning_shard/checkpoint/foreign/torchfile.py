@@ -9,7 +9,6 @@ and ``_checkpoint_offset``, the position of a storage's bytes in a file that was
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import pickle
@@ -30,8 +29,6 @@ from lightning_shard.checkpoint.format.header import dtype_name
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 
 MAGIC = b"PK\x03\x04"
-MAX_CHUNKS = 2**16
-"""A tensor that isn't contiguous in the file is read in contiguous chunks, at most so many."""
 MAX_DEPTH = 200
 MIN_VALUES, MIN_TEXT_BYTES, RATIO = 10_000, 64 * 2**20, 8
 """A pickle may have MIN_VALUES values and MIN_TEXT_BYTES of text, and of each RATIO more for each of its bytes."""
@@ -64,9 +61,6 @@ def skeleton(value: Any, fakes: Mapping[Key, Tensor]) -> Skeleton[Key]:
     """The file that ``torch.save`` writes of ``value``, without its tensors' bytes; all its tensors are in ``fakes``.
 
     The checksums of the tensors' records are left empty; torch doesn't read them.
-
-    Raises:
-        UnsupportedStateError: ``value`` contains another tensor.
     """
     keys = {id(fake): key for key, fake in fakes.items()}
     order: dict[Key, None] = {}
@@ -214,12 +208,7 @@ class Archive:
     records: dict[int, int]
 
     def stored_as(self, name: str, tensor: Tensor) -> TensorEntry:
-        """The manifest's entry of a tensor of the content, which lies in file 0.
-
-        Raises:
-            UnsupportedStateError: A sparse or quantized tensor, or one whose strides make too many chunks.
-            CorruptCheckpointError: It extends beyond its record.
-        """
+        """The manifest's entry of a tensor of the content, which lies in file 0."""
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             raise UnsupportedStateError(
                 f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}, stored otherwise than by its elements: load"
@@ -237,32 +226,12 @@ class Archive:
         last = first + sum((size - 1) * stride for size, stride in zip(shape, strides))
         if first < 0 or (last + 1) * width > storage.nbytes() or storage.nbytes() > self.records.get(begin, 0):
             raise CorruptCheckpointError(f"{name!r} of shape {shape} reaches beyond its record of the file.")
-        if tensor.nbytes > storage.nbytes():
+        if not tensor.is_contiguous():
             raise UnsupportedStateError(
-                f"{name!r} of shape {shape} is expanded from fewer elements (strides {strides}): load the file with"
-                " torch.load, and save it with contiguous tensors."
-            )
-        inner = _contiguous_dims(shape, strides)
-        if math.prod(shape[:inner]) > MAX_CHUNKS:
-            raise UnsupportedStateError(
-                f"{name!r} of shape {shape} is stored with strides {strides} (transposed, or in another memory"
-                " format), which can't be read in place: load the file with torch.load, and save it with contiguous"
+                f"{name!r} of shape {shape} is stored with strides {strides} (transposed, expanded, or part of another"
+                " tensor), which can't be read in place: load the file with torch.load, and save it with contiguous"
                 " tensors."
             )
-        nbytes = math.prod(shape[inner:]) * width
-        chunks = []
-        for index in itertools.product(*map(range, shape[:inner])):
-            at = begin + (first + sum(i * stride for i, stride in zip(index, strides))) * width
-            offsets, sizes = index + (0,) * (len(shape) - inner), (1,) * inner + shape[inner:]
-            chunks.append(Chunk(0, at, at + nbytes, offsets, sizes))
-        return TensorEntry(dtype_name(tensor.dtype, name), shape, given=tuple(chunks))
-
-
-def _contiguous_dims(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """The first dim from which on the elements are contiguous in row-major order."""
-    expected = 1
-    for dim in reversed(range(len(shape))):
-        if shape[dim] != 1 and strides[dim] != expected:
-            return dim + 1
-        expected *= shape[dim]
-    return 0
+        begin += first * width
+        chunk = Chunk(0, begin, begin + tensor.nbytes, (0,) * len(shape), shape)
+        return TensorEntry(dtype_name(tensor.dtype, name), shape, given=(chunk,))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection, uncovered
 from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest_at
 from lightning_shard.checkpoint.format.header import item_bytes
-from lightning_shard.checkpoint.format.table import Integers, Rows, Spans, Table, columns_of
+from lightning_shard.checkpoint.format.table import Integers, Rows, Table, columns_of
 from lightning_shard.errors import CorruptCheckpointError
 
 
@@ -73,10 +73,6 @@ class TensorEntry:
             CorruptCheckpointError: They don't cover the tensor exactly, or a number of one is out of range.
         """
         return self.given if self.table is None else self.table.chunks(self)
-
-    def overlapping(self, box: Box) -> list[tuple[Chunk, Box]]:
-        """The chunks that overlap with a box, each with the intersection."""
-        return next(overlaps([(self, box)]))
 
 
 def overlaps(wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterator[list[tuple[Chunk, Box]]]:
@@ -167,11 +163,7 @@ class ChunkTable:
         return np.array([len(entry.shape) for entry in self.entries], np.int64)
 
     def check(self, entries: Iterable[TensorEntry]) -> None:
-        """Read and check the rows of tensors.
-
-        Raises:
-            CorruptCheckpointError: The table is damaged; a number is out of range; or a tensor isn't covered exactly.
-        """
+        """Read and check the rows of tensors."""
         faults = self.faults([entry.number for entry in entries])
         if faults:
             number, what = min(faults.items())
@@ -189,9 +181,9 @@ class ChunkTable:
             return {}
         new = new[np.argsort(self._spans[new, 0], kind="stable")]
         spans = self._spans[new]
-        runs = _runs(spans)
-        rows = self.table.bring(runs)
-        taken = slice(*runs[0]) if len(runs) == 1 else _ranges(spans)
+        rows = self.table.rows
+        is_one_run = (spans[1:, 0] == spans[:-1, 1]).all()
+        taken = slice(int(spans[0, 0]), int(spans[-1, 1])) if is_one_run else _ranges(spans)
         lengths = spans[:, 1] - spans[:, 0]
         owner = np.repeat(new, lengths)
         bounds = np.concatenate([[0], np.cumsum(lengths)])
@@ -264,11 +256,10 @@ class ChunkTable:
 
     def _chunks(self, rows: Integers, owners: Integers) -> list[Chunk]:
         """Chunks by their rows, which have been checked, and their tensors' numbers."""
-        file, begin, block, offsets, sizes, _ = self.table.rows
+        file, begin, block, offsets, sizes, digests = self.table.rows
         nbytes = sizes[rows].prod(axis=1) * self._widths[owners]
         blocks = self._blocks(nbytes)
         first = block[rows]
-        digests = self.table.bring_digests(_runs(np.stack([first, first + blocks], axis=1)))
         memory = memoryview(digests.reshape(-1))  # type: ignore[arg-type]
         numbers = (file[rows], begin[rows], begin[rows] + nbytes, first, first + blocks, self._ndims[owners])
         return [
@@ -333,12 +324,3 @@ def _ranges(spans: Integers) -> Integers:
     lengths = spans[:, 1] - spans[:, 0]
     before = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) + np.repeat(spans[:, 0] - before, lengths)
-
-
-def _runs(spans: Integers) -> Spans:
-    """Spans, in which those that follow each other are joined."""
-    if not len(spans):
-        return []
-    starts = np.flatnonzero(np.concatenate([[True], spans[1:, 0] != spans[:-1, 1]]))
-    stops = np.concatenate([starts[1:], [len(spans)]]) - 1
-    return list(zip(spans[starts, 0].tolist(), spans[stops, 1].tolist()))

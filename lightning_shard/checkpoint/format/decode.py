@@ -272,11 +272,7 @@ _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set
 
 
 def parse(data: bytes, source: str) -> Any:
-    """Parse the JSON of a trainer state's file.
-
-    Raises:
-        CorruptCheckpointError: It isn't JSON.
-    """
+    """Parse the JSON of a trainer state's file."""
     try:
         return loads(data, surrogates=True)
     except ValueError as error:

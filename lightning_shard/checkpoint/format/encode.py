@@ -1,10 +1,7 @@
 """Encodes Python values as JSON with type tags; ``decode`` is the inverse. See ``docs/format.md``, "Typed JSON".
 
-A value that JSON supports is written as it is; any other as an object with the key ``"$"``, its tag.
-
-Registry of codecs for a program's own types in typed JSON, and definitions shared by ``encode`` and ``decode``.
-
-``docs/format.md`` specifies typed JSON.
+A value that JSON supports is written as it is; any other as an object with the key ``"$"``, its tag. Codecs for a
+program's own types are registered here.
 """
 
 from __future__ import annotations

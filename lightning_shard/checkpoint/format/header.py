@@ -1,11 +1,8 @@
-"""The safetensors header, and the strict JSON that it and the manifest are parsed by.
-
-Encodes and parses the safetensors header: names, dtypes, shapes and byte ranges.
+"""The safetensors header, and the strict JSON that it and the manifest are parsed by: of untrusted text, what different
+readers could interpret differently is refused.
 
 A safetensors file is ``u64 little-endian N`` · ``N bytes of JSON`` · data. We pad the JSON with spaces so that the data
 begins at a multiple of 4096 bytes, a page. https://github.com/safetensors/safetensors#format
-
-Strict JSON parsing of untrusted text: refuses what different JSON readers could interpret differently.
 """
 
 from __future__ import annotations
@@ -48,22 +45,14 @@ def loads(data: bytes, *, surrogates: bool = False) -> Any:
 
 
 def integer(value: Any, what: str, least: int = 0, most: int = MAX_INTEGER) -> int:
-    """Check that a value is an integer from ``least`` to ``most``, and return it.
-
-    Raises:
-        ValueError: Anything else, such as a string, a bool, or a float with an integral value.
-    """
+    """Check that a value is an integer from ``least`` to ``most``, and return it."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{what} is {_shown(value)}, and must be an integer from {least} to {most}")
     return value
 
 
 def integers(values: Any, what: str) -> tuple[int, ...]:
-    """Check that a value is an array of integers from 0, and return them.
-
-    Raises:
-        ValueError: Anything else.
-    """
+    """Check that a value is an array of integers from 0, and return them."""
     if type(values) is not list:
         raise ValueError(f"{what} is {_shown(values)}, and must be an array")
     for value in values:
@@ -73,11 +62,7 @@ def integers(values: Any, what: str) -> tuple[int, ...]:
 
 
 def text(value: Any, what: str) -> str:
-    """Check that a value is a string, and return it.
-
-    Raises:
-        ValueError: Anything else.
-    """
+    """Check that a value is a string, and return it."""
     if type(value) is not str:
         raise ValueError(f"{what} is {_shown(value)}, and must be a string")
     return value
@@ -147,11 +132,7 @@ CARRIERS: dict[str, tuple[str, tuple[int, ...]]] = {"F8_E8M0": ("U8", ()), "C128
 
 
 def dtype_name(dtype: torch.dtype, key: str = "") -> str:
-    """The format's name of a dtype; ``key`` is the tensor's name, for errors.
-
-    Raises:
-        UnsupportedStateError: The format has no name for it.
-    """
+    """The format's name of a dtype; ``key`` is the tensor's name, for errors."""
     try:
         return DTYPE_NAMES[dtype]
     except KeyError:
@@ -162,11 +143,7 @@ def dtype_name(dtype: torch.dtype, key: str = "") -> str:
 
 
 def check_name(key: str) -> None:
-    """Refuse names that safetensors can't hold: ``__metadata__``, which it reserves, and text that isn't UTF-8.
-
-    Raises:
-        UnsupportedStateError: It is one.
-    """
+    """Refuse names that safetensors can't hold: ``__metadata__``, which it reserves, and text that isn't UTF-8."""
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -233,9 +210,6 @@ def parse_header(header: bytes, file: str) -> tuple[dict[str, HeaderEntry], dict
     Args:
         header: The file's first ``8 + N`` bytes, or more.
         file: The file's name, for errors.
-
-    Raises:
-        CorruptCheckpointError: Not a safetensors header.
     """
     try:
         (length,) = struct.unpack_from("<Q", header)

@@ -131,7 +131,7 @@ class Manifest:
         """Set the rows that the tensors' spans refer to."""
         data = rows.encode()
         self.table = table_file(table_path(self.attempt), data)
-        return self.take_table(Table(self.table, self.table.path, data=data))
+        return self.take_table(Table(self.table, self.table.path, lambda: data))
 
     def take_table(self, table: Table) -> Manifest:
         """Set the table that the tensors' spans refer to; its rows are checked when a tensor of them is used."""

@@ -1,14 +1,13 @@
 """The table of chunks: a safetensors file of columns of numbers, one row per chunk, beside the manifest.
 
-The manifest has the file's length and a digest of each block of it, so a reader verifies the part that it reads. The
-file's bytes are held in one buffer; of a large file only the blocks that are needed are read. Specified in
-docs/format.md.
+The manifest has the file's length and a digest of each block of it, so a reader may verify the part that it reads;
+this one reads it whole. Specified in docs/format.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,14 +19,11 @@ from safetensors import numpy as safetensors
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest
 from lightning_shard.checkpoint.format.header import HeaderEntry, layout_fault, parse_header
-from lightning_shard.errors import CheckpointError, CorruptCheckpointError
+from lightning_shard.errors import CorruptCheckpointError
 
 BLOCK_BYTES = 4 * 2**20
 """Each block of the file has a digest in the manifest; fixed by the format. The file's header is in the first."""
-WHOLE_BYTES = 64 * 2**20
-"""A larger table is read by blocks, by each rank for itself."""
 Integers = NDArray[np.int64]
-Spans = Sequence[tuple[int, int]]
 _NUMBERS = ("file", "begin", "block", "offsets", "sizes")
 
 
@@ -88,54 +84,38 @@ def table_file(path: str, data: bytes) -> TableFile:
 
 
 class Table:
-    """A table's columns, verified by the manifest's digests as they are read.
+    """A table's columns, verified by the manifest's digests when they are first needed.
 
     Args:
         file: The manifest's entry.
         source: The path, for errors.
-        read: Fills a buffer with the file's bytes from a position on, as often as it is needed; raises
-            CorruptCheckpointError if the file is shorter than ``file.bytes``.
-        data: The file's bytes, in place of ``read``; verified once.
+        load: Returns the file's bytes.
     """
 
-    def __init__(
-        self,
-        file: TableFile,
-        source: str,
-        read: Callable[[int, memoryview], None] | None = None,
-        data: bytes | None = None,
-    ) -> None:
+    def __init__(self, file: TableFile, source: str, load: Callable[[], bytes | bytearray]) -> None:
         self.file = file
         self._source = source
-        self._read = read
-        self.has_file = read is not None
-        self._there = np.zeros(file.blocks, bool)
-        self._given = data
-        self._starts: dict[str, int] = {}
-        """The position of each column in the file."""
+        self._load = load
 
     @cached_property
-    def _memory(self) -> NDArray[np.uint8]:
-        if self._given is not None:
-            if len(self._given) != self.file.bytes:
-                raise self.corrupt(f"it has {len(self._given):,} bytes instead of {self.file.bytes:,}")
-            return np.frombuffer(self._given, np.uint8)
-        assert self._read is not None
-        if self.file.bytes > WHOLE_BYTES:
-            self._read(self.file.bytes - 1, memoryview(bytearray(1)))  # the file has so many bytes
-        try:
-            return np.empty(self.file.bytes, np.uint8)
-        except MemoryError as error:
-            raise CheckpointError(f"There is no memory for the {self.file.bytes:,} bytes of {self._source}.") from error
+    def data(self) -> bytes | bytearray:
+        """All bytes of the file."""
+        data = self._load()
+        if len(data) != self.file.bytes:
+            raise self.corrupt(f"it has {len(data):,} bytes instead of {self.file.bytes:,}")
+        view = memoryview(data)
+        for number, begin in enumerate(range(0, len(data), BLOCK_BYTES)):
+            block = view[begin : begin + BLOCK_BYTES]
+            if digest(block) != self.file.digests[number * 2 * DIGEST_BYTES :][: 2 * DIGEST_BYTES]:
+                raise self.corrupt(f"bytes {begin:,} to {begin + block.nbytes:,} differ from their digest")
+        return data
 
     def corrupt(self, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self._source}: {what}: use another checkpoint.")
 
     @cached_property
     def rows(self) -> Rows:
-        """The columns. Of a large table, only the rows that were brought have their values."""
-        self._bring([(0, min(BLOCK_BYTES, self.file.bytes))])
-        first = bytes(self._memory[:BLOCK_BYTES])
+        first = bytes(self.data[:BLOCK_BYTES])
         entries, _ = parse_header(first, self._source)
         header_bytes = 8 + int.from_bytes(first[:8], "little")
         fault = layout_fault(entries.values(), header_bytes, self.file.bytes)
@@ -157,45 +137,5 @@ class Table:
         width = 8 if dtype == "I64" else 1
         if math.prod(entry.shape) * width != entry.end - entry.begin:
             raise self.corrupt(f"its column {name!r} of shape {entry.shape} has {entry.end - entry.begin:,} bytes")
-        self._starts[name] = entry.begin
-        column = self._memory[entry.begin : entry.end]
-        return (column.view("<i8") if width == 8 else column).reshape(entry.shape)
-
-    def bring(self, spans: Spans) -> Rows:
-        """The columns, with the rows of these spans read and verified; but not their digests."""
-        rows = self.rows
-        for name in _NUMBERS:
-            self._bring_rows(name, spans)
-        return rows
-
-    def bring_digests(self, spans: Spans) -> NDArray[np.uint8]:
-        """The column of digests, with these spans of it read and verified."""
-        digests = self.rows.digests
-        self._bring_rows("digests", spans)
-        return digests
-
-    def data(self) -> bytes:
-        """All bytes of the file."""
-        self._bring([(0, self.file.bytes)])
-        return self._memory.tobytes() if self._given is None else self._given
-
-    def _bring_rows(self, name: str, spans: Spans) -> None:
-        if not self._there.all():
-            column, start = getattr(self.rows, name), self._starts[name]
-            width = column.nbytes // max(len(column), 1)
-            self._bring((start + first * width, start + last * width) for first, last in spans)
-
-    def _bring(self, spans: Iterable[tuple[int, int]]) -> None:
-        wanted = np.zeros_like(self._there)
-        for begin, end in spans:
-            wanted[begin // BLOCK_BYTES : -(-end // BLOCK_BYTES) if end > begin else 0] = True
-        memory = memoryview(self._memory)  # type: ignore[arg-type]
-        for number in np.flatnonzero(wanted & ~self._there).tolist():
-            begin = number * BLOCK_BYTES
-            block = memory[begin : min(begin + BLOCK_BYTES, self.file.bytes)]
-            if self._given is None:
-                assert self._read is not None
-                self._read(begin, block)
-            if digest(block) != self.file.digests[number * 2 * DIGEST_BYTES :][: 2 * DIGEST_BYTES]:
-                raise self.corrupt(f"bytes {begin:,} to {begin + block.nbytes:,} differ from their digest")
-            self._there[number] = True
+        count = math.prod(entry.shape)
+        return np.frombuffer(self.data, "<i8" if width == 8 else np.uint8, count, entry.begin).reshape(entry.shape)

@@ -1,11 +1,12 @@
 """Plans an index expression on a stored tensor: the boxes to read, and how to pick the result from them.
 
-The result equals torch's for the same index into the tensor itself. Slices may have negative steps, as in numpy.
+The result equals torch's for the same index into the tensor itself.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,11 @@ from torch import Tensor
 from lightning_shard.checkpoint.boxes import Box
 
 Run = tuple[int, int]
+Positions = range | Tensor
+"""The wanted positions of one dim."""
 _ALIKE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """By bytes per element: a dtype that torch can index. It can't index some dtypes, such as 8-bit floats."""
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -29,14 +33,12 @@ class Selection:
         sizes: The shape of the tensor to read into.
         dim: The dim of that tensor along which the boxes are concatenated.
         boxes: The boxes of the stored tensor, in the order of concatenation.
-        rows: (dim, rows): an ``index_select`` for each, before ``index`` is applied.
-        index: The index of the result in the tensor after that.
+        index: The index of the result in the tensor that was read.
     """
 
     sizes: tuple[int, ...]
     dim: int
     boxes: tuple[Box, ...]
-    rows: tuple[tuple[int, Tensor], ...]
     index: tuple[Any, ...]
 
     def parts(self, target: Tensor) -> list[Tensor]:
@@ -47,32 +49,14 @@ class Selection:
 
     def pick(self, read: Tensor) -> Tensor:
         """The result, from the tensor of shape ``sizes`` that was read."""
-        plain = read.view(_ALIKE[read.element_size()])
-        for dim, rows in self.rows:
-            plain = plain.index_select(dim, rows)
-        return plain[self.index].view(read.dtype)
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """The wanted positions of one dim.
-
-    Attributes:
-        run: [first, last + 1) of the positions.
-        places: The distinct positions in ascending order; None if they are the whole run.
-        item: The index item to apply to the run: 0 for an integer, ``slice(None)`` for a whole run, or positions.
-    """
-
-    run: Run
-    places: Tensor | None
-    item: Any
+        return read.view(_ALIKE[read.element_size()])[self.index].view(read.dtype)
 
 
 def select(index: Any, shape: tuple[int, ...], name: str, *, item_bytes: int, max_gap_bytes: int) -> Selection:
     """Plan an index expression.
 
-    Only one dim is cut into several boxes: the one where that saves most. Of the other dims, everything between the
-    first and the last wanted position is read.
+    The first dim with gaps between the wanted positions is cut into several boxes. Of the other dims, everything
+    between the first and the last wanted position is read.
 
     Args:
         index: As for ``tensor[index]``.
@@ -86,73 +70,51 @@ def select(index: Any, shape: tuple[int, ...], name: str, *, item_bytes: int, ma
     """
     items = _expanded(index, shape, name)
     wanted = [item for item in items if item is not None]
-    axes = [_axis(item, size, name) for item, size in zip(wanted, shape, strict=True)]
-    runs: list[list[Run]] = [[axis.run] for axis in axes]
-    cuts = {}
-    for dim, axis in enumerate(axes):
-        if axis.places is not None and len(axis.places):
-            step_bytes = math.prod(shape[dim + 1 :]) * item_bytes
-            cuts[dim] = _runs(axis.places, max_gap_bytes // max(1, step_bytes))
-    cut = min(cuts, key=lambda dim: _length(cuts[dim]) / _length(runs[dim]), default=0)
-    if cut in cuts:
-        runs[cut] = cuts[cut]
+    positions = [_positions(item, size, name) for item, size in zip(wanted, shape, strict=True)]
+    cut = next((dim for dim, p in enumerate(positions) if isinstance(p, Tensor) or p.step > 1), 0)
+    runs = []
+    for dim, own in enumerate(positions):
+        step_bytes = math.prod(shape[dim + 1 :]) * item_bytes
+        runs.append(_runs(own, max_gap_bytes // max(1, step_bytes) if dim == cut else max(shape)))
     others = [own[0] for own in runs]
-    spans = [[*others[:cut], run, *others[cut + 1 :]] for run in runs[cut]] if axes else [[]]
+    spans = [[*others[:cut], run, *others[cut + 1 :]] for run in runs[cut]] if runs else [[]]
     boxes = [Box(tuple(begin for begin, _ in span), tuple(end - begin for begin, end in span)) for span in spans]
-    rows: list[tuple[int, Tensor]] = []
-    final: list[Any] = []
-    numbered = iter(enumerate(axes))
-    for item in items:
-        if item is None:
-            final.append(None)
-            continue
-        dim, axis = next(numbered)
-        chosen = axis.item
-        if isinstance(chosen, Tensor):
-            chosen = _within(chosen, runs[dim])
-            if isinstance(item, slice):
-                rows.append((dim, chosen))
-                chosen = slice(None)
-        final.append(chosen)
-    sizes = tuple(_length(own) for own in runs)
-    return Selection(sizes, cut, tuple(box for box in boxes if box.numel), tuple(rows), tuple(final))
+    numbered = iter(zip(wanted, positions, runs))
+    final = [None if item is None else _picked(*next(numbered)) for item in items]
+    sizes = tuple(sum(end - begin for begin, end in own) for own in runs)
+    return Selection(sizes, cut, tuple(box for box in boxes if box.numel), tuple(final))
 
 
-def _length(runs: Sequence[Run]) -> int:
-    return sum(end - begin for begin, end in runs)
-
-
-def _runs(places: Tensor, max_gap: int) -> list[Run]:
-    """Group ascending positions into runs that span gaps of up to ``max_gap`` positions."""
+def _runs(positions: Positions, max_gap: int) -> list[Run]:
+    """Group positions into runs that span gaps of up to ``max_gap`` positions; at least one run, maybe an empty one."""
+    if not len(positions):
+        return [(0, 0)]
+    if isinstance(positions, range):
+        if positions.step - 1 > max_gap:
+            return [(position, position + 1) for position in positions]
+        return [(positions[0], positions[-1] + 1)]
+    places = positions.unique()
+    if not len(places):
+        return [(0, 0)]
     breaks = (places.diff() > max_gap + 1).nonzero().flatten() + 1
     return [(int(part[0]), int(part[-1]) + 1) for part in places.tensor_split(breaks)]
 
 
-def _within(places: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Translate positions in a dim to positions in the concatenation of its runs."""
-    if not len(runs) or not places.numel():
-        return places
+def _picked(item: Any, positions: Positions, runs: Sequence[Run]) -> Any:
+    """The index of a dim's positions in the concatenation of its runs."""
+    if isinstance(item, int):
+        return 0
+    if isinstance(positions, range):  # equal gaps: all of them are in one run, or none is in any
+        return slice(None, None, positions.step if len(runs) == 1 else 1)
     begins = torch.tensor([begin for begin, _ in runs])
     lengths = torch.tensor([end - begin for begin, end in runs])
     moved = lengths.cumsum(0) - lengths - begins
-    return places + moved[torch.searchsorted(begins, places, right=True) - 1]
+    return positions + moved[torch.searchsorted(begins, positions, right=True) - 1]
 
 
 def _expanded(index: Any, shape: tuple[int, ...], name: str) -> list[Any]:
     """Normalize an index: one item for each dim, None for each new dim, masks converted to positions."""
-    if isinstance(index, list) and any(isinstance(item, _NO_PLACES_OF_A_LIST) for item in index):
-        raise IndexError(
-            f"{name!r} can't be indexed with {index!r}: numpy treats such a list as an array, torch as a tuple. To"
-            " select positions pass torch.tensor(list); to index several dims pass a tuple."
-        )
-    items: list[Any] = []
-    for item in index if isinstance(index, tuple) else (index,):
-        if item is None or item is Ellipsis or isinstance(item, slice):
-            items.append(item)
-        elif _is_place(item):
-            items.append(int(item.__index__()))
-        else:
-            items.append(_places(item, index, name))
+    items = [_item(item, name) for item in (index if isinstance(index, tuple) else (index,))]
     given = sum(_dims(item) for item in items)
     ellipses = [at for at, item in enumerate(items) if item is Ellipsis]
     if given > len(shape) or len(ellipses) > 1:
@@ -163,14 +125,35 @@ def _expanded(index: Any, shape: tuple[int, ...], name: str) -> list[Any]:
     dim = 0
     for item in items:
         if isinstance(item, Tensor) and item.dtype == torch.bool:
-            sizes = shape[dim : dim + item.ndim]
-            if tuple(item.shape) != sizes:
+            if tuple(item.shape) != (sizes := shape[dim : dim + item.ndim]):
                 raise IndexError(f"{name!r}: a mask of shape {tuple(item.shape)} doesn't fit dims of sizes {sizes}.")
             expanded.extend(item.nonzero(as_tuple=True))
         else:
             expanded.append(item)
         dim += _dims(item)
     return expanded
+
+
+def _item(item: Any, name: str) -> Any:
+    """None, Ellipsis, a slice, an int, a mask of bools with dims, or a tensor of int64."""
+    if item is None or item is Ellipsis or isinstance(item, slice):
+        return item
+    if isinstance(item, list | range):
+        # numpy takes a list of lists for an array, torch for a tuple
+        if all(isinstance(each, int | np.integer | np.bool_) for each in item):
+            return torch.tensor(item) if len(item) else torch.empty(0, dtype=torch.int64)
+    elif isinstance(item, np.ndarray | Tensor):
+        tensor = item.detach().cpu() if isinstance(item, Tensor) else torch.from_numpy(np.array(item))
+        if tensor.dtype in _INTEGERS:
+            return tensor.to(torch.int64) if tensor.ndim else int(tensor)
+        if tensor.dtype == torch.bool and tensor.ndim:
+            return tensor
+    elif hasattr(item, "__index__") and not isinstance(item, bool | np.bool_):
+        return operator.index(item)
+    raise IndexError(
+        f"{name!r} can't be indexed with {item!r:.80}: use integers, slices, None, ..., lists of integers or bools, or"
+        " tensors of signed integers or bools."
+    )
 
 
 def _dims(item: Any) -> int:
@@ -180,58 +163,15 @@ def _dims(item: Any) -> int:
     return item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1
 
 
-def _is_place(item: Any) -> bool:
-    if isinstance(item, (bool, np.bool_)) or not hasattr(item, "__index__"):
-        return False
-    return not isinstance(item, (Tensor, np.ndarray)) or (item.ndim == 0 and item.dtype not in _MASKS)
-
-
-_NO_PLACES_OF_A_LIST = (list, tuple, range, np.ndarray, Tensor, slice, type(None), type(...))
-_MASKS: tuple[Any, ...] = (torch.bool, np.dtype(bool), torch.uint8, np.dtype(np.uint8))
-
-
-def _places(item: Any, index: Any, name: str) -> Tensor:
-    """A list, array or tensor item as a bool mask, or as int64 positions."""
-    try:
-        tensor = item.detach().cpu() if isinstance(item, Tensor) else torch.from_numpy(np.array(item))
-    except (TypeError, ValueError) as error:
-        raise IndexError(f"{name!r} can't be indexed with {index!r}: {error}.") from error
-    if isinstance(item, (list, tuple, range)) and not tensor.numel():
-        tensor = tensor.to(torch.int64)  # numpy makes an empty list float64
-    if tensor.dtype == torch.bool and tensor.ndim:
-        return tensor
-    if tensor.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
-        return tensor.to(torch.int64)
-    what = f"{'a single ' if not tensor.ndim else ''}{str(tensor.dtype).removeprefix('torch.')}"
-    hint = {torch.bool: "a new dim is None", torch.uint8: "torch takes it for a mask: convert to bool or int64"}
-    raise IndexError(
-        f"{name!r} can't be indexed with {what} ({hint.get(tensor.dtype, 'places are integers')}): use integers,"
-        " slices, None, ..., lists and tensors of integers, or masks of bools."
-    )
-
-
-def _axis(item: Any, size: int, name: str) -> _Axis:
+def _positions(item: Any, size: int, name: str) -> Positions:
     if isinstance(item, slice):
         places = range(*item.indices(size))
-        if not places:
-            return _Axis((0, 0), None, slice(None))
-        if places.step == 1:
-            return _Axis((places.start, places.stop), None, slice(None))
-        chosen = torch.arange(places.start, places.stop, places.step)
-        return _Axis((min(places), max(places) + 1), chosen.sort().values, chosen)
-    lowest, highest = (item, item) if isinstance(item, int) else _extremes(item)
-    if lowest < -size or highest >= size:
-        outside = lowest if lowest < -size else highest
-        raise IndexError(f"index {outside} is out of bounds for a dim of size {size} of {name!r}.")
-    if isinstance(item, int):
-        place = item % size
-        return _Axis((place, place + 1), None, 0)
-    chosen = torch.where(item < 0, item + size, item)
-    if not chosen.numel():
-        return _Axis((0, 0), None, chosen)
-    low, high = _extremes(chosen)
-    return _Axis((low, high + 1), chosen.unique(), chosen)
-
-
-def _extremes(places: Tensor) -> tuple[int, int]:
-    return (int(places.min()), int(places.max())) if places.numel() else (0, -1)
+        if places.step < 0:
+            raise IndexError(f"{name!r} can't be indexed with a step of {places.step}: flip what you read.")
+        return places
+    given = torch.tensor([item]) if isinstance(item, int) else item
+    outside = given[(given < -size) | (given >= size)]
+    if outside.numel():
+        raise IndexError(f"index {int(outside[0])} is out of bounds for a dim of size {size} of {name!r}.")
+    found = torch.where(given < 0, given + size, given)
+    return range(int(found), int(found) + 1) if isinstance(item, int) else found

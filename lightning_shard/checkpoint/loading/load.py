@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from lightning_shard.checkpoint.excluded import told_of
 from lightning_shard.checkpoint.loading.open import (
     Found,
     find,
-    in_reach,
     open_found,
     read_together,
     starting_over,
@@ -32,7 +30,7 @@ from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, 
 from lightning_shard.checkpoint.memory import fill, narrow, rooms_like
 from lightning_shard.checkpoint.names import Rename, as_compiled, new_names
 from lightning_shard.checkpoint.optimizers.restored import Restored
-from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together_by_groups
+from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
 from lightning_shard.checkpoint.store import Buffer, as_path, open_store
 from lightning_shard.checkpoint.tensors import Located, flatten, identity, locate
 from lightning_shard.errors import CheckpointError, ConfigurationError, StateMismatchError
@@ -59,15 +57,11 @@ class LoadReport(tuple[list[str], list[str]]):
     seconds: float
     attempt: str
 
-    def __new__(
-        cls, missing: list[str], unexpected: list[str], nbytes: int, seconds: float, attempt: str
-    ) -> LoadReport:
-        report = super().__new__(cls, (missing, unexpected))
-        report.nbytes, report.seconds, report.attempt = nbytes, seconds, attempt
+    @classmethod
+    def of(cls, missing: list[str], unexpected: list[str], **attributes: Any) -> LoadReport:
+        report = cls((missing, unexpected))
+        vars(report).update(attributes)
         return report
-
-    def __getnewargs__(self) -> tuple[list[str], list[str], int, float, str]:
-        return *self, self.nbytes, self.seconds, self.attempt
 
     @property
     def missing(self) -> list[str]:
@@ -78,12 +72,6 @@ class LoadReport(tuple[list[str], list[str]]):
     def unexpected(self) -> list[str]:
         """Names in it that no rank asked for."""
         return self[1]
-
-    def __repr__(self) -> str:
-        return (
-            f"LoadReport(missing={self.missing!r}, unexpected={self.unexpected!r}, nbytes={self.nbytes},"
-            f" seconds={self.seconds:.3f}, attempt={self.attempt!r})"
-        )
 
 
 @overload
@@ -138,9 +126,8 @@ def load(
     Args:
         path: A checkpoint, or another program's file or folder: see :func:`read`.
         into: As ``state`` of :func:`save`. Names are compared before anything is written; of a part that was compiled
-            (``torch.compile``) on one side only they match. A module whose state dict isn't its own memory (because of
-            hooks or ``get_extra_state``) is loaded by its own ``load_state_dict``, from new tensors that are read
-            first. None: nothing is filled, and the model's tensors are returned.
+            (``torch.compile``) on one side only they match. None: nothing is filled, and the model's tensors are
+            returned.
         optimizer: A torch optimizer over the state's parameters, or a list of them; restores their state and their
             groups' settings, whether they have taken a step or not. Or tensors by name, as for ``into``. None leaves
             the checkpoint's optimizer unread.
@@ -178,29 +165,25 @@ def load(
         return _whole(read_together(path, storage_options=storage_options, verify=verify, group=group), naming, group)
     start = time.perf_counter()
     ranks, attempt = Ranks.of(group), ""
-    through: _Through | None = None
     wanted: dict[str, dict[str, Tensor]] = {}
     missing: list[str] = []
     unexpected: list[str] = []
     restored: list[Restored] = []
 
-    def ask() -> Asked:
-        nonlocal through
-        wanted[""], through = _asked_of(into)
+    def ask() -> set[str]:
+        wanted[""] = _tensors_of(into)
         restored.extend(Restored.of(optimizer, into))
         if optimizer is not None and not restored:
             wanted["optimizer:"] = flatten(optimizer)
-        named = [prefix + name for prefix, names in wanted.items() for name in names]
-        named += [name for each in restored for name in each.asked]
-        return Asked(set(named), through is not None or bool(restored))
+        named = {prefix + name for prefix, names in wanted.items() for name in names}
+        return named.union(*(each.asked for each in restored))
 
-    def find_it(everyone: list[Asked]) -> tuple[Found, bool, Asked]:
+    def find_it(everyone: list[set[str]]) -> tuple[Found, bool, set[str]]:
         root = as_path(path)
         share = open_store(root, storage_options).is_remote if share_reads is None else share_reads
         return to_tell(find(root, storage_options), storage_options, ranks), share, all_asked(everyone)
 
-    found, share, (asked_by_any, more_to_do) = together_by_groups(ranks, ask, all_asked, find_it)
-    found = in_reach(found, storage_options, ranks)
+    found, share, asked_by_any = together(ranks, ask, find_it, all_asked)
 
     def pairs() -> list[Pair]:
         nonlocal attempt
@@ -231,12 +214,9 @@ def load(
         with all_or_none(group):  # a single collective, since each round trip takes time
             arrived = _fetch([item.read for item in _wanted(pairs(), cast)], verify)
         nbytes = arrived.hand_over()
-    with all_or_none(group) if more_to_do else contextlib.nullcontext():
-        if through is not None:
-            through.load(set(missing), strict)
-        for each in restored:
-            each.finish()
-    return LoadReport(missing, unexpected, nbytes, time.perf_counter() - start, attempt)
+    for each in restored:
+        each.finish()
+    return LoadReport.of(missing, unexpected, nbytes=nbytes, seconds=time.perf_counter() - start, attempt=attempt)
 
 
 def _whole(checkpoint: Checkpoint, naming: Naming, group: Any) -> dict[str, Tensor]:
@@ -255,65 +235,27 @@ def _named(checkpoint: Checkpoint, naming: Naming, asked: Collection[str]) -> tu
     return {name: checkpoint[old] for name, old in new.items()} if any(naming) else checkpoint, naming
 
 
-class Asked(NamedTuple):
-    """The names that a rank, or several, ask for."""
-
-    names: set[str]
-    more_to_do: bool
-    """Whether a module or optimizer has to be loaded from the tensors once these are filled."""
+def all_asked(asked: Sequence[set[str]]) -> set[str]:
+    return set[str]().union(*asked)
 
 
-def all_asked(asked: Sequence[Asked]) -> Asked:
-    return Asked(set[str]().union(*(each.names for each in asked)), any(each.more_to_do for each in asked))
-
-
-def _asked_of(into: Mapping[str, Any] | torch.nn.Module) -> tuple[dict[str, Tensor], _Through | None]:
-    """The tensors to fill by name, and the module that must be loaded from them afterwards, if any."""
+def _tensors_of(into: Mapping[str, Any] | torch.nn.Module) -> dict[str, Tensor]:
+    """The tensors to fill by name."""
     if not isinstance(into, torch.nn.Module):
-        return flatten(into), None
-    try:
-        state = into.state_dict(keep_vars=True)
-    except TypeError:  # an overridden state_dict that takes no arguments
-        state = into.state_dict()
-    through = None if _is_own_memory(into, state) else _Through(into, state)
-    return flatten(state if through is None else through.tensors), through
-
-
-def _is_own_memory(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
-    """Whether a module's state dict holds the module's own memory, so that it can be filled in place."""
-    own = [*module.parameters(), *module.buffers()]
+        return flatten(into)
+    own = [*into.parameters(), *into.buffers()]
     objects = {id(tensor) for tensor in own}
-    others = [value for value in state.values() if id(value) not in objects]
-    if not others:
-        return True
-    memory = {identity(locate("", tensor)) for tensor in own}
-    return all(isinstance(value, Tensor) and identity(locate("", value)) in memory for value in others)
-
-
-class _Through:
-    """A module that is loaded by its own ``load_state_dict``, from new tensors that are filled first."""
-
-    def __init__(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        self._module = module
-        self._metadata = getattr(state, "_metadata", None)
-        # tied tensors stay tied, since a checkpoint may have only one of their names
-        new = {id(value): torch.empty_like(value.detach()) for value in state.values() if isinstance(value, Tensor)}
-        self.tensors = {name: new.get(id(value), value) for name, value in state.items()}
-
-    def load(self, missing: set[str], strict: bool) -> None:
-        given: Any = OrderedDict((name, value) for name, value in self.tensors.items() if name not in missing)
-        if self._metadata is not None:
-            given._metadata = self._metadata
-        own = [locate("", tensor).local for tensor in (*self._module.parameters(), *self._module.buffers())]
-        half_loaded.mark(own)
-        try:
-            self._module.load_state_dict(given, strict=strict)
-            half_loaded.clear(own)
-        except Exception as error:
-            raise StateMismatchError(
-                f"The module's own load_state_dict refused what was read: {type(error).__name__}: {error}."
-                f" {half_loaded.CHANGED}"
-            ) from error
+    state = into.state_dict(keep_vars=True)
+    if others := {name: value for name, value in state.items() if id(value) not in objects}:
+        memory = {identity(locate("", tensor)) for tensor in own}
+        for name, value in others.items():
+            if not (isinstance(value, Tensor) and identity(locate(name, value)) in memory):
+                raise StateMismatchError(
+                    f"The module's state dict has {name!r}, which isn't the module's own memory, as of hooks and"
+                    " get_extra_state: load into state = module.state_dict(), and then call"
+                    " module.load_state_dict(state)."
+                )
+    return flatten(state)
 
 
 def _missing(wanted: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> list[str]:

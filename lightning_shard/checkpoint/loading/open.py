@@ -1,7 +1,6 @@
 """``read``: finds a checkpoint at a path, ours or another program's file, and opens it.
 
-Where ranks read together, only the first rank finds it, and broadcasts the manifest and the table of chunks; of a large
-table, each rank reads the blocks that it needs.
+Where ranks read together, only the first rank finds it, and broadcasts the manifest and the table of chunks.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from lightning_shard.checkpoint.foreign import files as foreign
 from lightning_shard.checkpoint.foreign.files import NOT_A_FILE
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from lightning_shard.checkpoint.format.table import WHOLE_BYTES, Table
-from lightning_shard.checkpoint.loading.stored import Checkpoint, change_since
+from lightning_shard.checkpoint.format.table import Table
+from lightning_shard.checkpoint.loading.stored import TRUSTED_BYTES, Checkpoint, change_since
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, raised_by_all, together
-from lightning_shard.checkpoint.store import Buffer, Store, as_path, open_store
+from lightning_shard.checkpoint.store import Store, as_path, open_store
+from lightning_shard.checkpoint.store.protocol import too_short
 from lightning_shard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -60,7 +60,7 @@ class Found(NamedTuple):
     foreign: bool = False
     """Whether the files are another program's."""
     table: bytes | None = None
-    """The bytes of the table; None if each rank reads it."""
+    """The bytes of the table; None before they are read."""
 
 
 def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, found: Found) -> Checkpoint:
@@ -68,9 +68,7 @@ def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, 
     store = _store_of(found, storage_options)
     source = path if found.foreign else f"{path}/{MANIFEST_NAME}"
     manifest = Manifest.from_bytes(found.manifest, source, foreign=found.foreign)
-    manifest.take_table(
-        Table(manifest.table, source, data=found.table) if found.foreign else _table(store, manifest, path, found.table)
-    )
+    manifest.take_table(_table(store, manifest, path, found.table))
     if not manifest.signed:
         warnings.warn(
             f"{source} has no digest of its own (written by {manifest.writer or 'an unnamed writer'}), so damage to it"
@@ -87,58 +85,45 @@ def _store_of(found: Found, storage_options: dict[str, Any] | None) -> Store:
     return store
 
 
-def _table(store: Store, manifest: Manifest, path: str, data: bytes | None = None) -> Table:
+def _table(store: Store, manifest: Manifest, path: str, given: bytes | None = None) -> Table:
     """The table of a manifest, whose file is read when it is needed, unless its bytes are given."""
-    name = manifest.table.path
+    name, nbytes = manifest.table.path, manifest.table.bytes
     source = f"{path}/{name}"
 
-    def read(begin: int, buffer: Buffer) -> None:
+    def load() -> bytes | bytearray:
+        if given is not None:
+            return given
         try:
-            with store.reading(name) as read_into:
-                read_into([(begin, buffer)])
+            if nbytes > TRUSTED_BYTES and store.size(name) < nbytes:
+                raise too_short(source, nbytes)
+            data = memoryview(bytearray(nbytes))
+            with store.reading(name) as read:
+                for begin in range(0, nbytes, store.step_bytes):
+                    read([(begin, data[begin : begin + store.step_bytes])])
         except NOT_A_FILE as error:
             if change := change_since(store, manifest.attempt):
                 raise CheckpointReplacedError(f"{path} was {change} while it was read: open it anew.") from error
             raise CorruptCheckpointError(f"{source} is missing: use another checkpoint.") from error
         except CheckpointError:
             raise
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise CheckpointError(f"{source} can't be read: {type(error).__name__}: {error}") from error
+        return data.obj  # type: ignore[return-value]
 
-    return Table(manifest.table, source, read, data)
+    return Table(manifest.table, source, load)
 
 
 def to_tell(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) -> Found:
-    """What the first rank broadcasts: ``found`` with the table's bytes, unless these are many."""
-    return found if ranks.alone else with_table(found, storage_options, WHOLE_BYTES)
+    """What the first rank broadcasts: ``found`` with the table's bytes."""
+    return found if ranks.alone else with_table(found, storage_options)
 
 
-def in_reach(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) -> Found:
-    """Send a large table to all ranks, unless each of them can read its file. A collective call.
-
-    Machines may have disks of their own, with the table only on the first rank's.
-    """
-    if found.table is not None or ranks.alone:
-        return found
-    try:
-        file = Manifest.from_bytes(found.manifest).table
-        there = _store_of(found, storage_options).size(file.path) == file.bytes
-    except Exception:
-        there = False
-    (out_of_reach,) = ranks.any(not there)
-    if not out_of_reach:
-        return found
-    return together(ranks, lambda: None, lambda _: with_table(found, storage_options))
-
-
-def with_table(found: Found, storage_options: dict[str, Any] | None, most_bytes: int = 2**63) -> Found:
-    """What was found, with the table's bytes unless these are more than ``most_bytes``."""
+def with_table(found: Found, storage_options: dict[str, Any] | None) -> Found:
+    """What was found, with the table's bytes."""
     if found.table is not None:
         return found
     manifest = Manifest.from_bytes(found.manifest, f"{found.root}/{MANIFEST_NAME}")
-    if manifest.table.bytes > most_bytes:
-        return found
-    return found._replace(table=_table(_store_of(found, storage_options), manifest, found.root).data())
+    return found._replace(table=bytes(_table(_store_of(found, storage_options), manifest, found.root).data))
 
 
 def read_together(
@@ -151,7 +136,6 @@ def read_together(
     """As :func:`read`, but only the first rank reads the manifest, and broadcasts it. A collective call."""
     root, ranks = as_path(path), Ranks.of(group)
     found = together(ranks, lambda: None, lambda _: to_tell(find(root, storage_options), storage_options, ranks))
-    found = in_reach(found, storage_options, ranks)
     with all_or_none(group):
         return open_found(root, storage_options, verify, found)
 
@@ -199,7 +183,7 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
         raise CheckpointNotFoundError(
             f"{path} holds no committed checkpoint: there is no {MANIFEST_NAME}. {_what_is_there(path, store)}"
         )
-    table = found.manifest.chunks.table.data()
+    table = bytes(found.manifest.chunks.table.data)
     return Found(found.store.root, found.manifest.to_bytes(), found.state, foreign=True, table=table)
 
 
@@ -214,13 +198,9 @@ def _what_is_there(path: str, store: Store) -> str:
         return "It is a folder without files." if os.path.isdir(path) else "Nothing is there: check the path."
     if ".metadata" in names:
         return "It is a checkpoint of torch.distributed.checkpoint: load it with that."
-    if "pytorch_model.bin.index.json" in names:
-        return "It is a model in several files of torch.save: save it anew as safetensors (save_pretrained)."
-    endings = ".safetensors", ".bin", ".ckpt", ".pt", ".pth"
-    if single := [name for name in names if name.endswith(endings) and "/" not in name]:
-        return f"But there is {single[0]} in it: pass that file's own path."
-    if children := sorted({name.rpartition("/")[0] for name in names if name.endswith("/" + MANIFEST_NAME)}):
-        return f"But there is one in {children[-1]!r} below it: did you mean that?"
     if any(name.startswith(("model/", "optimizer/", "trainer/")) for name in names):
         return "It has files of a save that was not completed: use an earlier checkpoint."
+    endings = "/" + MANIFEST_NAME, ".safetensors", ".bin", ".ckpt", ".pt", ".pth"
+    if inside := [name for name in names if name.endswith(endings)]:
+        return f"But there is {inside[-1]} in it: did you mean that?"
     return f"It holds {', '.join(names[:5])}{' …' if len(names) > 5 else ''}."

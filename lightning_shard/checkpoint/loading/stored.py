@@ -33,8 +33,7 @@ class StoredTensor:
     """A lazy tensor in a checkpoint: shape and dtype are known, elements are read on demand.
 
     ``stored[10:20]`` reads only these rows, ``stored[..., 3]`` only this column; ``stored[[7, 900]]`` and
-    ``stored[mask]`` read little more than they select. The result equals torch's for the same index; slices may have
-    negative steps, as in numpy.
+    ``stored[mask]`` read little more than they select. The result equals torch's for the same index.
     """
 
     def __init__(self, name: str, entry: TensorEntry, checkpoint: Checkpoint) -> None:
@@ -106,9 +105,6 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
 
     def alias_of(self, name: str) -> str | None:
         """The name of the tensor that this one shared its memory with when it was saved, if any."""

@@ -28,27 +28,11 @@ NAMES_OF_NOTHING_ELSE = {"params", "param_names"}
 State = Mapping[str, Any] | torch.nn.Module
 
 
-class TensorNames:
-    """Takes names of optimizers' tensors apart. Parameters' names, as of a ``ModuleDict``, may contain ``/``, too.
-
-    Args:
-        listed: Each optimizer's parameters by name, as its groups list them.
-    """
-
-    def __init__(self, listed: Iterable[Iterable[str]]) -> None:
-        self._slashed = [{name for name in names if "/" in name} for names in listed]
-
-    def apart(self, path: str) -> tuple[str, str, str]:
-        """The optimizer, the parameter and the key. The longest parameter's name counts."""
-        owner, _, rest = path.partition("/")
-        slashed = self._slashed[int(owner)] if owner.isdecimal() and int(owner) < len(self._slashed) else ()
-        if slashed:
-            cuts = [at for at, character in enumerate(rest) if character == "/"]
-            for at in reversed(cuts):
-                if rest[:at] in slashed:
-                    return owner, rest[:at], rest[at + 1 :]
-        name, _, key = rest.partition("/")
-        return owner, name, key
+def apart(path: str) -> tuple[str, str, str]:
+    """The optimizer, the parameter and the key of a tensor's name. Parameters' names may contain ``/``; keys don't."""
+    owner, _, rest = path.partition("/")
+    name, _, key = rest.rpartition("/")
+    return owner, name, key
 
 
 def listed_in(states: Iterable[Mapping[str, Any]]) -> list[list[str]]:
@@ -69,9 +53,6 @@ def named_optimizer_state(
     Returns:
         ``"state"`` by parameter name, ``"shared"`` (state that belongs to no parameter), ``"param_groups"``, and the
         ``"parameters"`` by name.
-
-    Raises:
-        UnsupportedStateError: The optimizer's state dict has other keys than torch's.
     """
     more = optimizer.state_dict().keys() - {"state", "param_groups"}
     if more:
@@ -102,24 +83,20 @@ def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str
 
     Args:
         states: Results of :func:`named_optimizer_state`; ``"parameters"`` may lack unknown ones.
-
-    Raises:
-        UnsupportedStateError: One parameter's name is another's, followed by ``/``, the separator in names of optimizer
-            tensors; or two tensors would get the same name.
     """
     tensors: dict[str, Tensor] = {}
     rest: list[dict[str, Any]] = []
     for index, state in enumerate(states):
         values: dict[str, dict[str, Any]] = {}
-        _check_names({*state["state"], *listed_in([state])[0]})
         for name, entries in state["state"].items():
             parameter = state["parameters"].get(name)
             for key, value in entries.items():
                 label = f"{index}/{name}/{key}"
                 whole = parameter is not None and isinstance(value, Tensor) and value.shape == parameter.shape
                 lifted = {label: value}
-                # tensors' names need string keys; only the rest can have other keys
-                if not (isinstance(key, str) and isinstance(value, Tensor) and (whole or not is_dtensor(value))):
+                # tensors' names need string keys without slashes; only the rest can have other keys
+                is_name = isinstance(key, str) and "/" not in key
+                if not (is_name and isinstance(value, Tensor) and (whole or not is_dtensor(value))):
                     values.setdefault(name, {})[key], lifted = lift(value, label)
                 if taken := tensors.keys() & lifted.keys():
                     raise UnsupportedStateError(
@@ -127,21 +104,9 @@ def flatten_optimizer_states(states: Iterable[dict[str, Any]]) -> tuple[dict[str
                         " rename one."
                     )
                 tensors.update(lifted)
-        flags = {flag: True for flag in ("numbered", "flattened") if state.get(flag)}
-        rest.append({**flags, "values": values, "shared": state["shared"], "param_groups": state["param_groups"]})
+        numbered = {"numbered": True} if state.get("numbered") else {}
+        rest.append({**numbered, "values": values, "shared": state["shared"], "param_groups": state["param_groups"]})
     return tensors, rest
-
-
-def _check_names(names: set[str]) -> None:
-    for name in names:
-        before = name
-        while "/" in before:
-            before = before.rpartition("/")[0]
-            if before in names:
-                raise UnsupportedStateError(
-                    f"{before!r} and {name!r}: an optimizer's state of these can't be told apart by names, since one is"
-                    " the other's with a '/' behind it: rename one."
-                )
 
 
 def merge_stages(
@@ -183,9 +148,6 @@ def name_numbered(
         tensors: By ``"{optimizer}/{number}/{key}"``, or with the parameter's name instead of the number.
         states: Each optimizer's values that aren't tensors, and its groups.
         names: The names of all stages' parameters, for each optimizer and group, in the order of the groups.
-
-    Raises:
-        StateMismatchError: The numbers or sizes of groups differ.
     """
     named: list[dict[str, Any]] = []
     by_number: dict[str, dict[str, str]] = {}

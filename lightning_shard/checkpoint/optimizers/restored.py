@@ -20,7 +20,7 @@ from lightning_shard.checkpoint.optimizers.named import (
     NAMES_OF_NOTHING_ELSE,
     OPTIMIZER_STATES,
     State,
-    TensorNames,
+    apart,
     listed_in,
     name_numbered,
 )
@@ -143,7 +143,6 @@ def renamed(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Rename the parameters in optimizers' tensors and states as the model's tensors are renamed; numbers stay."""
     named, found = [], {}
-    names = TensorNames(listed_in(states))
     for index, state in enumerate(states):
         if state.get("numbered"):
             named.append(state)
@@ -154,7 +153,7 @@ def renamed(
         values = {new[name]: entries for name, entries in state["values"].items() if name in new}
         named.append({**state, "values": values, "param_groups": groups})
         for path in tensors:
-            owner, name, key = names.apart(path)
+            owner, name, key = apart(path)
             if owner == str(index) and name in new:
                 found[f"{index}/{new[name]}/{key}"] = tensors[path]
     return found, named
@@ -201,15 +200,14 @@ def plan_optimizers(
     """
     by_parameter: dict[tuple[str, str], dict[str, Any]] = {}
     listed = listed_in(states)
-    tensor_names = TensorNames(listed)
     for path, value in stored.items():
-        owner, name, key = tensor_names.apart(path)
+        owner, name, key = apart(path)
         by_parameter.setdefault((owner, name), {})[key] = value
     plans = []
     for index, (optimizer, rest_of) in enumerate(zip(optimizers, states, strict=True)):
         groups = _groups_of(index, optimizer, names, rest_of, asked_by_any)
         plan = Plan(optimizer, groups, rest_of.get("shared", {}))
-        known = set(listed[index])
+        known, referred = set(listed[index]), _stored_in(rest_of["values"])
         for group, saved in zip(optimizer.param_groups, groups):
             # torch keeps step counts on the CPU, unless the step itself runs on the device
             hyperparameters = {**group, **saved}
@@ -218,7 +216,6 @@ def plan_optimizers(
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 values = rest_of["values"].get(name, {})
-                referred = _stored_in(values)
                 state: dict[str, Any] = {}
                 for key, value in {**by_parameter.get((str(index), name), {}), **values}.items():
                     if key in values or value.name not in referred:
@@ -238,15 +235,14 @@ def _groups_of(
     rest: Mapping[str, Any],
     asked_by_any: Collection[str],
 ) -> list[dict[str, Any]]:
-    """The saved group for each of the optimizer's groups: by position, or for a flattened state by its parameters.
+    """The saved group for each of the optimizer's groups, by position.
 
     A pipeline stage has some of each group's parameters, maybe none. Parameters that weren't optimized when saving may
-    be in any group. A group of only such parameters, on all stages (flattened: on this stage), keeps its settings.
+    be in any group. A group of only such parameters, on all stages, keeps its settings.
     """
     saved = rest["param_groups"]
     _check_kind(index, optimizer, saved)
-    flattened = bool(rest.get("flattened"))
-    if len(saved) != len(optimizer.param_groups) and not flattened:
+    if len(saved) != len(optimizer.param_groups):
         raise StateMismatchError(
             f"The checkpoint's optimizer {index} has {len(saved)} parameter groups, and the one here has"
             f" {len(optimizer.param_groups)}: make the same groups."
@@ -256,23 +252,15 @@ def _groups_of(
     for number, group in enumerate(optimizer.param_groups):
         own = [names[id(parameter)] for parameter in group["params"]]
         theirs = {places[name] for name in own if name in places}
-        if flattened:
-            if len(theirs) > 1:
-                raise StateMismatchError(
-                    f"Group {number} of optimizer {index} holds parameters that had different hyperparameters when they"
-                    " were saved: create the same parameter groups as in the run that saved."
-                )
-            found.append(saved[theirs.pop()] if theirs else {})
-        elif theirs - {number}:
+        if theirs - {number}:
             other = next(name for name in own if places.get(name, number) != number)
             raise StateMismatchError(
                 f"{other!r} is in group {number} of optimizer {index}, and was in group {places[other]} when it was"
                 " saved: make the same groups, in the same order."
             )
-        else:
-            before = saved[number]["params"]
-            known = theirs or any(asked_as(index, name) in asked_by_any for name in before) or not (own or before)
-            found.append(saved[number] if known else {})
+        before = saved[number]["params"]
+        known = theirs or any(asked_as(index, name) in asked_by_any for name in before) or not (own or before)
+        found.append(saved[number] if known else {})
     return found
 
 
@@ -280,9 +268,6 @@ def _check_kind(index: int, optimizer: torch.optim.Optimizer, saved: Sequence[Ma
     """Refuse the state of an optimizer of another class: its learning rate would be used, and its state misread.
 
     The class isn't stored. Another version of the same class may have more settings, or fewer; another class has both.
-
-    Raises:
-        StateMismatchError: The saved groups have unknown settings, and also lack some that the optimizer needs.
     """
     known = {*optimizer.defaults, *_SCHEDULERS, *NAMES_OF_NOTHING_ELSE}
     for group, before in zip(optimizer.param_groups, saved):

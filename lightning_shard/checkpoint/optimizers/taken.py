@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.optimizers.named import (
-    NAMES_OF_NOTHING_ELSE,
     OPTIMIZER_STATES,
     State,
     flatten_optimizer_states,
@@ -32,9 +31,6 @@ def take_apart(
 
     Returns:
         The optimizers' tensors by name, and the trainer state with the rest of the optimizers' state added.
-
-    Raises:
-        UnsupportedStateError: A parameter isn't in ``state``; or the rest can't be added to the trainer state.
     """
     if optimizer is None or is_by_name(optimizer):
         return optimizer, trainer_state
@@ -62,17 +58,12 @@ def take_apart(
 
 
 def is_by_name(optimizer: Any) -> bool:
-    return isinstance(optimizer, Mapping) and not is_state_dict(optimizer) and not _is_flattened(optimizer)
+    return isinstance(optimizer, Mapping) and not is_state_dict(optimizer)
 
 
 def is_state_dict(value: Mapping[str, Any]) -> bool:
     """Whether a mapping is an optimizer's ``state_dict()``, or one from ``torch.distributed.checkpoint.state_dict``."""
     return isinstance(value.get("state"), Mapping) and isinstance(value.get("param_groups"), list)
-
-
-def _is_flattened(value: Mapping[str, Any]) -> bool:
-    """Whether it is from ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict=True``."""
-    return any(str(key).startswith("param_groups.") and not isinstance(item, Mapping) for key, item in value.items())
 
 
 def several(optimizer: Any) -> list[Any]:
@@ -84,8 +75,6 @@ def _named(optimizer: Any, state: State) -> dict[str, Any]:
         return named_optimizer_state(optimizer, parameter_names([optimizer], state))
     if isinstance(optimizer, Mapping) and is_state_dict(optimizer):
         return named_state_dict(optimizer, flatten(state))
-    if isinstance(optimizer, Mapping) and _is_flattened(optimizer):
-        return _unflattened(optimizer, flatten(state))
     raise UnsupportedStateError(
         f"optimizer holds a {type(optimizer).__name__}: pass a torch.optim.Optimizer, its state_dict(), what"
         " torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives, or a list of these; or one mapping of"
@@ -117,42 +106,6 @@ def named_state_dict(content: Mapping[str, Any], parameters: Mapping[str, Tensor
     }
 
 
-def _unflattened(content: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Convert a flattened state dict. It doesn't record groups, so parameters of equal hyperparameters form one, and
-    ``"flattened"`` is true."""
-    entries: dict[str, dict[str, Any]] = {"state": {}, "param_groups": {}}
-    for key, value in content.items():
-        section, _, rest = key.partition(".")
-        # keys and names may both contain dots: the longest matching name counts
-        cuts = [rest[:at] for at in range(len(rest), 0, -1) if rest[at : at + 1] == "."]
-        name = next((name for name in cuts if name in parameters), None)
-        if section not in entries or name is None:
-            raise UnsupportedStateError(
-                f"The optimizer's {key!r} is of no parameter that is in state: pass the module that it optimizes."
-            )
-        entries[section].setdefault(name, {})[rest[len(name) + 1 :]] = value
-    groups: list[dict[str, Any]] = []
-    for name, values in entries["param_groups"].items():
-        found = next((group for group in groups if _same_values(group, values)), None)
-        if found is None:
-            groups.append(found := {**values, "params": []})
-        found["params"].append(name)
-    known = {name: parameters[name] for name in entries["param_groups"] | entries["state"]}
-    return {"flattened": True, "state": entries["state"], "shared": {}, "param_groups": groups, "parameters": known}
-
-
-def _same_values(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two groups have equal hyperparameters, which may be tensors (such as ``lr`` with captured steps)."""
-    keys = group.keys() - NAMES_OF_NOTHING_ELSE
-    return keys == other.keys() - NAMES_OF_NOTHING_ELSE and all(_equal(group[key], other[key]) for key in keys)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    return type(a) is type(b) and bool(a == b)
-
-
 def _merged(everyone: list[tuple[tuple[int, ...], list[dict[str, Any]]]]) -> list[dict[str, Any]]:
     """Merge the descriptions of every mesh's first rank to one."""
     by_mesh: dict[tuple[int, ...], list[dict[str, Any]]] = {}
@@ -173,9 +126,6 @@ def parameter_names(optimizers: Iterable[torch.optim.Optimizer], state: State) -
     """Find the names of the optimizers' parameters: ``id(parameter)`` to name.
 
     ``state`` is the module, or has tensors that share the parameters' memory.
-
-    Raises:
-        UnsupportedStateError: A parameter isn't in ``state``, or its empty shard matches several names.
     """
     if isinstance(state, torch.nn.Module):
         tensors: Iterable[tuple[str, Tensor]] = state.named_parameters(remove_duplicate=False)

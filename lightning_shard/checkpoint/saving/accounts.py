@@ -8,7 +8,6 @@ arrays on the way.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -34,7 +33,6 @@ class Account:
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     """By section: name of a tensor that shares the memory of another, to that one's name."""
     state_file: FileEntry | None = None
-    host: str = field(default_factory=socket.gethostname)
     replicated: bytes = b""
     """Names of the tensors that are replicated on all of ``mesh_ranks``, one to a line."""
     contents: bytes = b""
@@ -96,7 +94,6 @@ class Joined:
 
     Attributes:
         state_file: The index in ``files`` of the trainer state's file; None if no rank of the group wrote it.
-        hosts: The files written by the ranks of each machine, by host name.
         rows: The chunks of all tensors; ``file`` is an index in ``files``.
         owners: For each row, the index of its tensor in ``tensors``.
     """
@@ -105,7 +102,6 @@ class Joined:
     meshes: list[tuple[int, ...]]
     parties: list[Party]
     files: list[FileEntry]
-    hosts: dict[str, list[FileEntry]]
     state_file: int | None
     tensors: list[Held]
     rows: Rows
@@ -117,7 +113,6 @@ def joined(accounts: Sequence[Account]) -> Joined:
     """Join the accounts of a group of ranks, given in rank order."""
     meshes: dict[tuple[int, ...], int] = {}
     parties: dict[tuple[int, tuple[int, str], bytes, bytes], list[int]] = {}
-    hosts: dict[str, list[FileEntry]] = {}
     files: list[FileEntry] = []
     state_file = None
     aliases: dict[tuple[str, str, str, int], int] = {}
@@ -130,7 +125,6 @@ def joined(accounts: Sequence[Account]) -> Joined:
         parties.setdefault(told, []).append(account.rank)
         if account.state_file is not None:
             state_file = len(files)
-        hosts.setdefault(account.host, []).extend(account.files())
         number = len(files) + (account.state_file is not None)
         files += account.files()
         for section, of_section in account.written.items():
@@ -147,7 +141,6 @@ def joined(accounts: Sequence[Account]) -> Joined:
         meshes=list(meshes),
         parties=[Party(ranks, *told) for told, ranks in parties.items()],
         files=files,
-        hosts=hosts,
         state_file=state_file,
         tensors=tensors.held,
         rows=_rows(parts),

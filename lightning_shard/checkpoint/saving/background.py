@@ -194,16 +194,6 @@ class AsyncSaver:
                 raise
             error.add_note(f"The save to {self._path} that was under way failed, too: {fault}")
 
-    def __del__(self) -> None:
-        if getattr(self, "_saving", None) is not None:
-            warnings.warn(
-                f"An AsyncSaver was garbage collected before anybody waited for its save to {self._path}: use it in a"
-                " with block, or call wait() or close(). If this save fails, that is shown when the program ends.",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
-
     def _say_that_it_waits(self) -> None:
         self._said = True
         warnings.warn(

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from lightning_shard.arguments import few
@@ -24,7 +24,7 @@ from lightning_shard.checkpoint.store import Store
 from lightning_shard.errors import CheckpointConflictError, CheckpointError
 
 LOOKS, FEW_LOOKS = 16, 64
-"""How many files are looked at at once, where there are more than these few of a machine."""
+"""How many files are looked at at once, where there are more than these few."""
 
 
 def new_attempt() -> str:
@@ -33,12 +33,7 @@ def new_attempt() -> str:
 
 
 def look_before_saving(store: Store) -> Earlier:
-    """Note what is at the path when a save begins.
-
-    Raises:
-        CheckpointError: There is a ``manifest.json`` of another program; or the path is a symbolic link to a
-            checkpoint, or a file.
-    """
+    """Note what is at the path when a save begins."""
     if store.folder is not None and os.path.islink(store.folder) and store.exists(MANIFEST_NAME):
         raise CheckpointError(
             f"{store.root} is a symbolic link to the checkpoint {os.path.realpath(store.folder)}, which would be"
@@ -51,40 +46,23 @@ def look_before_saving(store: Store) -> Earlier:
     return look(store)
 
 
-def check_files(
-    store: Store, by_host: Mapping[str, Iterable[FileEntry]], own_host: str, began_s: float, *, own_disks: bool = False
-) -> None:
+def check_files(store: Store, files: Sequence[FileEntry], began_s: float) -> None:
     """Check that all files that the manifest will name exist and have their sizes, just before the commit.
 
     Each rank has checked its own files. In a folder the first rank checks all of them again; in a remote store only if
-    so much time has passed that another save may have removed them as a crashed save's leftovers. If none of a host's
-    files is visible, that host is taken to have a disk of its own.
+    so much time has passed that another save may have removed them as a crashed save's leftovers.
 
     Args:
         began_s: When the save began, by ``time.monotonic()``.
-        own_disks: Whether hosts may have disks of their own.
 
     Raises:
-        CheckpointError: A file is missing or has another size; or a host has a disk of its own, and may not.
+        CheckpointError: A file is missing or has another size.
     """
     if store.is_remote and time.monotonic() - began_s < LEFTOVER_AGE_S / 2:
         return
-    for host, files in by_host.items():
-        entries = list(files)
-        # a folder may be a network mount, where a look takes a round trip
-        looks = each(partial(_fault, store), entries, LOOKS if len(entries) > FEW_LOOKS else 1)
-        lost = [fault for _, fault in looks if fault]
-        if lost and host != own_host and len(lost) == len(entries):
-            if not own_disks:
-                raise CheckpointError(
-                    f"{store.root}: none of the files that {host} has just written is there on {own_host}: it is a"
-                    " disk of each machine's own, and no machine could load what is saved so. Save to a path that"
-                    " all machines see; a disk of each one's own may be ShardedCheckpointIO's local= folder, from"
-                    " which saves are carried to such a path. Nothing has been committed, and an earlier checkpoint"
-                    " is as it was."
-                )
-        else:
-            _refuse(store, lost)
+    # a folder may be a network mount, where a look takes a round trip
+    looks = each(partial(_fault, store), files, LOOKS if len(files) > FEW_LOOKS else 1)
+    _refuse(store, [fault for _, fault in looks if fault])
 
 
 def check_own_files(store: Store, files: Iterable[FileEntry]) -> None:
@@ -107,9 +85,10 @@ def _fault(store: Store, file: FileEntry) -> str:
 def _refuse(store: Store, lost: list[str]) -> None:
     if lost:
         raise CheckpointError(
-            f"{store.root}: files that were just written are missing or have another size"
-            f" ({few(lost, 3)}): another program may be removing files there. Nothing has been committed,"
-            " and an earlier checkpoint is as it was."
+            f"{store.root}: files that were just written are missing or have another size ({few(lost, 3)}): another"
+            " program may be removing files there, or it is a disk of each machine's own. Save to a path that all"
+            " machines see; disks of their own may be ShardedCheckpointIO's local= folder, from which saves are carried"
+            " to such a path. Nothing has been committed, and an earlier checkpoint is as it was."
         )
 
 
@@ -120,7 +99,7 @@ def commit(store: Store, manifest: Manifest, earlier: Earlier, *, durable: bool)
         CheckpointConflictError: Another save has committed first. Its checkpoint stays.
         BaseException: With the attribute :data:`~lightning_shard.checkpoint.ranks.FILES_STAY`.
     """
-    data, table = manifest.to_bytes(), manifest.chunks.table.data()
+    data, table = manifest.to_bytes(), manifest.chunks.table.data
     try:
         # atomically, since another process may be committing the same attempt from a copy of it
         store.publish(manifest.table.path, [memoryview(table)], len(table), durable=durable)
@@ -137,18 +116,14 @@ def commit(store: Store, manifest: Manifest, earlier: Earlier, *, durable: bool)
 
 
 def _conflict(store: Store, attempt: str) -> str:
-    who, when = "a manifest that can't be read", ""
+    who = "a manifest that can't be read"
     with contextlib.suppress(Exception):
         there = json.loads(store.read(MANIFEST_NAME))
-        who = f"attempt {there['attempt']} of {there.get('world_size', 1)} ranks ({there.get('writer') or 'unnamed'})"
-    with contextlib.suppress(Exception):
-        modified = store.modified(MANIFEST_NAME)
-        when = f", of {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(modified))} UTC" if modified else ""
+        who = f"attempt {there['attempt']} of {there['world_size']} ranks ({there['writer']})"
     return (
-        f"{store.root}: another save was committed to this path while this one was running: {who}{when}, which wasn't"
-        f" there when this save (attempt {attempt}) began. It is kept, and what this save wrote is discarded. Two jobs"
-        " save to one path, such as a requeued one and one that didn't end: stop one of them, or give each a path of"
-        " its own."
+        f"{store.root}: another save was committed to this path while this one was running: {who}, which wasn't there"
+        f" when this save (attempt {attempt}) began. It is kept, and what this save wrote is discarded: stop one of the"
+        " two jobs, or give each a path of its own."
     )
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.boxes import Box
+from lightning_shard.checkpoint.boxes import Box, slabs
 from lightning_shard.checkpoint.engine import Digests
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, digest, digest_bytes
 from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, dtype_name, header_of, tensor_table
 from lightning_shard.checkpoint.format.manifest import FileEntry
 from lightning_shard.checkpoint.format.table import Integers, columns_of
-from lightning_shard.checkpoint.memory import byte_view, is_plain, resolved
+from lightning_shard.checkpoint.memory import byte_view, is_plain, narrow, resolved
 from lightning_shard.checkpoint.store import Buffer, Store
 
 WRITE_STEP_BYTES = 2**18
@@ -236,24 +236,8 @@ def _buffers(tensor: Tensor, staging: list[Tensor]) -> Iterator[Buffer]:
         return
     if not staging:
         staging.append(torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=tensor.device.type == "cuda"))
-    for part in _parts(tensor, STAGING_BYTES):
-        nbytes = part.numel() * part.element_size()
-        room = staging[0][:nbytes].view(part.dtype).view(part.shape)
+    for box in slabs(Box.whole(tensor.shape), STAGING_BYTES // tensor.element_size()):
+        part = narrow(tensor, box)
+        room = staging[0][: part.nbytes].view(part.dtype).view(part.shape)
         room.copy_(resolved(part))
         yield byte_view(room)
-
-
-def _parts(tensor: Tensor, limit_bytes: int) -> Iterator[Tensor]:
-    """Cut a tensor into views in row-major order, none larger than the limit."""
-    if tensor.numel() * tensor.element_size() <= limit_bytes:
-        if tensor.numel():
-            yield tensor
-        return
-    row_bytes = tensor[0].numel() * tensor.element_size()
-    rows = limit_bytes // row_bytes
-    if rows == 0:
-        for row in tensor:
-            yield from _parts(row, limit_bytes)
-    else:
-        for first in range(0, tensor.shape[0], rows):
-            yield tensor[first : first + rows]

@@ -45,16 +45,14 @@ class Merged:
 
     def __init__(self, parts: Sequence[Joined]) -> None:
         self.files: list[FileEntry] = []
-        self.files_by_host: dict[str, list[FileEntry]] = {}
-        """The files that the ranks of each machine have written, by host name."""
         self._state_file: int | None = None
         self._meshes: dict[tuple[int, ...], int] = {}
         self._all: list[Held] = []
         """The tensors as each mesh holds them. A tensor's number is its index here."""
         self._tensors: dict[str | int, dict[str, int]] = {}
-        """The numbers by section, or by rank for tensors of it alone, and by name."""
-        self._again: dict[tuple[str | int, str, int], int] = {}
-        """Copies on further meshes of tensors that an earlier mesh has, by section, name and mesh."""
+        """The first mesh's numbers by section, or by rank for tensors of it alone, and by name."""
+        self._numbers: dict[tuple[str | int, str, int], int] = {}
+        """The numbers of all, by section, name and mesh."""
         self._aliases: dict[str, dict[str, str]] = {}
         self._pairs: list[tuple[Held, Held]] = []
         """Pairs of tensors of one section that must be equal."""
@@ -66,8 +64,9 @@ class Merged:
         """Rank to mesh number, in the order of the accounts."""
         owners = [self._add(part, own) for part, own in zip(parts, meshes)]
         self._take_rows(parts, owners)
-        for (section, name, _), number in self._again.items():
-            self._pairs.append((self._all[self._tensors[section][name]], self._all[number]))
+        for (section, name, _), number in self._numbers.items():
+            if (first := self._tensors[section][name]) != number:
+                self._pairs.append((self._all[first], self._all[number]))
         # after all tensors are known: a name may be an alias on one mesh and a plain tensor on another
         for part, own in zip(parts, meshes):
             for alias in part.aliases:
@@ -79,22 +78,13 @@ class Merged:
         if part.state_file is not None:
             self._state_file = len(self.files) + part.state_file
         self.files += part.files
-        for host, files in part.hosts.items():
-            self.files_by_host.setdefault(host, []).extend(files)
         return np.array([self._number(held, meshes[held.mesh]) for held in part.tensors], np.int64)
 
     def _number(self, held: Held, mesh: int) -> int:
-        tensors = self._tensors.setdefault(held.title, {})
-        number = tensors.get(held.name)
-        if number is not None and self._all[number].mesh != mesh:
-            number = self._again.get((held.title, held.name, mesh))
-        if number is None:
-            number = len(self._all)
+        number = self._numbers.setdefault((held.title, held.name, mesh), len(self._all))
+        if number == len(self._all):
             self._all.append(held._replace(mesh=mesh))
-            if held.name in tensors:
-                self._again[held.title, held.name, mesh] = number
-            else:
-                tensors[held.name] = number
+            self._tensors.setdefault(held.title, {}).setdefault(held.name, number)
         known = self._all[number]
         if (known.dtype, known.shape) != (held.dtype, held.shape):
             raise CheckpointError(
@@ -125,7 +115,7 @@ class Merged:
     def _add_alias(self, alias: Alias) -> None:
         section, name, target, mesh, rank = alias
         tensors = self._tensors.setdefault(section, {})
-        own = self._again.get((section, target, mesh), tensors.get(target))
+        own = self._numbers.get((section, target, mesh), tensors.get(target))
         if own is None:
             raise CheckpointError(
                 f"{name!r} shares its memory with {target!r} on rank {rank}, and no rank has written {target!r}:"
@@ -158,7 +148,7 @@ class Merged:
 
     def _span(self, held: Held) -> tuple[int, int]:
         """The rows of a tensor's chunks: the first, and the one after the last."""
-        number = self._again.get((held.title, held.name, held.mesh), self._tensors[held.title][held.name])
+        number = self._numbers[held.title, held.name, held.mesh]
         first, last = self._bounds[number : number + 2].tolist()
         return first, last
 
@@ -174,11 +164,7 @@ class Merged:
         return found
 
     def unsettled(self) -> list[Name]:
-        """The tensors that meshes cut into different chunks, so that block digests can't show whether they are equal.
-
-        Raises:
-            CheckpointError: Two copies of a tensor differ.
-        """
+        """The tensors that meshes cut into different chunks, so that block digests can't show if they are equal."""
         unsettled: dict[Name, None] = {}
         for first, other in self._pairs:
             if not _alike(first, other):
@@ -192,11 +178,7 @@ class Merged:
         return list(unsettled)
 
     def settle(self, sums: list[Sums]) -> None:
-        """Compare the :meth:`unsettled` tensors by their content sums; ``sums`` has those of each rank's chunks.
-
-        Raises:
-            CheckpointError: Two copies of a tensor differ.
-        """
+        """Compare the :meth:`unsettled` tensors by their content sums; ``sums`` has those of each rank's chunks."""
         totals: dict[tuple[str, str, int], int] = {}
         for mesh, own in zip(self._mesh_of.values(), sums, strict=True):
             for (section, name), value in own.items():

@@ -4,10 +4,9 @@ The part of the plan that depends only on names, dtypes, layouts and aliases is 
 computed once and cached (:func:`_plan`). A later save locates its tensors, finds which of them alias each other, and
 takes views.
 
-Fingerprints of replicated tensors, to check that they are equal on all ranks of a mesh, each of which writes a part.
-
-A fingerprint covers all elements of a small tensor, and a sample of a larger one, so that it costs a save no time;
-replicas that have diverged differ nearly everywhere. It depends only on the elements, not on strides or devices.
+Each rank of a mesh writes a part of a replicated tensor, so fingerprints check that it is equal on all of them: of all
+elements of a small tensor, and a sample of a larger one, which costs a save no time. Replicas that have diverged differ
+nearly everywhere.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from lightning_shard.checkpoint.engine import collection_paused
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.format.header import check_name
-from lightning_shard.checkpoint.memory import byte_view, is_plain, settle
+from lightning_shard.checkpoint.memory import byte_view, resolved, settle
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.saving.accounts import Account
 from lightning_shard.checkpoint.saving.files import FilePlan, Piece, arranged, plan_file
@@ -52,55 +51,37 @@ if TYPE_CHECKING:
 WHOLE_BYTES = 2**14
 """Tensors up to this size are compared whole."""
 WINDOWS, WINDOW_BYTES = 16, 2**10
-"""The sample of a larger tensor: so many windows, evenly spaced from its first element to its last."""
+"""The sample of a larger tensor: so many windows, evenly spaced from its first element on."""
 FINGERPRINT_BYTES = 8
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> bytes:
-    """The fingerprints of tensors, concatenated, :data:`FINGERPRINT_BYTES` each."""
-    sampled = iter(_sampled([tensor for tensor in tensors if not is_plain(tensor)]))
-    samples = (b"".join(_parts(tensor)) if is_plain(tensor) else next(sampled) for tensor in tensors)
-    return b"".join(map(xxhash.xxh3_64_digest, samples))
-
-
-def _windows(tensor: Tensor) -> list[tuple[int, int]]:
-    """[begin, end) of each window, as flat row-major element indices."""
-    elements, each = tensor.numel(), WINDOW_BYTES // tensor.element_size()
-    if tensor.nbytes <= WHOLE_BYTES:
-        return [(0, elements)]
-    return [(start, start + each) for start in ((elements - each) * n // (WINDOWS - 1) for n in range(WINDOWS))]
-
-
-def _parts(tensor: Tensor) -> list[memoryview]:
-    memory, size = byte_view(tensor), tensor.element_size()
-    return [memory[begin * size : end * size] for begin, end in _windows(tensor)]
-
-
-def _sampled(tensors: Sequence[Tensor]) -> list[memoryview]:
-    """The samples of tensors that aren't contiguous CPU tensors; one copy from each device."""
+    """The fingerprints of tensors, concatenated, :data:`FINGERPRINT_BYTES` each. One copy from each device."""
     samples = [_sample(tensor) for tensor in tensors]
-    by_device: dict[torch.device, list[int]] = {}
-    for number, sample in enumerate(samples):
-        by_device.setdefault(sample.device, []).append(number)
-    found = [memoryview(b"")] * len(samples)
-    for numbers in by_device.values():
-        memory, start = byte_view(torch.cat([samples[number] for number in numbers]).cpu()), 0
-        for number in numbers:
-            found[number] = memory[start : start + samples[number].numel()]
-            start += samples[number].numel()
-    return found
+    found = [b""] * len(samples)
+    for device in {sample.device for sample in samples}:
+        numbers = [number for number, sample in enumerate(samples) if sample.device == device]
+        own = [samples[number] for number in numbers]
+        if device.type != "cpu":
+            own = list(torch.cat(own).cpu().split([len(sample) for sample in own]))
+        for number, sample in zip(numbers, own):
+            found[number] = xxhash.xxh3_64_digest(byte_view(sample))
+    return b"".join(found)
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    tensor = tensor.resolve_conj().resolve_neg()
-    windows = _windows(tensor)
+    """The bytes that are compared of a tensor."""
+    tensor = resolved(tensor)
+    if tensor.nbytes <= WHOLE_BYTES:
+        return tensor.contiguous().view(-1).view(torch.uint8)
+    each = WINDOW_BYTES // tensor.element_size()
+    step = (tensor.numel() - each) // (WINDOWS - 1)
     if tensor.is_contiguous():
-        flat = tensor.view(-1)
-        chosen = torch.cat([flat[begin:end] for begin, end in windows])
+        chosen = tensor.as_strided((WINDOWS, each), (step, 1))
     else:
-        places = torch.cat([torch.arange(begin, end, device=tensor.device) for begin, end in windows])
+        places = torch.arange(WINDOWS, device=tensor.device)[:, None] * step + torch.arange(each, device=tensor.device)
         chosen = tensor[torch.unravel_index(places, tensor.shape)]
-    return chosen.view(torch.uint8)
+    return chosen.reshape(-1).view(torch.uint8)
 
 
 KEPT_PLANS = 8
@@ -163,10 +144,6 @@ def plan_part(
 
     Args:
         may_be_half_loaded: Accept tensors that a failed load has overwritten in part: for reading, not for saving.
-
-    Raises:
-        UnsupportedStateError: The format can't hold a value; the error names its key.
-        CheckpointError: The tensors' meshes don't fit the ranks that save; or a load into a tensor has failed.
     """
     if mesh is not None and not hasattr(mesh, "get_coordinate"):
         raise CheckpointError(f"mesh ({mesh!r:.80}) must be a DeviceMesh, or None.")

@@ -21,7 +21,7 @@ from lightning_shard.checkpoint.content import content_sum
 from lightning_shard.checkpoint.engine import collection_paused, each, files_at_once
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_WRITER, table_path
 from lightning_shard.checkpoint.optimizers.taken import take_apart
-from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange, exchange_by_groups
+from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
 from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined
 from lightning_shard.checkpoint.saving.commit import (
     check_files,
@@ -110,8 +110,9 @@ def save(
         storage_options: For fsspec.
         fsync: Survive a crash of the machine; False for scratch.
         digests: Record a 128-bit hash of every block, so that a load detects damage.
-        own_disks: Machines may have disks of their own at ``path``, each with its ranks' files. Such a checkpoint can't
-            be loaded before it is carried to a place that all see. Else it is refused.
+        own_disks: Machines may have disks of their own at ``path``, each with its ranks' files, so only the rank that
+            wrote a file checks that it is there. Such a checkpoint can't be loaded before it is carried to a place that
+            all see. Else it is refused.
 
     Raises:
         UnsupportedStateError: The format can't hold a value; the error names its key.
@@ -179,7 +180,7 @@ class _Saving:
     def run(self) -> SaveReport:
         # If a collective fails, or this rank is interrupted, the first rank may still commit. So the files stay, and a
         # later save removes those that no manifest names.
-        own, outcome = exchange_by_groups(self.ranks, self._write, joined, self._conclude)
+        own, outcome = exchange(self.ranks, self._write, self._conclude, joined)
         if isinstance(outcome, _Compare):
             own, outcome = exchange(self.ranks, partial(self._sums, outcome.names), self._settle)
         if not isinstance(outcome, _Committed):
@@ -209,13 +210,12 @@ class _Saving:
 
     def _sums(self, names: list[Name]) -> Sums:
         assert self.part is not None
-        wanted = set(names)
-        pieces: dict[Name, list[Any]] = {}
+        wanted, sums = set(names), Sums()
         for file in self.part.files:
             for piece, data in file.pieces():
-                if (file.section, piece.name) in wanted:
-                    pieces.setdefault((file.section, piece.name), []).append((piece, data))
-        return {name: content_sum(of_one) for name, of_one in pieces.items()}
+                if (name := (file.section, piece.name)) in wanted:
+                    sums[name] = sums.get(name, 0) + content_sum([(piece, data)])
+        return sums
 
     def _settle(self, sums: list[Sums]) -> _Committed:
         assert self.merged is not None
@@ -229,8 +229,8 @@ class _Saving:
         attempt, digests = self.part.attempt, self.order.digests
         with collection_paused():
             manifest = self.merged.manifest(attempt=attempt, layout=self.layout, writer=WRITER, digests=digests)
-        own_disks = self.order.own_disks
-        check_files(self.store, self.merged.files_by_host, self.part.account.host, self.began_s, own_disks=own_disks)
+        if not self.order.own_disks:
+            check_files(self.store, manifest.files, self.began_s)
         commit(self.store, manifest, self.earlier, durable=self.order.fsync)
         return _Committed(attempt, sum(file.bytes for file in manifest.files))
 

@@ -6,9 +6,9 @@ Paths are ``str`` throughout, since ``pathlib`` turns ``s3://a/b`` into ``s3:/a/
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from lightning_shard.checkpoint.arguments import check_options
 from lightning_shard.checkpoint.store.local import LocalStore
 from lightning_shard.checkpoint.store.paths import absolute, as_path, as_text, local_path, parted
 from lightning_shard.checkpoint.store.protocol import (
@@ -18,10 +18,9 @@ from lightning_shard.checkpoint.store.protocol import (
     Segment,
     Stamp,
     Store,
-    Upload,
-    Uploads,
     read_range,
 )
+from lightning_shard.errors import ConfigurationError
 
 __all__ = [
     "ANYTHING",
@@ -31,8 +30,6 @@ __all__ = [
     "Segment",
     "Stamp",
     "Store",
-    "Upload",
-    "Uploads",
     "absolute",
     "as_path",
     "as_text",
@@ -59,7 +56,10 @@ def open_store(path: str | os.PathLike[str], storage_options: dict[str, Any] | N
         ConfigurationError: ``storage_options`` is no mapping.
     """
     root = as_path(path)
-    check_options(storage_options)
+    if storage_options is not None and not isinstance(storage_options, Mapping):  # not shown: they may hold secrets
+        raise ConfigurationError(
+            f"storage_options ({type(storage_options).__name__}) must be a dict for fsspec, or None."
+        )
     local = local_path(root)
     if local is not None:
         return LocalStore(local)

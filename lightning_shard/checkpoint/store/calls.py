@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import tenacity
 
-from lightning_shard.checkpoint.store.paths import redact
+from lightning_shard.checkpoint.store.paths import as_text, redact
 from lightning_shard.errors import CheckpointError
 
 Result = TypeVar("Result")
@@ -166,11 +167,7 @@ class Calls:
         return result
 
     def once(self, method: str, *args: Any, limit_s: float, **kwargs: Any) -> Any:
-        """Call a method of the filesystem once, with a timeout.
-
-        Raises:
-            TimeoutError: It took longer. A call on fsspec's event loop is cancelled; one on a thread may still hang.
-        """
+        """Call a method of the filesystem once, with a timeout."""
         if method in _LOOKS:
             self.fs.invalidate_cache()
         native = getattr(self.fs, f"_{method}", None)
@@ -243,15 +240,6 @@ class Calls:
 
 
 @contextlib.contextmanager
-def naming(path: str | os.PathLike[str], what: str = "looked up") -> Iterator[None]:
-    """Raise a CheckpointError that names the path, in place of an OSError of its store, which can't do this."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{os.fspath(path):.200} can't be {what}: {type(error).__name__}: {error}") from error
-
-
-@contextlib.contextmanager
 def told_as(what: str) -> Iterator[None]:
     """Raise a CheckpointError whose text begins with ``what`` in place of an OSError that isn't our own."""
     try:
@@ -259,7 +247,12 @@ def told_as(what: str) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{what}: {error}.") from error
+        raise CheckpointError(f"{what}: {type(error).__name__}: {error}.") from error
+
+
+def naming(path: str | os.PathLike[str], what: str = "looked up") -> AbstractContextManager[None]:
+    """:func:`told_as`, for a look at a path."""
+    return told_as(f"{as_text(path):.200} can't be {what}")
 
 
 def _texts(error: BaseException | None) -> Iterator[str]:

@@ -55,7 +55,6 @@ class LocalStore:
     """A directory of the local disk."""
 
     is_remote = False
-    uploads = None
     step_bytes = READ_STEP_BYTES
 
     def __init__(self, root: str) -> None:
@@ -78,12 +77,7 @@ class LocalStore:
         return os.path.join(self.folder, name)
 
     def _open(self, name: str) -> int:
-        """Open a file for reading; returns its descriptor.
-
-        Raises:
-            CorruptCheckpointError: It is no regular file (a pipe would block, a device has no end), or a link leads out
-                of the directory.
-        """
+        """Open a file for reading; returns its descriptor."""
         path = self._path(name)
         if not self.links_lead_anywhere:
             self._check_inside(path)
@@ -253,9 +247,6 @@ class LocalStore:
 
         The lock is on the file (inode) to be replaced, not on its name: a process that waited for it then finds another
         file under the name, or none. On mounts without locks, only the check is made.
-
-        Raises:
-            CheckpointConflictError: The file has other content, or the lock can't be had in time.
         """
         path = self._path(name)
         try:

@@ -1,12 +1,8 @@
-"""Spellings of paths: which are URLs of fsspec, and which are paths of the local disk. No I/O.
+"""Spellings of paths: which are URLs of fsspec, which are paths of the local disk, and which hold secrets. No I/O.
 
 A name on the local disk may contain ``::``, by which fsspec joins URLs: of ``run::A`` and ``run::B`` it would make one
-place, ``run``. So ``::`` joins only what begins with protocols.
-
-Keeps secrets out of paths and errors: refuses paths with passwords or keys, and redacts them in error messages.
-
-Reason: paths are shown, logged, and saved in checkpoints (as the paths of the best ones), and errors end in logs. It
-also extracts from storage options, without secrets, the values that distinguish one store from another.
+place, ``run``. Paths are shown, logged, and saved in checkpoints (as the paths of the best ones), and errors end in
+logs: so paths with passwords or keys are refused, and errors are redacted.
 """
 
 from __future__ import annotations
@@ -29,11 +25,7 @@ _MIN_CHARS = 4
 
 
 def refuse_secrets(path: str) -> None:
-    """Refuse a path that contains a secret.
-
-    Raises:
-        CheckpointError: It contains one; the message shows the path without it.
-    """
+    """Refuse a path that contains a secret."""
     for part in path.split("::"):
         scheme, separator, rest = part.partition("://")
         if not separator:
@@ -121,11 +113,7 @@ def as_path(path: str | os.PathLike[str]) -> str:
 
 
 def as_text(path: str | os.PathLike[str], what: str = "path") -> str:
-    """A path or URL as ``str``, otherwise unchanged. ``what``: the argument's name, for errors.
-
-    Raises:
-        CheckpointError: As :func:`as_path`.
-    """
+    """A path or URL as ``str``, otherwise unchanged. ``what``: the argument's name, for errors."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
         raise CheckpointError(f"{what} ({path!r:.80}) must be a str or a path that gives one.")
@@ -150,22 +138,18 @@ def local_path(path: str) -> str | None:
     """The path on the local disk that ``path`` names; None if it is a URL of another place.
 
     A leading ``~`` is the home folder, as it is for fsspec, and so for Lightning's own checkpoints.
-
-    Raises:
-        CheckpointError: A URL that begins in the middle of the path, or is joined to something that is none.
     """
     scheme, found, rest = path.partition("://")
-    if found and scheme in _LOCAL:
-        return os.path.expanduser(rest or "/")
-    joined = path.split("::")
-    if not found and (len(joined) == 1 or not _is_protocol(joined[0])):
+    if not found:
         return os.path.expanduser(path)
+    if scheme in _LOCAL:
+        return os.path.expanduser(rest or "/")
     if not _PROTOCOL.fullmatch(scheme.partition("::")[0]):
         raise CheckpointError(f"path ({path}) has '://' in its middle: a URL begins with its protocol.")
-    wrong = [part for part in joined if not _is_protocol(part.partition("://")[0])] if len(joined) > 1 else []
-    if wrong:
+    last = path.rpartition("::")[2]
+    if "://" not in last:
         raise CheckpointError(
-            f"path ({path}) holds '::', which joins URLs, and {wrong[-1]!r} is none: choose a name without '::'."
+            f"path ({path}) holds '::', which joins URLs, and {last!r} is none: choose a name without '::'."
         )
     return None
 
@@ -188,9 +172,3 @@ def parted(path: str) -> tuple[str, str]:
 def _without_slashes(path: str) -> str:
     scheme, found, rest = path.rpartition("://")
     return scheme + found + rest.rstrip("/") if found else path.rstrip("/") or "/"
-
-
-def _is_protocol(word: str) -> bool:
-    from fsspec.registry import known_implementations, registry
-
-    return word in known_implementations or word in registry

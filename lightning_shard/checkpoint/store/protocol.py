@@ -19,31 +19,6 @@ ANYTHING: Stamp = "anything"
 """Passed in place of a stamp: matches any content, and a missing file."""
 
 
-Upload = dict[str, str]
-"""Identifies an upload of several parts; can be sent to other processes."""
-
-
-class Uploads(Protocol):
-    """A store whose files several processes can put together, each some parts of one upload."""
-
-    def part_bytes(self, size_bytes: int) -> int:
-        """The size of all parts of a file but the last, which may be shorter."""
-
-    def begin_upload(self, name: str) -> Upload:
-        """Begin an upload. The file is invisible until it is completed."""
-
-    def upload_parts(
-        self, upload: Upload, buffers: Iterable[Buffer], size_bytes: int, part_bytes: int, *, first: int
-    ) -> list[str]:
-        """Put consecutive parts, beginning with the file's part number ``first``; returns their tags."""
-
-    def complete_upload(self, upload: Upload, tags: Sequence[str], size_bytes: int) -> None:
-        """Complete an upload from the tags of all its parts, in order."""
-
-    def abort_upload(self, upload: Upload) -> None:
-        """Free the parts of an unfinished upload."""
-
-
 class Store(Protocol):
     """One directory of files. Errors of the underlying system pass through, except where stated.
 
@@ -64,10 +39,6 @@ class Store(Protocol):
     @property
     def is_remote(self) -> bool:
         """Whether it is reached through a network, which all ranks share."""
-
-    @property
-    def uploads(self) -> Uploads | None:
-        """This store, if several processes can put one file together."""
 
     @property
     def requests(self) -> int:

@@ -27,7 +27,6 @@ from lightning_shard.checkpoint.store.protocol import (
     Reader,
     Segment,
     Stamp,
-    Uploads,
     adjacent,
     conflict,
     too_short,
@@ -68,7 +67,6 @@ class RemoteStore:
     """
 
     is_remote = True
-    uploads: Uploads | None = None
     folder = None
     links_lead_anywhere = True
     step_bytes = RANGE_BYTES

@@ -5,15 +5,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from lightning_shard.checkpoint.format.manifest import OWN_FILE
 from lightning_shard.checkpoint.store.calls import MIN_BYTES_PER_S, STALL_S, answer_of
-from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Stamp, Upload, conflict
+from lightning_shard.checkpoint.store.protocol import ANYTHING, Buffer, Stamp, conflict
 from lightning_shard.checkpoint.store.remote import SMALL_BYTES, RemoteStore, in_parts
 from lightning_shard.errors import CheckpointError
 
@@ -35,6 +33,8 @@ _NO_CONDITIONS = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
 """Error codes of servers that don't support conditional puts or deletes."""
 _JOINED_BYTES_PER_S = 64 * 2**20
 """Slowest accepted rate at which a server joins the parts of a file."""
+Upload = dict[str, str]
+"""An upload's ``Bucket``, ``Key`` and ``UploadId``; of a found one also when it was ``Initiated``."""
 
 
 class S3Store(RemoteStore):
@@ -57,22 +57,12 @@ class S3Store(RemoteStore):
         # no listing cache, since other ranks write, too
         super().__init__(root, {"use_listings_cache": False, **storage_options, "config_kwargs": config})
         self.fs.retries = 1
-        self.uploads = self
         self._unfinished: dict[str, list[Upload]] = {}
         """Unfinished uploads that :meth:`names` has found, by file name."""
 
     def place(self) -> tuple[str, ...]:
         # the client itself finds its endpoint, in options, the environment, and AWS's files
         return self.root, str(self._calls("connect").meta.endpoint_url)
-
-    def _stream(self, name: str, buffers: Iterable[Buffer], size_bytes: int) -> None:
-        upload = self.begin_upload(name)
-        try:
-            tags = self.upload_parts(upload, buffers, size_bytes, self.part_bytes(size_bytes), first=1)
-            self.complete_upload(upload, tags, size_bytes)
-        except BaseException:
-            self.abort_upload(upload)
-            raise
 
     def read(self, name: str) -> bytes:
         # one request: otherwise s3fs asks for the size first
@@ -118,63 +108,47 @@ class S3Store(RemoteStore):
 
     # -- multipart uploads --------------------------------------------------------------------------------------------
 
-    def part_bytes(self, size_bytes: int) -> int:
-        return max(PART_BYTES, -(-size_bytes // _MAX_PARTS))  # equal ones, since some stores insist on that
-
-    def begin_upload(self, name: str) -> Upload:
-        """Begin a multipart upload, to which several processes may put parts. The file is invisible until completed."""
+    def _stream(self, name: str, buffers: Iterable[Buffer], size_bytes: int) -> None:
+        """Put a file in parts. It is invisible until the upload is completed. An upload whose id was lost with the
+        answer stays unfinished; those of saves are removed as leftovers."""
+        part_bytes = max(PART_BYTES, -(-size_bytes // _MAX_PARTS))  # equal ones, since some stores insist on that
         where, mark = self._where(name), secrets.token_hex(8)
         metadata = {**self.fs.s3_additional_kwargs.get("Metadata", {}), _MARK: mark}
-        answers_lost = 0
-
-        def create(limit_s: float) -> str:
-            nonlocal answers_lost
-            answers_lost += 1
-            answer = self._once("create_multipart_upload", limit_s, **where, Metadata=metadata)
-            answers_lost -= 1
-            return answer["UploadId"]
-
+        upload = {**where, "UploadId": self._call("create_multipart_upload", **where, Metadata=metadata)["UploadId"]}
         try:
-            number = self._calls.tried(create)
+            tags = self._put_parts(upload, in_parts(buffers, size_bytes, part_bytes))
+            self._complete(upload, mark, tags, size_bytes)
         except BaseException:
-            self._abort_lost(name)
+            self._abort(upload)
             raise
-        if answers_lost:  # each lost answer may stand for an upload that was begun
-            self._abort_lost(name, but=number)
-        return {**where, "UploadId": number, "Mark": mark}
 
-    def upload_parts(
-        self, upload: Upload, buffers: Iterable[Buffer], size_bytes: int, part_bytes: int, *, first: int
-    ) -> list[str]:
-        """Put consecutive parts, beginning with the file's part number ``first``; returns their ETags."""
+    def _put_parts(self, upload: Upload, parts: Iterable[bytearray]) -> list[str]:
+        """Put the parts; returns their ETags."""
         tags: list[str] = []
         running: collections.deque[Future[Any]] = collections.deque()
         pool = ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="checkpoint-upload")
-
         try:
-            for number, part in enumerate(in_parts(buffers, size_bytes, part_bytes), start=first):
+            for number, part in enumerate(parts, start=1):
                 if len(running) == PARTS_IN_FLIGHT:
                     tags.append(running.popleft().result()["ETag"])
-                where = {**_named(upload), "PartNumber": number}
-                running.append(pool.submit(self._call, "upload_part", **where, Body=part))
+                running.append(pool.submit(self._call, "upload_part", **upload, PartNumber=number, Body=part))
             return tags + [future.result()["ETag"] for future in running]
         finally:
             pool.shutdown(wait=True, cancel_futures=True)  # bounded, since each call has a timeout
 
-    def complete_upload(self, upload: Upload, tags: Sequence[str], size_bytes: int) -> None:
-        """Complete an upload from the ETags of all its parts, in order."""
+    def _complete(self, upload: Upload, mark: str, tags: list[str], size_bytes: int) -> None:
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, start=1)]
         answer_lost = False
 
         def complete(limit_s: float) -> None:
             nonlocal answer_lost
             try:
-                self._once("complete_multipart_upload", limit_s, **_named(upload), MultipartUpload={"Parts": parts})
+                self._once("complete_multipart_upload", limit_s, **upload, MultipartUpload={"Parts": parts})
             except FileNotFoundError as error:
                 # the upload is gone if an earlier call succeeded and only its answer was lost
                 if not answer_lost:
                     raise
-                if not self._made_by(upload, tags, limit_s):
+                if self._mark_of(upload, limit_s) != mark:
                     raise OSError(errno.EIO, f"{upload['Key']}: the answer to its completion was lost") from error
             except Exception:
                 answer_lost = True
@@ -182,31 +156,17 @@ class S3Store(RemoteStore):
 
         self._calls.tried(complete, size_bytes * MIN_BYTES_PER_S // _JOINED_BYTES_PER_S)
 
-    def _made_by(self, upload: Upload, tags: Sequence[str], limit_s: float) -> bool:
-        """Whether the current file is this upload's, judged by its metadata, or by S3's ETag over the parts."""
-        try:
+    def _mark_of(self, upload: Upload, limit_s: float) -> str | None:
+        """The mark of the upload that made the current file."""
+        with contextlib.suppress(FileNotFoundError):
             found = self._once("head_object", limit_s, Bucket=upload["Bucket"], Key=upload["Key"])
-        except FileNotFoundError:
-            return False
-        return found.get("Metadata", {}).get(_MARK) == upload["Mark"] or found.get("ETag", "") == _tag_of_parts(tags)
+            return found.get("Metadata", {}).get(_MARK)
+        return None
 
-    def abort_upload(self, upload: Upload) -> None:
+    def _abort(self, upload: Upload) -> None:
         """Free the parts of an unfinished upload, which cost money and are invisible."""
         with contextlib.suppress(Exception):
-            self._call("abort_multipart_upload", **_named(upload))
-
-    def _abort_lost(self, name: str, but: str = "") -> None:
-        """Abort uploads whose ids were lost with the answers, if the file's name belongs to this save alone.
-
-        A listing doesn't tell whose an upload is, and another job may be gathering to the same name.
-        """
-        if not OWN_FILE.fullmatch(name):
-            return
-        where = self._where(name)
-        with contextlib.suppress(Exception):
-            for found in self._uploads(where["Bucket"], where["Key"]):
-                if found["Key"] == where["Key"] and found["UploadId"] != but:
-                    self.abort_upload(found)
+            self._call("abort_multipart_upload", **{name: upload[name] for name in ("Bucket", "Key", "UploadId")})
 
     def _uploads(self, bucket: str, prefix: str) -> list[Upload]:
         """Unfinished uploads (neither completed nor aborted) of files whose keys begin with ``prefix``."""
@@ -250,7 +210,7 @@ class S3Store(RemoteStore):
         else:
             self._calls.tried(lambda limit_s: self._remove_if(name, only, limit_s))
         for upload in self._unfinished.pop(name, ()):
-            self.abort_upload(upload)
+            self._abort(upload)
 
     def _remove_if(self, name: str, stamp: Stamp, limit_s: float) -> None:
         try:
@@ -272,16 +232,3 @@ class S3Store(RemoteStore):
 
     def _once(self, method: str, limit_s: float, **arguments: Any) -> Any:
         return self._calls.once("call_s3", method, limit_s=limit_s, **arguments)
-
-
-def _named(upload: Upload) -> Upload:
-    return {name: upload[name] for name in ("Bucket", "Key", "UploadId")}
-
-
-def _tag_of_parts(tags: Sequence[str]) -> str | None:
-    """The ETag that S3 gives a multipart file: the MD5 of its parts' MD5s; None if a tag is no MD5."""
-    try:
-        sums = b"".join(bytes.fromhex(tag.strip('"')) for tag in tags)
-    except ValueError:
-        return None
-    return f'"{hashlib.md5(sums, usedforsecurity=False).hexdigest()}-{len(tags)}"'

@@ -10,17 +10,16 @@ import json
 import math
 import os
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.arguments import check_tolerance
 from lightning_shard.checkpoint.boxes import Box, slabs
 from lightning_shard.checkpoint.format.chunks import TensorEntry
 from lightning_shard.checkpoint.format.encode import TAG
-from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, DTYPES
 from lightning_shard.checkpoint.format.manifest import Section
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
@@ -32,7 +31,6 @@ BATCH_BYTES = 16 * 2**20
 """How much of each checkpoint is compared at a time."""
 STEP_ELEMENTS = 2**18
 SHOWN_CHARS = 40
-_LEAST_INT64 = -(2**63)
 _MAPPINGS = ("dict", "ordered_dict", "counter", "defaultdict")
 Kind = Literal["only in a", "only in b", "shape", "dtype", "value"]
 
@@ -137,8 +135,9 @@ def diff(
         raise ConfigurationError(f"sections ({sections!r:.80}) must be a list of some of {', '.join(SECTIONS)}.")
     if unknown := [str(section) for section in sections if section not in SECTIONS]:
         raise ConfigurationError(f"sections has {', '.join(unknown)}: use some of {', '.join(SECTIONS)}.")
-    check_tolerance("rtol", rtol)
-    check_tolerance("atol", atol)
+    for name, value in {"rtol": rtol, "atol": atol}.items():
+        if not isinstance(value, Real) or not float(value) >= 0:
+            raise ConfigurationError(f"{name} ({value!r:.80}) must be a number, and not negative.")
     ours = read(a, storage_options=storage_options, verify=verify)
     theirs = read(
         b, storage_options=b_storage_options if b_storage_options is not None else storage_options, verify=verify
@@ -162,29 +161,10 @@ class _Pair:
 
     section: str
     name: str
-    a: TensorEntry
-    b: TensorEntry
+    a: StoredTensor
+    b: StoredTensor
     different: int = 0
     max_difference: float = 0.0
-
-    @property
-    def width(self) -> int:
-        """Bytes per element of the wider of the two."""
-        return max(DTYPES[entry.dtype].itemsize for entry in (self.a, self.b))
-
-    def room(self, elements: int) -> int:
-        """Bytes of buffer for so many elements, rounded up so that the next part is aligned."""
-        return -(-elements * self.width // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One box of two tensors, and the memory to read it into."""
-
-    pair: _Pair
-    box: Box
-    a: Tensor
-    b: Tensor
 
 
 @dataclass
@@ -216,7 +196,7 @@ class _Comparison:
         if a.shape != b.shape:
             self.differ(section, name, "shape", _shown(a), _shown(b))
         else:
-            self.pairs.append(_Pair(section, name, a, b))
+            self.pairs.append(_Pair(section, name, StoredTensor(name, a, self.a), StoredTensor(name, b, self.b)))
 
     # -- the trainer state --------------------------------------------------------------------------------------------
 
@@ -257,49 +237,49 @@ class _Comparison:
     # -- values -------------------------------------------------------------------------------------------------------
 
     def values(self, progress: Callable[[int, int], None] | None) -> None:
-        total = sum(pair.a.nbytes for pair in self.pairs)
-        room = min(BATCH_BYTES, max((pair.room(math.prod(pair.a.shape)) for pair in self.pairs), default=0))
-        buffers = tuple(torch.empty(room, dtype=torch.uint8) for _ in range(2))
-        batch: list[_Part] = []
+        self.report.bytes = total = sum(pair.a.nbytes for pair in self.pairs)
+        batch: list[tuple[_Pair, Box]] = []
         filled = done = 0
         for pair in self.pairs:
-            for box in self.boxes(pair):
-                if filled + pair.room(box.numel) > room:
+            width = max(pair.a.dtype.itemsize, pair.b.dtype.itemsize)
+            for box in self.boxes(pair, width):
+                if filled + box.numel * width > BATCH_BYTES:
                     self.compare(batch)
                     batch, filled = [], 0
                     if progress is not None:
                         progress(done, total)
-                a, b = (buffer[filled:] for buffer in buffers)
-                batch.append(_Part(pair, box, _carve(a, box, pair.a), _carve(b, box, pair.b)))
-                filled += pair.room(box.numel)
+                batch.append((pair, box))
+                filled += box.numel * width
             done += pair.a.nbytes
         self.compare(batch)
         if progress is not None:
             progress(total, total)
-        self.report.bytes = total
         for pair in self.pairs:
             if pair.different or pair.a.dtype != pair.b.dtype:
                 kind: Kind = "value" if pair.a.dtype == pair.b.dtype else "dtype"
-                values = pair.different, math.prod(pair.a.shape), pair.max_difference
-                found = Difference(pair.section, pair.name, kind, _shown(pair.a), _shown(pair.b), *values)
-                self.report.differences.append(found)
+                found = Difference(pair.section, pair.name, kind, _shown(pair.a.entry), _shown(pair.b.entry))
+                found = replace(found, different=pair.different, max_difference=pair.max_difference)
+                self.report.differences.append(replace(found, elements=pair.a.numel()))
 
-    def boxes(self, pair: _Pair) -> Iterator[Box]:
+    def boxes(self, pair: _Pair, width: int) -> Iterator[Box]:
         """The boxes of a tensor that must be read to compare it."""
         grids = {checkpoint.manifest.block_bytes for checkpoint in (self.a, self.b)}
         alike = pair.a.dtype == pair.b.dtype and len(grids) == 1 and 0 not in grids
-        a, b = ({chunk[3:] for chunk in entry.chunks} for entry in (pair.a, pair.b))
+        a, b = ({chunk[3:] for chunk in stored.entry.chunks} for stored in (pair.a, pair.b))
         for offsets, sizes, _ in sorted(a - b if alike else a):
-            yield from slabs(Box(offsets, sizes), BATCH_BYTES // pair.width)
+            yield from slabs(Box(offsets, sizes), BATCH_BYTES // width)
 
-    def compare(self, batch: list[_Part]) -> None:
-        ours = [Read(StoredTensor(p.pair.name, p.pair.a, self.a), p.box, p.a) for p in batch]
-        theirs = [Read(StoredTensor(p.pair.name, p.pair.b, self.b), p.box, p.b) for p in batch]
-        self.report.bytes_read += fetch([*ours, *theirs])
-        for part in batch:
-            different, most = differing(part.a, part.b, self.rtol, self.atol)
-            part.pair.different += different
-            part.pair.max_difference = max(part.pair.max_difference, most)
+    def compare(self, batch: list[tuple[_Pair, Box]]) -> None:
+        ours = self.a.room_for([(pair.a, box) for pair, box in batch])
+        theirs = self.b.room_for([(pair.b, box) for pair, box in batch])
+        reads = [Read(pair.a, box, room) for (pair, box), room in zip(batch, ours)]
+        self.report.bytes_read += fetch(
+            [*reads, *(Read(pair.b, box, room) for (pair, box), room in zip(batch, theirs))]
+        )
+        for (pair, _), a, b in zip(batch, ours, theirs):
+            different, most = differing(a, b, self.rtol, self.atol)
+            pair.different += different
+            pair.max_difference = max(pair.max_difference, most)
 
 
 def differing(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> tuple[int, float]:
@@ -308,51 +288,22 @@ def differing(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> tup
     NaN equals NaN, and differs from any number by infinity.
     """
     count, most = 0, 0.0
-    # small steps, since intermediate results may be wider than the elements
+    # small steps, since intermediate results are wider than the elements
     for x, y in zip(a.reshape(-1).split(STEP_ELEMENTS), b.reshape(-1).split(STEP_ELEMENTS)):
         if x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
             continue
-        distances = _distances(*_comparable(x, y), rtol, atol)
-        count += int(distances.count_nonzero())
-        most = max(most, float(distances.max()))
-    return count, most
-
-
-def _distances(a: Tensor, b: Tensor, rtol: float, atol: float) -> Tensor:
-    """The elements' absolute differences; 0 for elements that count as equal."""
-    if a.dtype == torch.int64:
-        distances = torch.maximum(a, b) - torch.minimum(a, b)
-        # exact, unless the difference overflows int64
-        return (a.double() - b.double()).abs() if (distances < 0).any() else distances
-    distances = (a - b).abs()
-    if distances.isnan().any():
-        equal = (a == b) | (a.isnan() & b.isnan())
+        p, q = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (x, y))
+        equal = (p == q) | (p.isnan() & q.isnan())
+        distances = (p - q).abs()
+        if x.dtype == y.dtype and not (x.is_floating_point() or x.is_complex()):  # a double hasn't all int64s
+            equal = (x.view(torch.uint8) == y.view(torch.uint8)).view(-1, x.element_size()).all(dim=1)
+            distances.clamp_(min=1)
         distances = distances.masked_fill(equal, 0).nan_to_num(math.inf, math.inf)
-    if rtol or atol:
-        distances.masked_fill_(distances <= atol + rtol * b.abs().nan_to_num(0.0), 0)
-    return distances
-
-
-def _comparable(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert both to one dtype that has arithmetic and represents their values."""
-    dtypes = {a.dtype, b.dtype}
-    if dtypes == {torch.uint64}:
-        # torch has hardly any uint64 arithmetic; shifting by 2^63 keeps order and differences
-        return a.view(torch.int64) ^ _LEAST_INT64, b.view(torch.int64) ^ _LEAST_INT64
-    if any(dtype.is_complex for dtype in dtypes):
-        wide = torch.complex128
-    elif all(dtype.is_floating_point and dtype.itemsize <= 4 for dtype in dtypes):
-        wide = torch.float32
-    elif any(dtype.is_floating_point or dtype == torch.uint64 for dtype in dtypes):
-        wide = torch.float64
-    else:
-        wide = torch.int64
-    return a.to(wide), b.to(wide)
-
-
-def _carve(buffer: Tensor, box: Box, entry: TensorEntry) -> Tensor:
-    dtype = DTYPES[entry.dtype]
-    return buffer[: box.numel * dtype.itemsize].view(dtype).view(box.sizes)
+        if rtol or atol:
+            equal |= distances <= atol + rtol * q.abs().nan_to_num(0.0)
+        count += int((~equal).count_nonzero())
+        most = max(most, float(distances.masked_fill(equal, 0).max()))
+    return count, most
 
 
 def _kind(tree: dict[str, Any]) -> dict[str, Any]:

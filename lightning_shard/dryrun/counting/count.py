@@ -7,7 +7,7 @@ twice. If both runs cost the same, further blocks are replaced by stand-ins that
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,11 +29,9 @@ from lightning_shard.dryrun.counting.counts import (
     ParameterCount,
     PartCount,
     TwoParts,
-    Work,
 )
 from lightning_shard.dryrun.counting.fake import (
     DealtEvenly,
-    ListDealtEvenly,
     WholeEvenly,
     fake_ranks,
     fake_tensors,
@@ -42,8 +40,9 @@ from lightning_shard.dryrun.counting.fake import (
 )
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.counting.watched import Outcome, Watched, Way, accumulators
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.containers import with_forward
-from lightning_shard.parallel.experts.module_lists import RestoreAndReplay, distribute_list, is_list
+from lightning_shard.parallel.experts.module_lists import is_list
 from lightning_shard.parallel.experts.stacked import distribute_stack, resolve_experts
 from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
 from lightning_shard.parallel.tensor.plan import apply_tensor_parallel, resolve_plan
@@ -63,7 +62,6 @@ class _LaidOut:
     whole: Sequence[WholeEvenly]  # stacks of experts that aren't sharded
     batch: Any = None  # the microbatch to count
     stands_in: bool = True  # False if the code needs more of equal blocks than their stand-ins return
-    has_added: bool = False  # whether a run has already added to existing gradients
     accumulators: Sequence[tuple[Tensor, Node]] = ()  # AccumulateGrad nodes; empty unless backwards are split
 
 
@@ -95,8 +93,7 @@ def _count(model: Model, laid: _LaidOut, samples: int) -> Counts:
     reason = ""
     try:
         for way in WAYS if blocks else WAYS[:1]:
-            outcomes[way] = _tried(laid, model, way, adds=not laid.has_added)
-            laid.has_added = True
+            outcomes[way] = _tried(laid, model, way)
     except Exception as error:  # from the user's code, or from torch
         outcomes, reason = {}, _said(error)
     batch, parameters = laid.batch, laid.parameters
@@ -105,8 +102,7 @@ def _count(model: Model, laid: _LaidOut, samples: int) -> Counts:
     def part(name: str, place: int | None = None) -> PartCount:
         key = name if place is None else place
         costs = {way: outcome.cost(key) for way, outcome in outcomes.items()}
-        flops = model.estimated_flops.get(name, 0)  # for a step that wasn't counted
-        plain = costs.get("plain", Cost(Work(flops), Work(2 * flops)))
+        plain = costs.get("plain", Cost())
         output = outcomes["plain"].outputs.get(key, 0) if "plain" in outcomes else 0
         return PartCount(name, parameters.get(name, ()), output, plain, *(costs.get(way, plain) for way in WAYS[1:]))
 
@@ -184,12 +180,10 @@ def _first(batch: Any, samples: int) -> Any:
 
 def _assumptions(model: Model, laid: _LaidOut, outcomes: Iterable[Outcome]) -> tuple[str, ...]:
     found = []
-    dealt = [laid.module.get_submodule(name) for name in laid.experts]
     if any(experts.is_asked for experts in laid.whole):
         found.append("as many tokens choose each expert")
-    if dealt:
-        each = ", and on each over its experts" if any(map(is_list, dealt)) else ""
-        found.append(f"tokens are spread evenly over the expert-parallel ranks{each}")
+    if laid.experts:
+        found.append("tokens are spread evenly over the expert-parallel ranks")
     if model.device_type != "cpu":
         found.append("attention and dropout are fused kernels, as torch has on GPUs")
     if any(outcome.takes_unpacked for outcome in outcomes):
@@ -216,23 +210,23 @@ def _lay_out(
     names = {id(p): name for name, p in module.named_parameters()}
     dealt = tuple(f"{name}." for name in experts)  # experts keep their dtype
     in_half = {names[key]: dtype for key, dtype in gathered.items() if not names[key].startswith(dealt)}
-    lists = {name for name in experts if is_list(module.get_submodule(name))}
+    for name in experts:
+        if is_list(module.get_submodule(name)):
+            raise ConfigurationError(
+                f"expert_parallel_size ({expert}): {name} is a list of modules, and a plan knows experts of stacked"
+                " parameters only: plan with expert_parallel_size=1."
+            )
     if tensor > 1:
         apply_tensor_parallel(module, init_device_mesh("cpu", (tensor,), mesh_dim_names=(TENSOR,)), styles)
     if expert > 1:
         mesh = init_device_mesh("cpu", (expert,), mesh_dim_names=(EXPERT,))
         for name in experts:
-            if name in lists:
-                distribute_list(module, name, mesh, mesh, _runs_again, ListDealtEvenly)
-            else:
-                distribute_stack(module, name, mesh, DealtEvenly)
+            distribute_stack(module, name, mesh, DealtEvenly)
 
     def counted(name: str, parameter: Tensor) -> ParameterCount:
-        is_listed = name.startswith(tuple(f"{each}." for each in lists))
-        local = parameter.to_local() if isinstance(parameter, DTensor) and not is_listed else parameter
-        is_expert = name.startswith(dealt) and not is_listed
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         of = shapes[name], tuple(local.shape), parameter.dtype, parameter.requires_grad
-        return ParameterCount(name, *of, is_expert, in_half.get(name), is_listed)
+        return ParameterCount(name, *of, name.startswith(dealt), in_half.get(name))
 
     first_names = {id(p): name for name, p in module.named_parameters()}
     holders = [*blocks, *(name for name, _ in model.blocks.parts)] if model.blocks else []
@@ -250,11 +244,6 @@ def _lay_out(
     return {holder: tuple(held.values()) for holder, held in found.items()}
 
 
-def _runs_again(_owner: nn.Module) -> AbstractContextManager[RestoreAndReplay]:
-    """Restore and replay nothing: a count doesn't need what a second run changes."""
-    return nullcontext((lambda: None, nullcontext))
-
-
 # -- a run
 
 
@@ -262,33 +251,29 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _tried(laid: _LaidOut, model: Model, way: Way, *, adds: bool = False) -> Outcome:
+def _tried(laid: _LaidOut, model: Model, way: Way) -> Outcome:
     """Run and count; if it fails with stand-ins, run all blocks.
 
     On DTensors the first call of an operation runs another one to find the result's shape, so a first run isn't
-    counted; if it ``adds``, no gradients existed so far, and a run that adds to them is warmed up, too.
+    counted.
     """
-    has_dtensors = any(isinstance(parameter, DTensor) for parameter in laid.module.parameters())
     try:
-        for _ in range((1 + adds) * has_dtensors):
+        if any(isinstance(parameter, DTensor) for parameter in laid.module.parameters()):
             Watched(laid.module, model, stands_in=laid.stands_in).run(laid.batch, way, laid.accumulators)
         return _outcome(laid, model, way)
     except Exception:
         if not laid.stands_in:
             raise
     laid.stands_in = False
-    return _tried(laid, model, way, adds=adds)
+    return _tried(laid, model, way)
 
 
 def _outcome(laid: _LaidOut, model: Model, way: Way) -> Outcome:
-    for parameter in laid.module.parameters():
-        parameter.grad = None
-
-    def run(stands_in: bool) -> tuple[Watched, Outcome]:
-        watched = Watched(laid.module, model, laid.sizes, laid.experts, stands_in=stands_in)
-        return watched, watched.run(laid.batch, way, laid.accumulators)
-
-    watched, outcome = run(stands_in := laid.stands_in)
-    if watched.differ(outcome):  # never without stand-ins
-        _, outcome = run(stands_in := False)
-    return outcome.with_adding(run(stands_in)[1])
+    for stands_in in (laid.stands_in, False):
+        for parameter in laid.module.parameters():
+            parameter.grad = None
+        watched = Watched(laid.module, model, laid.sizes, stands_in=stands_in)
+        outcome = watched.run(laid.batch, way, laid.accumulators)
+        if not watched.differ(outcome):  # never without stand-ins
+            break
+    return outcome

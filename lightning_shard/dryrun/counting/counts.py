@@ -47,22 +47,6 @@ class Work:
 
 
 @dataclass(frozen=True)
-class TwoParts:
-    """A split backward: first the gradients of inputs, later those of matrix products' weights. In bytes."""
-
-    owed: int = 0  # what products keep from the first part to the second; each storage counts once
-    given: int = 0  # of ``owed``, the gradient with which the backward began
-    freed: int = 0  # as ``Cost.freed``, in the first part
-    inputs_peak: int = 0  # as ``Cost.backward_peak``, in the first part
-    inputs_adding_peak: int = 0
-    of_gradients: int = 0
-    weights_peak: int = 0  # the same in the second part
-    weights_adding_peak: int = 0
-    late: tuple[int, ...] = ()  # indices in ``PartCount.parameters`` of those whose gradients come in the second part
-    weights: Work = Work()  # the second part's operations
-
-
-@dataclass(frozen=True)
 class Cost:
     """The cost of one microbatch in a part, for one way of running it. Memory in bytes."""
 
@@ -79,10 +63,20 @@ class Cost:
     """Alive when the forward begins, from what ran before, beyond what that keeps: values that local variables hold,
     such as logits, and that no backward needs."""
     of_gradients: int = 0  # of ``backward_peak``, gradients of whole parameters
-    experts_done: int = 0
-    """The growth (negative: shrinkage) since the part's backward began, without gradients of parameters, at the moment
-    when the backward of its sharded experts is done."""
     parts: TwoParts | None = None  # the split backward; ``None`` if nothing of it can be delayed, or it wasn't counted
+
+
+@dataclass(frozen=True)
+class TwoParts:
+    """A split backward: first the gradients of inputs, later those of matrix products' weights. In bytes."""
+
+    first: Cost = Cost()  # the cost if the backward is its first part only
+    owed: int = 0  # what products keep from the first part to the second; each storage counts once
+    given: int = 0  # of ``owed``, the gradient with which the backward began
+    weights_peak: int = 0  # as ``Cost.backward_peak``, in the second part
+    weights_adding_peak: int = 0
+    late: tuple[int, ...] = ()  # indices in ``PartCount.parameters`` of those whose gradients come in the second part
+    weights: Work = Work()  # the second part's operations
 
 
 @dataclass(frozen=True)
@@ -98,9 +92,6 @@ class ParameterCount:
     """Whether it is sharded over expert-parallel ranks; FSDP then shards it over the data ranks that hold the same
     experts, not over all."""
     gathered_dtype: torch.dtype | None = None  # in which FSDP gathers it; None for its own
-    is_listed: bool = False
-    """Whether it belongs to a module list of experts that are sharded over ranks. Then all data ranks share it, and the
-    ranks that compute with it gather it, so that it is included in what its part keeps."""
 
     @property
     def numel(self) -> int:
@@ -186,6 +177,8 @@ class Ledger(TorchDispatchMode):
         live: Bytes of all storages that were created inside and are alive.
         growth: The largest growth of ``live`` between a :meth:`begin` and the next, by label.
         of_gradients: Bytes of that growth that were parameters' gradients, as announced by :meth:`mark`, by label.
+        adding: The largest growth if weights had gradients already: of all but announced gradients. A new one lives
+            until it was added, as it is here until it is announced.
     """
 
     def __init__(self) -> None:
@@ -196,6 +189,7 @@ class Ledger(TorchDispatchMode):
         self.live = 0
         self.growth: dict[Hashable, int] = defaultdict(int)
         self.of_gradients: dict[Hashable, int] = defaultdict(int)
+        self.adding: dict[Hashable, int] = defaultdict(int)
         self._at_begin = 0
         self._gradients = self._gradients_at_begin = 0
         self._marked: dict[int, int] = {}
@@ -284,6 +278,7 @@ class Ledger(TorchDispatchMode):
         if self.live - self._at_begin > self.growth[self.label]:
             self.growth[self.label] = self.live - self._at_begin
             self.of_gradients[self.label] = self._gradients - self._gradients_at_begin
+        self.adding[self.label] = max(self.adding[self.label], self.grown())
 
     def _leave(self, key: int) -> None:
         entry = self._made.pop(key, None)

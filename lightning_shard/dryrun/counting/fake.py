@@ -12,7 +12,7 @@ Routing depends on values, so it is replaced by an assumption: tokens are spread
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_shard import tree
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.parallel.experts.module_lists import Owner, experts_of
 from lightning_shard.parallel.experts.stacked import Dispatched
 from lightning_shard.parallel.plans import matches
 from lightning_shard.pipeline.cost import GroupedMatmuls
@@ -161,28 +160,6 @@ def stacks_named(root: nn.Module, plan: Mapping[str, str] | None) -> list[nn.Mod
     """The stacks of experts that a user's plan names."""
     named = [module for name, module in root.named_modules() for pattern in plan or () if matches(name, pattern)]
     return [module for module in named if isinstance(getattr(module, "num_experts", None), int)]
-
-
-class ListDealtEvenly(Owner):
-    """As :class:`DealtEvenly` for experts in a module list; also for the rows that the code around selects for each."""
-
-    def __call__(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with PickedEvenly(len(experts_of(owner.get_submodule(self._key)))):
-            return super().__call__(owner, *args, **kwargs)
-
-    def _agree(
-        self, calls: Sequence[tuple[int, Tensor]], called: list[bool], device: torch.device
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        ranks, here = self._mesh.size(), len(called) // self._mesh.size()
-        rows = [0] * len(called)
-        for place, each in calls:
-            rows[place] += len(each)
-            called[place] = True
-        by_rank = [rows[rank * here : (rank + 1) * here] for rank in range(ranks)]
-        return by_rank, by_rank
-
-    def _check(self, run: Any) -> None:
-        """Does nothing: fake tensors have no values that could differ."""
 
 
 class PickedEvenly(TorchDispatchMode):

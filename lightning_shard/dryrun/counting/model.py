@@ -128,14 +128,6 @@ class Model:
             for name in logs:
                 vars(module).pop(name, None)
 
-    @property
-    def estimated_flops(self) -> dict[str, int]:
-        """Estimated FLOPs of each part's forward, for a step that can't be counted."""
-        if self.cost is None:
-            return {}
-        parts = [*self.cost.blocks, *self.cost.before, *self.cost.after, *(part for _, part in self.cost.between)]
-        return {part.name: part.flops for part in parts}
-
 
 def _check(batch: Any, device_type: str) -> None:
     try:

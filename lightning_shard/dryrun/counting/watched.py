@@ -20,7 +20,6 @@ from lightning_shard import tree
 from lightning_shard.dryrun.counting.counts import AROUND, EXPERT, LOSS, TENSOR, Cost, Ledger, TwoParts, Work
 from lightning_shard.dryrun.counting.model import Likes, Model
 from lightning_shard.parallel.activation_checkpointing import leave_out_caches, recompute
-from lightning_shard.parallel.experts.module_lists import is_list
 from lightning_shard.parallel.fsdp.shard import with_forward
 from lightning_shard.pipeline.dataflow.masks import nothing_packed
 from lightning_shard.pipeline.runtime.split_backward import Product, backward_but_products, backward_of_products
@@ -58,18 +57,6 @@ class Outcome:
     def like(self, key: Key) -> Key:
         return self.stands_for.get(key, key) if isinstance(key, int) else key
 
-    def with_adding(self, again: Outcome) -> Outcome:
-        """Add the peaks of another run, in which gradients existed."""
-
-        def both(key: Key, cost: Cost) -> Cost:
-            other, parts = again.costs.get(key, Cost()), cost.parts
-            if parts is not None:
-                of = other.parts or TwoParts()
-                parts = replace(parts, inputs_adding_peak=of.inputs_peak, weights_adding_peak=of.weights_peak)
-            return replace(cost, adding_peak=other.backward_peak, parts=parts)
-
-        return replace(self, costs={key: both(key, cost) for key, cost in self.costs.items()})
-
 
 class Watched:
     """The module with hooks around its blocks and parts, for one run; see ``_LaidOut`` for its arguments."""
@@ -79,11 +66,10 @@ class Watched:
         module: pl.LightningModule,
         model: Model,
         sizes: tuple[int, int] = (1, 1),
-        experts: Sequence[str] = (),
         *,
         stands_in: bool = True,
     ) -> None:
-        self.module, self.model, self.experts, self._sizes, self.ledger = module, model, experts, sizes, Ledger()
+        self.module, self.model, self._sizes, self.ledger = module, model, sizes, Ledger()
         self.places: dict[str, list[int]] = {}
         for place, name in enumerate(model.blocks.names if model.blocks else ()):
             self.places.setdefault(name, []).append(place)
@@ -94,7 +80,6 @@ class Watched:
         self._outputs: dict[Key, int] = {}
         self._left: dict[Key, int] = {}
         self._alive: dict[Key, dict[Hashable, int]] = {}
-        self._experts_done: dict[Key, int] = {}
         self._products: dict[Key, list[Product]] = {}
         self._late: dict[Key, set[str]] = {}
 
@@ -112,9 +97,6 @@ class Watched:
                 if isinstance(part, nn.Module):
                     stack.callback(before_calls(part, lambda *_, name=name: self._begin(name)).remove)
                     stack.callback(after_calls(part, self._end, always_call=True).remove)
-            for experts in map(module.get_submodule, self.experts):
-                if not is_list(experts):  # those are gathered by themselves
-                    stack.callback(before_calls(experts, self._begin_experts, with_kwargs=True).remove)
             for parameter, node in nodes:  # by hooks that don't prevent a split backward
                 stack.callback(node.register_hook(lambda *_, own=parameter: self._mark_gradient(own)).remove)
             for parameter in module.parameters() if not nodes else ():
@@ -158,19 +140,18 @@ class Watched:
             kept=own,
             forward_peak=ledger.growth.get(forward, 0),
             backward_peak=ledger.growth.get(backward, 0),
+            adding_peak=ledger.adding.get(backward, 0),
             freed=max(0, own - self._left.get(key, own)),
             carried=sum(max(0, nbytes - kept.get(other, 0)) for other, nbytes in alive.items() if other != forward),
             of_gradients=ledger.of_gradients.get(backward, 0),
-            experts_done=self._experts_done.get(key, 0),
         )
         if parts is None:
             return cost
         two = replace(
             parts.get(key, TwoParts()),
-            freed=cost.freed,
-            inputs_peak=cost.backward_peak,
-            of_gradients=cost.of_gradients,
+            first=cost,
             weights_peak=ledger.growth.get(("weights", key), 0),
+            weights_adding_peak=ledger.adding.get(("weights", key), 0),
             weights=self._work(("weights", key)),
         )
         return replace(cost, parts=two)
@@ -281,24 +262,6 @@ class Watched:
         gradient = parameter.grad
         assert gradient is not None
         self.ledger.mark(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
-
-    def _begin_experts(self, _experts: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Hook the experts' inputs to record the memory when their gradient is there; not in a recomputed forward."""
-        if not self._running:
-            return None
-        key = self._running[-1]
-
-        def done(_gradient: Tensor) -> None:
-            self._experts_done[key] = self.ledger.grown()
-
-        def noticed(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.requires_grad:
-                return leaf
-            own = leaf.view_as(leaf)
-            own.register_hook(done)
-            return own
-
-        return tree.map_leaves(noticed, args), tree.map_leaves(noticed, kwargs)
 
 
 def _without_data(leaf: Any) -> Any:

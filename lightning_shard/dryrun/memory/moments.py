@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from lightning_shard.dryrun.counting.counts import Cost, ParameterCount, PartCount, TwoParts
+from lightning_shard.dryrun.counting.counts import ParameterCount, PartCount, TwoParts
 from lightning_shard.dryrun.memory.peak import Moment, Rank, Stage, StageMemory, Unit
 from lightning_shard.pipeline.schedules.schedule import Action, Schedule
 
@@ -124,14 +124,12 @@ class Step:
     def backward(self, action: Action, *, ends_batch: bool, reduces: bool) -> Iterator[Moment]:
         """A whole backward, or one part of a split one; ``reduces``: in the last batch before an optimizer step."""
         splits, each = self._rank.splits, self._held.reduce_each_microbatch
-        if action.kind == "I":
-            yield from self._of_inputs(action)
-        elif action.kind == "W":
+        if action.kind == "W":
             yield from self._of_weights(action)
         else:
             # with split backwards, none reduces gradients by itself
             now = not splits and (each or (reduces and ends_batch))
-            yield from self._whole_backward(action, ends_batch=ends_batch and not splits, reduces=now)
+            yield from self._of_parts(action, ends_batch=ends_batch and not splits, reduces=now)
         if splits and action.kind != "I" and ((reduces and ends_batch) or each):
             yield from self._reduce_all(ends_batch=ends_batch)
         if ends_batch:
@@ -139,82 +137,53 @@ class Step:
             self._blocks = self._leaving = 0
             self._buffer = 0 if reduces or each else self._buffer
 
-    def _whole_backward(self, action: Action, *, ends_batch: bool, reduces: bool) -> Iterator[Moment]:
+    def _of_parts(self, action: Action, *, ends_batch: bool, reduces: bool) -> Iterator[Moment]:
+        """A whole backward; or the first part of a split one, without products' weights, whose inputs are kept."""
         rank, stage = self._rank, self._rank.stages[action.stage]
+        assert action.kind == "B" or stage.counts.in_two_parts, "what both parts of a backward keep wasn't counted"
         kept = self._take_up(action)
         order = list(zip(stage.parts, stage.costs))[::-1]
         to_gather = [unit for part, _ in order for unit in stage.units_of(part)]
         for part, cost in order:
-            units = stage.units_of(part)
+            parts = cost.parts if action.kind == "I" and cost.parts is not None else TwoParts(cost)
+            first, units = parts.first, stage.units_of(part)
             gathered = rank.root.gathered + self._blocks
             if not self._keeps:
                 # FSDP2 prefetches the next unit when the backward reaches a unit, or the root
                 del to_gather[: len(units)]
                 gathered += sum(unit.gathered for unit in units) + sum(unit.flat for unit in to_gather[:1])
-            first = units[0] if units else rank.root
-            adds_in_place = id(first) in self._whole and first.reduces_in is None
-            fresh = 0 if adds_in_place else cost.of_gradients
-            working = (cost.adding_peak if adds_in_place else cost.backward_peak) - fresh + part.output
+            now = [p for place, p in enumerate(part.parameters) if p.requires_grad and place not in parts.late]
+            accumulates_in = (units[0] if units else rank.root).reduces_in
+            adds_in_place = accumulates_in is None and self._has_gradient.issuperset(p.name for p in now)
+            fresh = 0 if adds_in_place else first.of_gradients
+            working = (first.adding_peak if adds_in_place else first.backward_peak) - fresh + part.output
             is_sent = stage.handed_on > 0 and part is order[0][0]  # a copy of its output lives until the end
-            freed = 0 if is_sent else cost.freed
+            freed = 0 if is_sent else first.freed
             kept[_kind(stage, part)] -= freed
             yield self._moment(part.name, gathered, fresh, working)
-            if is_sent:
-                self._crossing = 2 * stage.handed_on  # the copy, and its gradient
-            gone = min(max(0, -part.output - cost.experts_done), cost.kept - freed)
-            for unit in units[:0:-1]:  # experts' units, whose backward ends before their block's
-                left = max(0, part.output + cost.experts_done)
-                kept[_kind(stage, part)] -= gone
-                gathered, moment = self._done(part, unit, gathered, left, ends_batch, reduces)
-                yield moment
-                kept[_kind(stage, part)] += gone
-            kept[_kind(stage, part)] -= cost.kept - freed
-            if units:
-                _, moment = self._done(part, units[0], gathered, part.output, ends_batch, reduces)
-                yield moment
-            else:
-                self._add_to_root(part.parameters)
+            kept[_kind(stage, part)] += parts.owed - (cost.kept - freed)
+            if is_sent:  # the copy, and its gradient, which may be included in what is owed
+                self._crossing = stage.handed_on + max(0, stage.handed_on - parts.given)
+            for unit in units[::-1]:
+                if reduces:
+                    gathered -= self._free(unit, ends_batch=ends_batch)
+                    yield self._reduce(part.name, unit, gathered, part.output)
+                    continue
+                names = {p.name for p, _ in unit.padded}
+                own = [p for p in now if p.name in names]
+                if unit.reduces_in is not None and own:
+                    yield self._moment(part.name, gathered, sum(p.gathered_bytes for p in own), part.output)
+                self._add(unit, own)
+            if not units:
+                self._add_to_root(now)
         self._convert_root(reduces=reduces)
         if reduces:
             yield from self._reduce_others(order[-1][0].name, ends_batch=ends_batch)
         self._has_sent(action)
+        if action.kind == "I":
+            kept["received"] = 0
+            self._keep(action)
         self._running = Counter()
-
-    def _of_inputs(self, action: Action) -> Iterator[Moment]:
-        """First part of a split backward: everything but the gradients of products' weights, whose inputs are kept."""
-        rank, stage = self._rank, self._rank.stages[action.stage]
-        assert stage.counts.in_two_parts, "what is kept between both parts of a backward wasn't counted"
-        kept = self._take_up(action)
-        gathered = rank.root.gathered + self._blocks
-        order = list(zip(stage.parts, stage.costs))[::-1]
-        for part, cost in order:
-            parts = cost.parts or _all_at_once(cost)
-            units = stage.units_of(part)
-            unit = units[0] if units else rank.root
-            now = [p for place, p in enumerate(part.parameters) if p.requires_grad and place not in parts.late]
-            adds_in_place = unit.reduces_in is None and self._has_gradient.issuperset(p.name for p in now)
-            fresh = 0 if adds_in_place else parts.of_gradients
-            working = (parts.inputs_adding_peak if adds_in_place else parts.inputs_peak) - fresh + part.output
-            is_sent = stage.handed_on > 0 and part is order[0][0]
-            freed = 0 if is_sent else parts.freed
-            kept[_kind(stage, part)] -= freed
-            yield self._moment(part.name, gathered, fresh, working)
-            kept[_kind(stage, part)] += parts.owed - (cost.kept - freed)
-            if is_sent:  # its gradient may be included in what is owed
-                self._crossing = stage.handed_on + max(0, stage.handed_on - parts.given)
-            if not units:
-                self._add_to_root(now)
-            for unit in units:
-                names = {p.name for p, _ in unit.padded}
-                own = [p for p in now if p.name in names]
-                if unit.reduces_in is not None and own:
-                    converted = sum(p.gathered_bytes for p in own)
-                    yield self._moment(part.name, gathered, converted, part.output)
-                self._add(unit, own)
-        self._convert_root(reduces=False)
-        self._has_sent(action)
-        kept["received"] = 0
-        self._keep(action)
 
     def _of_weights(self, action: Action) -> Iterator[Moment]:
         """Second part of a split backward. What both parts share is kept until all of the stage's weights are done."""
@@ -264,22 +233,9 @@ class Step:
         self._leaving = self._leaving + sent + forward if self._held.sends_stay else sent
         self._crossing = 0
 
-    def _done(
-        self, part: PartCount, unit: Unit, gathered: int, working: int, ends_batch: bool, reduces: bool
-    ) -> tuple[int, Moment]:
-        """A unit's backward is done; returns what is gathered after it, and the moment."""
-        if reduces:
-            gathered -= self._free(unit, ends_batch=ends_batch)
-            return gathered, self._reduce(part.name, unit, gathered, working)
-        converting = unit.fresh if unit.reduces_in is not None else 0
-        moment = self._moment(part.name, gathered, converting, working)
-        self._add(unit, (p for p, _ in unit.padded))
-        return gathered, moment
-
     def _add(self, unit: Unit, parameters: Iterable[ParameterCount]) -> None:
         """Add whole parameters' gradients, in the dtype of accumulation, if they don't exist yet."""
-        trained = (p for p in parameters if p.requires_grad and not p.is_listed)
-        new = {p.name: p for p in trained if p.name not in self._has_gradient}
+        new = {p.name: p for p in parameters if p.name not in self._has_gradient}
         if not new:
             return
         self._has_gradient |= new.keys()
@@ -287,9 +243,8 @@ class Step:
         self._whole[id(unit)] = self._whole.get(id(unit), 0) + nbytes
         self._all_whole += nbytes
 
-    def _add_to_root(self, parameters: Iterable[ParameterCount]) -> None:
+    def _add_to_root(self, trained: Sequence[ParameterCount]) -> None:
         root = self._rank.root
-        trained = [p for p in parameters if p.requires_grad]
         if root.reduces_in is not None:
             self._fresh = min(self._fresh + sum(p.gathered_bytes for p in trained), root.fresh)
             self._of_root.update((p.name, p) for p in trained)
@@ -386,8 +341,3 @@ def stage_memories(stages: Sequence[Stage], schedule: Schedule, *, copies: bool 
 
 def _kind(stage: Stage, part: PartCount) -> str:
     return "loss" if part.name in stage.of_loss else "activations"
-
-
-def _all_at_once(cost: Cost) -> TwoParts:
-    """A split backward whose second part is empty."""
-    return TwoParts(0, 0, cost.freed, cost.backward_peak, cost.adding_peak, cost.of_gradients)

@@ -103,7 +103,7 @@ class Unit:
         self.parameters, self.is_sharded, self._sizes = parameters, is_sharded, (shards, expert_shards, is_sharded)
         of = {False: shards, True: expert_shards}
         self.padded = [(p, shard_numel(p, of[p.is_expert])) for p in parameters]
-        self.whole = [(p, numel * of[p.is_expert]) for p, numel in self.padded if not p.is_listed]
+        self.whole = [(p, numel * of[p.is_expert]) for p, numel in self.padded]
         trained = [(p, numel) for p, numel in self.whole if p.requires_grad]
         halves = any(p.gathers_in in (torch.bfloat16, torch.float16) for p in parameters)
         self.reduces_in = torch.float32 if halves else None
@@ -137,8 +137,7 @@ def shard_numel(parameter: ParameterCount, parts: int) -> int:
     sizes = parameter.local_shape
     if not sizes or not parameter.numel:
         return parameter.numel
-    is_dealt = parameter.is_expert or parameter.is_listed
-    dim = next((d for d, size in enumerate(sizes) if size % parts == 0), 0) if is_dealt else 0
+    dim = next((d for d, size in enumerate(sizes) if size % parts == 0), 0) if parameter.is_expert else 0
     return parameter.numel // sizes[dim] * -(-sizes[dim] // parts)
 
 

@@ -1,7 +1,7 @@
 """Estimates a layout's checkpoint: files, bytes, the manifest's size, and a store's requests for a save and a load.
 
-The checkpoint's own planners compute what one rank of each stage writes. The stage's other ranks are taken to write the
-same amount, which is right except for a few bytes of replicated tensors.
+Each rank of a stage writes a file of the model and one of the optimizer, with a chunk of each tensor: of its shard, or
+of one that replicas have, its part.
 """
 
 from __future__ import annotations
@@ -9,29 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-
-import torch
 
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES
-from lightning_shard.checkpoint.format.header import header_of
-from lightning_shard.checkpoint.saving.files import Piece, plan_file
-from lightning_shard.checkpoint.saving.part import Outlined, my_cuts
-from lightning_shard.checkpoint.shards import Split, local_boxes, shard_strided_last
 from lightning_shard.checkpoint.store.remote import RANGE_BYTES
 from lightning_shard.checkpoint.store.s3 import PART_BYTES
-from lightning_shard.checkpoint.tensors import Frame, KnownMesh, Spread
 from lightning_shard.dryrun.counting.counts import Counts, ParameterCount
-from lightning_shard.dryrun.memory.optimizer import OptimizerState, StateTensor
+from lightning_shard.dryrun.memory.optimizer import OptimizerState
+from lightning_shard.dryrun.memory.peak import shard_numel
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.placement import seconds_text, size_text
 
-_ATTEMPT = "0" * 12
-_OF_A_FILE = len(f'"model/rank-00000-{_ATTEMPT}.safetensors"') + 110
+_OF_A_FILE = 160
 """Bytes of the manifest for each file: its path, sizes and digest."""
-
 _OF_A_TENSOR = 70
 """Bytes of the manifest for each tensor, besides its name: its dtype, shape and rows."""
+_OF_A_HEADER = 90
+"""Bytes of a file's header for each tensor, besides its name."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +62,26 @@ def stored(
         for stages in ranks
     ]
     owners = {name: index for index, parameters in enumerate(held) for name in parameters}
-    per_rank: list[list[int]] = []
-    total = files = manifest = 0
+    total = counts.saved_buffer_bytes
+    most: list[float] = []
+    files = manifest = 0
     for index, parameters in enumerate(held):
         own = [p for name, p in parameters.items() if owners[name] == index]  # tied: saved by its last rank
-        written, rows = _of_rank(own, layout, index, optimizer)
-        total += sum(written) * layout.stage_size
+        written = []
+        for tensors in ([_Tensor.of(p, layout) for p in own], _of_optimizer(own, layout, optimizer)):
+            if tensors:
+                names = sum(len(t.name) for t in tensors)
+                headers = names + _OF_A_HEADER * len(tensors)
+                written.append(sum(t.rank_bytes for t in tensors) + headers)
+                total += sum(t.bytes for t in tensors) + headers * layout.stage_size
+                manifest += names + _OF_A_TENSOR * len(tensors) + _OF_A_FILE * layout.stage_size
+                manifest += sum(t.rows_bytes for t in tensors)
         files += len(written) * layout.stage_size
-        manifest += rows * layout.stage_size + len(written) * layout.stage_size * _OF_A_FILE
-        per_rank.append(written)
-    most = max(per_rank, key=sum)
+        most = max(most, written, key=sum)
     return Stored(
-        total + counts.saved_buffer_bytes + manifest,
+        total + manifest,
         files + 2,
-        sum(most),
+        round(sum(most)),
         manifest,
         sum(1 if nbytes <= PART_BYTES else 2 + math.ceil(nbytes / PART_BYTES) for nbytes in most),
         1 + sum(math.ceil(nbytes / RANGE_BYTES) for nbytes in most),
@@ -90,66 +89,46 @@ def stored(
     )
 
 
-def _of_rank(
-    parameters: Sequence[ParameterCount], layout: Layout, stage: int, optimizer: OptimizerState | None
-) -> tuple[list[int], int]:
-    """Bytes of each file of the stage's first rank, and of the table's rows of their chunks and the tensors' lines."""
-    ranks = torch.tensor(layout.stages()[stage]).view(layout.data_parallel_replicas, layout.shard_size, -1)
-    frame = Frame(ranks, int(ranks[0, 0, 0]))
-    place = KnownMesh(lambda: None, ranks, (0, 0, 0))  # type: ignore[arg-type,return-value]
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of a stage; ``rank_bytes``: what a rank writes of it, of all replicas' ranks."""
 
-    @cache
-    def plain(*sizes: int) -> Spread:
-        return Spread(sizes, tuple(local_boxes([((0, size),) for size in sizes])))
+    name: str
+    ndim: int
+    bytes: int
+    rank_bytes: float
+    chunks: int = 1
 
-    cut = cache(partial(_spread, layout=layout, place=place))
+    @classmethod
+    def of(cls, parameter: ParameterCount, layout: Layout, itemsize: int = 0, suffix: str = "") -> _Tensor:
+        """A tensor with a parameter's elements, sharded alike."""
+        itemsize = itemsize or parameter.dtype.itemsize
+        is_cut = parameter.shape != parameter.local_shape
+        shards = layout.shard_size // (layout.expert_parallel_size if parameter.is_expert else 1)
+        tensor = layout.tensor_parallel_size if is_cut else 1
+        replicas = layout.data_parallel_replicas * layout.tensor_parallel_size // tensor
+        own = shard_numel(parameter, shards) * itemsize / replicas
+        nbytes, chunks = math.prod(parameter.shape) * itemsize, layout.shard_size * tensor
+        return cls(parameter.name + suffix, len(parameter.shape), nbytes, own, chunks)
 
-    def spread(parameter: ParameterCount) -> Spread:
-        return cut(parameter.shape, parameter.local_shape, parameter.is_expert)
-
-    def kept_for(parameter: ParameterCount, kept: StateTensor) -> list[Outlined]:
-        name = f"{parameter.name}.{kept.key}"
-        if kept.is_whole:
-            return kept.times * [Outlined(name, kept.dtype, spread(parameter))]
-        more = (kept.times,) * (kept.times != 1)
-        return [Outlined(name, kept.dtype, plain(*more, *(parameter.local_shape[dim] for dim in kept.dims)))]
-
-    sections: dict[str, list[Outlined]] = {"model": [Outlined(p.name, p.dtype, spread(p)) for p in parameters]}
-    sections["optimizer"] = [
-        each
-        for p in parameters
-        for kept in (optimizer.tensors.get(p.name, ()) if optimizer is not None else ())
-        for each in kept_for(p, kept)
-    ]
-    files, rows = [], 0
-    for tensors in sections.values():
-        cuts = my_cuts(list(enumerate(tensors)), frame)
-        if not cuts:
-            continue
-        outlined = [(tensors[cut.number], cut.box) for cut in cuts]
-        plan = plan_file([Piece(t.name, t.dtype, t.spread.shape, box) for t, box in outlined])
-        files.append(len(header_of(plan.header, plan.places)) + plan.data_bytes)
-        rows += sum(_row_bytes(tensor, box.sizes, layout) for tensor, box in outlined)
-    return files, rows
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of its chunks in the table: numbers, and a digest of each block."""
+        row = (3 + 2 * max(self.ndim, 2)) * 8 + math.ceil(self.bytes / self.chunks / BLOCK_BYTES) * DIGEST_BYTES
+        return self.chunks * row
 
 
-def _row_bytes(tensor: Outlined, sizes: Sequence[int], layout: Layout) -> int:
-    """Bytes of a chunk in the table, with its share of the manifest's line of its tensor."""
-    blocks = -(-math.prod(sizes) * tensor.dtype.itemsize // BLOCK_BYTES)
-    row = (3 + 2 * max(len(sizes), 2)) * 8 + blocks * DIGEST_BYTES
-    return row + (len(tensor.name) + _OF_A_TENSOR) // layout.stage_size
-
-
-def _spread(
-    shape: tuple[int, ...], local_shape: tuple[int, ...], is_expert: bool, layout: Layout, place: KnownMesh
-) -> Spread:
-    """A parameter's layout over the stage's replicas, shards and tensor ranks, as by FSDP2 over tensor parallelism."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    cut = [] if is_expert else [d for d, (whole, local) in enumerate(zip(shape, local_shape)) if whole != local][:1]
-    tensor = layout.tensor_parallel_size
-    # experts are over both of their axes; the same bytes for any dim
-    splits = [Split(0, layout.shard_size, 0, tensor if cut == [0] else 1)] if shape else []
-    boxes = tuple(local_boxes(shard_strided_last(shape, [*splits, *(Split(dim, tensor, 0) for dim in cut)])))
-    placements = Replicate(), Shard(0) if shape else Replicate(), Shard(cut[0]) if cut else Replicate()
-    return Spread(shape, boxes, place, placements)
+def _of_optimizer(
+    parameters: Sequence[ParameterCount], layout: Layout, optimizer: OptimizerState | None
+) -> list[_Tensor]:
+    kept_of = {} if optimizer is None else optimizer.tensors
+    found: list[_Tensor] = []
+    for p in parameters:
+        for kept in kept_of.get(p.name, ()):
+            name = f".{kept.key}"
+            if kept.is_whole:
+                found += kept.times * [_Tensor.of(p, layout, kept.dtype.itemsize, name)]
+            else:
+                nbytes = kept.numel(p, 0) * kept.dtype.itemsize
+                found.append(_Tensor(p.name + name, len(kept.dims), nbytes, nbytes / layout.stage_size))
+    return found

@@ -20,7 +20,7 @@ from lightning_shard.dryrun.search.found import Choice, Why
 from lightning_shard.dryrun.timing.devices import Groups, Rates
 from lightning_shard.dryrun.timing.layout import LEFT_OUT, Timing, model_flops, stage_time, ties
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.layout import Layout
+from lightning_shard.layout import Layout, divisors
 from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.parallel.experts.stacked import resolve_experts
 from lightning_shard.parallel.tensor.plan import resolve_plan
@@ -54,11 +54,6 @@ def layouts(devices: int, most_stages: int) -> Iterator[Layout]:
             for replicas in divisors(data):
                 for experts in divisors(data // replicas):
                     yield Layout(stages, data, replicas, tensor, 0, experts)
-
-
-def divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 class Workshop:

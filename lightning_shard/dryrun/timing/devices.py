@@ -28,7 +28,6 @@ switches are never a bottleneck.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,13 +36,10 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from lightning_shard.arguments import check_count
+from lightning_shard.arguments import check_count, size
 from lightning_shard.dryrun.counting.counts import EXPERT, TENSOR, Cost, Work
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
-
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([KMGTP]?)(i?)B?\s*")
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
 @dataclass(frozen=True)
@@ -158,16 +154,6 @@ def device(profile: str | Mapping[str, Any] | Device) -> Device:
             " profile of your own."
         )
     return profiles()[name]
-
-
-def size(value: object, setting: str) -> int:
-    """Parse bytes: a number, or text such as ``"80GB"`` (10⁹) or ``"80GiB"`` (2³⁰); refuses other values."""
-    if isinstance(value, str) and (found := _SIZE.fullmatch(value)):
-        number, unit, binary = found.groups()
-        value = float(number) * (1024 if binary else 1000) ** _POWERS[unit]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ConfigurationError(f"{setting} ({value!r}) must be bytes: a number above 0, or such as 80GiB or 80GB.")
-    return round(value)
 
 
 def read_yaml(path: str, setting: str) -> dict[str, Any]:
@@ -357,10 +343,10 @@ Seconds = Mapping[str, float]
 
 
 class Rates:
-    """Times of work on a device, with matrix products of a dtype; with gloo, communication ``overlaps`` nothing."""
+    """Times of work on a device, with matrix products of a dtype."""
 
-    def __init__(self, device: Device, dtype: str, *, overlaps: bool = True) -> None:
-        self.device, self.links, self.overlaps = device, Links(device), overlaps
+    def __init__(self, device: Device, dtype: str) -> None:
+        self.device, self.links = device, Links(device)
         self.peak = device.peak(dtype)
         self._products = self.peak * device.achieved.compute
         self._memory = device.memory_bandwidth * device.achieved.memory

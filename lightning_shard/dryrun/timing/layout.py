@@ -60,10 +60,8 @@ class _Piece(NamedTuple):
     reduce: float = 0.0
 
 
-def _together(pieces: Sequence[_Piece], *, overlaps: bool) -> float:
-    """Time of consecutive pieces; if ``overlaps``, gathers and reduces share one link, in parallel to computation."""
-    if not overlaps:
-        return sum(map(sum, pieces))
+def _together(pieces: Sequence[_Piece]) -> float:
+    """Time of consecutive pieces: gathers and reduces share one link, in parallel to computation."""
     computed = linked = 0.0
     gathered = linked = pieces[0].gather if pieces else 0.0
     for place, piece in enumerate(pieces):
@@ -89,13 +87,13 @@ def stage_time(stage: Stage, groups: Groups, rates: Rates, *, splits: bool = Fal
 
     def forward(gathering: bool, root: float = 0.0) -> float:
         pieces = [_Piece(c, g if gathering else 0.0) for c, g in zip(forwards, gathers)]
-        return _together([_Piece(0.0, root), *pieces], overlaps=rates.overlaps)
+        return _together([_Piece(0.0, root), *pieces])
 
     def backward(gathering: bool, reducing: bool) -> float:
         each = zip(backwards, gathers, reduces)
         pieces = [_Piece(c, g if gathering else 0.0, r if reducing else 0.0) for c, g, r in each]
-        last = _Piece(0.0, 0.0, reduces_root if reducing else 0.0)
-        return _together([*reversed(pieces), last], overlaps=rates.overlaps and not (splits and reducing))
+        pieces = [*reversed(pieces), _Piece(0.0, 0.0, reduces_root if reducing else 0.0)]
+        return sum(map(sum, pieces)) if splits and reducing else _together(pieces)
 
     regathers, each = not stage.keeps_gathered, held.reduce_each_microbatch
     each_forward, each_backward = forward(regathers), backward(regathers, each)
@@ -121,10 +119,7 @@ def total(spent: Iterable[Seconds]) -> dict[str, float]:
 
 
 def _bytes(unit: Unit, *, gradients: bool) -> tuple[int, int]:
-    """Bytes of a unit's whole parameters or gradients: those sharded over all data ranks, and those of experts.
-
-    Experts in lists aren't among them: they are included in their part's traffic.
-    """
+    """Bytes of a unit's whole parameters or gradients: those sharded over all data ranks, and those of experts."""
     whole = {False: 0, True: 0}
     for parameter, numel in unit.whole:
         if parameter.requires_grad or not gradients:

@@ -1,11 +1,9 @@
-"""Attention over ranks: this rank's queries attend to the keys and values of all positions.
+"""Sequences over the ranks of a context group, and attention of each rank's queries to keys and values of all of them.
 
 A block calls ``torch.nn.functional.scaled_dot_product_attention``, which is replaced while the block runs. The
 replacement all-gathers keys and values from the context ranks, in the order of the sequence, and each of this rank's
 two chunks of queries attends to them. The kernels of every device support this, and each query's softmax is computed
 in one piece, as in one process.
-
-Shard sequences over the ranks of a context group, and gather them again, with correct gradients.
 
 For ``n`` ranks, a sequence is divided into ``2n`` chunks of equal size. Rank ``i`` has chunks ``i`` and
 ``2n − 1 − i``: under causal attention, a chunk's work grows with its index, so all ranks have the same work (Llama 3,
@@ -39,7 +37,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.collectives import gather, in_32_bits, summed_both_ways
-from lightning_shard.torch_private import attention_replaced, checkpointed_functions_replaced
+from lightning_shard.torch_private import (
+    attention_replaced,
+    checkpointed_functions_replaced,
+    without_dispatch_modes,
+)
 
 
 @dataclass(frozen=True)
@@ -151,17 +153,12 @@ def _attending(attention: Callable[..., Tensor], function: Callable[..., Any]) -
 
 @functools.cache
 def _lower_right(size: int, end: int) -> Tensor:
-    """The causal mask for a chunk of ``size`` queries, the last of which is at position ``end − 1``."""
-    return causal_lower_right(size, end)
+    """The causal mask for a chunk of ``size`` queries, the last of which is at position ``end − 1``.
 
-
-def make_masks(part: Part, length: int) -> None:
-    """Make and cache the masks that :func:`over_ranks` needs.
-
-    Call it outside of dispatch modes, such as that of selective checkpointing, which don't support the masks' class.
+    Dispatch modes, such as that of selective checkpointing, don't support its class.
     """
-    for place in part.chunks:
-        _lower_right(length // 2, (place + 1) * (length // 2))
+    with without_dispatch_modes():
+        return causal_lower_right(size, end)
 
 
 def over_ranks(part: Part, length: int) -> Callable[..., Tensor]:

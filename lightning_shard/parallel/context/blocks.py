@@ -9,11 +9,9 @@ Within a block, attention sees all positions (:mod:`.attention`). Nothing else i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.block_probe import PLAIN, TrialRuns, has_other_hooks, is_cache, random_state
-from lightning_shard.parallel.context.attention import Cut, Part, attention_by, join, make_masks, over_ranks, share
+from lightning_shard.parallel.context.attention import Cut, Part, attention_by, join, over_ranks, share
 from lightning_shard.parallel.context.check_positions import (
     POSITIONS,
     Arguments,
@@ -48,7 +46,6 @@ class ShardedSequences:
     def __init__(self, part: Part, trial_runs: TrialRuns) -> None:
         self._part = part
         self._trial_runs = trial_runs
-        self._runs_whole = False
         self._caches: WeakKeyDictionary[Any, set[nn.Module]] = WeakKeyDictionary()
 
     def attend(self, block: nn.Module) -> Callable[..., Any]:
@@ -63,8 +60,6 @@ class ShardedSequences:
 
         @functools.wraps(plain)
         def attending(*args: Any, **kwargs: Any) -> Any:
-            if self._runs_whole:
-                return plain(*args, **kwargs)
             hidden = _hidden_states(block, args, kwargs)
             before = random_state(hidden.device)
             with attention_by(over_ranks(self._part, hidden.size(1))):
@@ -89,8 +84,6 @@ class ShardedSequences:
 
         @functools.wraps(forward)
         def dealt(*args: Any, **kwargs: Any) -> Any:
-            if self._runs_whole:
-                return forward(*args, **kwargs)
             _refuse_hooks(block, inner)
             args, kwargs = self._without_caches(block, args, kwargs)
             hidden = _hidden_states(block, args, kwargs)
@@ -100,7 +93,6 @@ class ShardedSequences:
             if kind not in checked:
                 self._check(block, plain, (args, kwargs), cut, length)
                 checked.add(kind)
-            make_masks(self._part, length // self._part.ranks)
             own = cut(args, take=self._cut), cut(kwargs, take=self._cut)
             copies = [(each, [*tree.children(each)]) for each in tree.containers(own)]
             returned = forward(*own[0], **own[1])
@@ -115,32 +107,6 @@ class ShardedSequences:
             return self._joined(returned)
 
         block.__dict__["forward"] = dealt
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside, every rank runs blocks on whole sequences, as one process does."""
-        before, self._runs_whole = self._runs_whole, True
-        try:
-            yield
-        finally:
-            self._runs_whole = before
-
-    def generate_whole(self, root: nn.Module) -> None:
-        """Make transformers' ``generate`` of all networks below ``root`` run on whole sequences.
-
-        Its calls have sequences of any length, and append to a cache of keys and values.
-        """
-        for network in root.modules():
-            if "generate" not in vars(network) and callable(getattr(type(network), "generate", None)):
-                network.generate = MethodType(self._generating(type(network).generate), network)  # type: ignore
-
-    def _generating(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(generate)
-        def generate_whole(network: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.whole():
-                return generate(network, *args, **kwargs)
-
-        return generate_whole
 
     def _checked_length(self, hidden: Tensor) -> int:
         length, chunks = hidden.size(1), 2 * self._part.ranks
@@ -190,8 +156,8 @@ class ShardedSequences:
                 return value
             if value.get_seq_length() or block in self._caches.setdefault(value, set()):
                 raise StepError(
-                    f"{class_name(block)} is called with keys and values of an earlier call, which"
-                    " context_parallel_size keeps none of: call generate(), or use context_parallel_size=1."
+                    f"{class_name(block)} is called with keys and values of an earlier call, as by generate(), and"
+                    f" context_parallel_size keeps none.{_ONE}"
                 )
             self._caches[value].add(block)
             return None

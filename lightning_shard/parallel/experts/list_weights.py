@@ -3,13 +3,12 @@
 Each expert keeps its parameters, under their names. If each rank held only its own experts' parameters, ranks would
 hold parameters of different names. So they are sharded over all data ranks, as any other parameter. In a forward, each
 rank gathers the full parameters of its own experts only, by an all-to-all: ``1/p`` of the bytes that FSDP2 would
-all-gather, with ``p`` expert ranks. Parameters that autocast would cast are gathered in its dtype. Gradients go back
-the same way in 32 bits, and are averaged over all data ranks.
+all-gather, with ``p`` expert ranks. Gradients go back the same way in 32 bits, and are averaged over all data ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -21,31 +20,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.parallel.collectives import all_to_all
-from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
 from lightning_shard.parallel.tensor.local_modules import computing_with
 from lightning_shard.sharding import chunk
 
 
 class _Kind(NamedTuple):
-    """Shape, sharded dim and gathered dtype of one parameter; the same for all experts of a list."""
+    """Shape and sharded dim of one parameter; the same for all experts of a list."""
 
     shape: torch.Size
     dim: int
-    gathered_in: torch.dtype
 
 
 def slots_of(expert: nn.Module) -> list[tuple[nn.Module, str]]:
     """The modules and attribute names that hold an expert's parameters, in a fixed order."""
     return [(module, key) for module in expert.modules() for key, p in module._parameters.items() if p is not None]
-
-
-def _cast_to(expert: nn.Module, device_type: str) -> dict[nn.Parameter, torch.dtype]:
-    """The parameters that autocast is certain to cast, with its dtype; empty if autocast is off."""
-    alone = nn.ModuleList([expert])  # wrapped to be recognised if it is a norm, or a stack of matrices, itself
-    if not torch.is_autocast_enabled(device_type) or not cast_units(alone, [alone]):
-        return {}
-    left = not_cast(alone)
-    return {p: torch.get_autocast_dtype(device_type) for p in expert.parameters() if p not in left}
 
 
 class ExpertWeights:
@@ -63,13 +51,12 @@ class ExpertWeights:
         self.here = len(experts) // parts
         self._slots = [slots_of(expert) for expert in experts]
         self._device = torch.device(mesh.device_type)
-        cast_to = _cast_to(experts[0], self._device.type)
         self._kinds: list[_Kind] = []
         for module, key in self._slots[0]:
             parameter = module._parameters[key]
             assert isinstance(parameter, DTensor)
             dim: int = parameter.placements[-1].dim  # type: ignore[attr-defined]
-            self._kinds.append(_Kind(parameter.shape, dim, cast_to.get(parameter, parameter.dtype)))
+            self._kinds.append(_Kind(parameter.shape, dim))
         first = self._rank % parts * self.here
         self.own = experts[first : first + self.here]
         self._own_slots = self._slots[first : first + self.here]
@@ -91,24 +78,13 @@ class ExpertWeights:
 
     def gather(self, shards: Sequence[DTensor]) -> list[Tensor]:
         """The full parameters of this rank's experts, expert by expert. Collective over the data ranks."""
-        local = [shard.to_local().to(self._device) for shard in shards]
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for number, kind in enumerate(self._kinds):
-            by_dtype.setdefault(kind.gathered_in, []).append(number)
-        whole: dict[tuple[int, int], Tensor] = {}
-        for dtype, numbers in by_dtype.items():
-            for_rank = [
-                torch.cat([local[place].to(dtype).reshape(-1) for place in self._places(part, numbers)])
-                for part in range(self._parts)
-            ]
-            kinds = [self._kinds[number] for number in numbers] * self.here
-            receive_counts = [self._elements(kinds, rank) for rank in range(self._ranks)]
-            came = self._exchange([for_rank[rank % self._parts] for rank in range(self._ranks)], receive_counts)
-            from_ranks = [self._cut(flat, kinds, rank) for rank, flat in enumerate(came)]
-            keys = [(place, number) for place in range(self.here) for number in numbers]
-            for key, kind, pieces in zip(keys, kinds, zip(*from_ranks)):
-                whole[key] = torch.cat(pieces, kind.dim)
-        return [whole[key] for key in sorted(whole)]
+        local = [shard.to_local().to(self._device).reshape(-1) for shard in shards]
+        kinds = self._kinds * self.here
+        for_part = [torch.cat(local[first : first + len(kinds)]) for first in range(0, len(local), len(kinds))]
+        sent = [for_part[rank % self._parts] for rank in range(self._ranks)]
+        came = self._exchange(sent, [self._elements(kinds, rank) for rank in range(self._ranks)])
+        from_ranks = [self._cut(flat, kinds, rank) for rank, flat in enumerate(came)]
+        return [torch.cat(pieces, kind.dim) for kind, pieces in zip(kinds, zip(*from_ranks))]
 
     def reduce_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of this rank's shards of all experts, averaged over all data ranks. Collective over these.
@@ -129,11 +105,6 @@ class ExpertWeights:
             dist.all_reduce(total, group=self._mesh.get_group(axis))
             total /= self._mesh.size(axis)
         return self._cut(total, self._kinds * len(self._slots), self._rank)
-
-    def _places(self, part: int, numbers: Sequence[int]) -> Iterator[int]:
-        """Indices in :meth:`shards` of the parameters ``numbers`` of the experts of expert rank ``part``."""
-        for place in range(part * self.here, (part + 1) * self.here):
-            yield from (place * len(self._kinds) + number for number in numbers)
 
     def _exchange(self, given: Sequence[Tensor], counts: list[int]) -> list[Tensor]:
         group = self._mesh.get_group(self._mesh.ndim - 1)

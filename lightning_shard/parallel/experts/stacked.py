@@ -1,6 +1,6 @@
 """Expert parallelism: distribute a mixture's experts over ranks, and dispatch tokens to them.
 
-This module handles experts whose parameters are stacked in one module; for lists of experts see ``running_order.py``.
+This module handles experts whose parameters are stacked in one module; for lists of experts see ``module_lists.py``.
 For ``E`` experts on ``p`` ranks, rank ``r`` holds the experts from ``r·E/p`` up to, not including, ``(r+1)·E/p``: every
 parameter of the module of experts is sharded along its first dim. Each rank routes its own tokens by the model's own
 code. Then:

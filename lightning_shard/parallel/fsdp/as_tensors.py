@@ -1,53 +1,30 @@
 """Patch DTensor so that user code can read and write sharded parameters between steps as if they were plain tensors.
 
-What torch's DTensors (2.11 to 2.14) do by themselves, and what they do here:
+What torch's DTensors (2.11 to 2.14) do by themselves is silently wrong, or fails. Here they are as the full tensor:
 
-- ``p.data = values`` changes nothing, since the values are those of the local tensor inside; averaged weights that are
-  swapped in would be lost silently. Here the parameter uses the memory of ``values``, as a plain tensor would.
-- ``float(p.norm())``, ``p.sum().item()`` and ``bool((p > 0).all())`` return the local part's number, which differs
-  between ranks. Here they return the full tensor's.
-- ``p.copy_(values)`` and ``load_state_dict`` don't accept plain tensors. Here they do: ``values`` is the full tensor,
-  equal on all ranks, and each rank copies its part. ``plain.copy_(p)`` copies the full tensor.
-- ``p[:4] = 0`` and ``p.grad[mask] = 0`` fail. Here they write the full tensor's elements.
-- ``p.index_fill_(0, rows, 0)``, ``scatter_`` and ``p.triu_()`` fail, and ``bias.index_add_`` leaves a placement that
-  isn't its local part's. Here they change the full tensor.
-- ``f"{p.norm():.4f}"``, ``p.norm().tolist()`` and ``.numpy()`` fail. Here they are the full tensor's. So are
-  ``p.tolist()``, ``p.numpy()`` and ``np.asarray(p)`` where this rank holds all of ``p``; where several ranks hold parts
-  they are refused, since loggers make arrays on one rank, and gathering takes all.
-- ``p[:4].zero_()`` and ``p.grad[0].mul_(0.5)`` change nothing, since a slice across shards is a copy. Here they are
-  refused.
-- ``torch.stack([p.grad.norm() for p in module.parameters()])`` fails if some parameters are split over tensor ranks and
-  others aren't, since these are on different meshes. So do other operations on both, and ``total += p.grad.norm()``.
-  Here scalars are the full tensors', and an operation that joins both kinds, such as ``torch.cat``, gathers all of them
-  at once and returns a plain tensor.
-- ``(p > 0).any(0).sum()`` and ``p.norm(dim=0).sum()`` count a column once per rank, and ``nn.init.eye_(p)`` writes the
-  full matrix to each rank's part. Here they use the full tensor.
-- ``nn.init.normal_(p)`` gives all shards the same values, and ``torch.bernoulli(p)`` the same mask: torch coordinates
-  generators over ranks on accelerators only, and between steps ranks' generators have the same state. Here numbers are
-  drawn for the full tensor, as one process would draw them.
-- ``average - p`` of a plain tensor and a parameter fails. Here it is computed.
-- ``torch._foreach_lerp_(averages, values, weight)`` of sharded parameters and plain buffers fails, as in averages of a
-  whole ``state_dict()`` (timm's ``ModelEmaV3``). Here the DTensors are changed together, and then the plain tensors, if
-  the other lists have the same kinds at the same places.
-- ``total += p.norm()`` with a plain ``total`` fails with a bare assertion once torch has cached how to add two sharded
-  scalars. Here it is refused in that case.
+- *Assigned*: ``p.data = values`` uses the memory of ``values``, which torch ignores. ``p.copy_(values)`` and
+  ``load_state_dict`` take a full tensor, equal on all ranks; ``p[:4] = 0``, ``p.index_fill_(…)``, ``p.triu_()`` and
+  others write by places in it. A slice across shards is a copy: ``p[:4].zero_()`` is refused.
+- *Read*: ``float(p.norm())``, ``bool((p > 0).all())``, ``(p > 0).any(0).sum()``, ``p.norm(dim=0).sum()`` and
+  ``f"{p.norm():.4f}"`` are the full tensor's; torch's are this rank's, or count a column once per rank. So are
+  ``p.tolist()``, ``p.numpy()`` and ``np.asarray(p)`` of scalars, and where this rank holds all of ``p``.
+- *Drawn*: ``nn.init.normal_(p)`` and ``torch.bernoulli(p)`` draw for the full tensor, as one process does. torch gives
+  all shards the same values, since it coordinates generators over ranks on accelerators only.
+- *Combined*: parameters that are split over tensor ranks are on another mesh than others. Scalars of both are the full
+  tensors', and an operation that joins both, such as ``torch.cat``, returns a plain tensor. Lists of sharded and plain
+  tensors (``torch._foreach_lerp_`` in timm's ``ModelEmaV3``) are changed one kind after the other. A plain number that
+  a sharded one would change in place (``total += p.norm()``) is refused.
+- *Met by plain tensors* (``average - p``): a plain tensor is taken for a whole one, equal on all ranks, which is
+  compared: twice for each tensor, since averages are the same tensors after each step. What is computed is sharded as
+  the parameter is; a plain tensor that is changed in place (``average.add_(p)``) takes the whole parameter. In steps
+  torch's refusal stays: there a plain tensor may be a rank's own part, such as features that a plan splits.
 
-All but the first, those of lists and the refused ones are collective over the parameter's ranks, unless both operands
-have the same layout or a rank holds all values: every rank must make the call. What is computed from full tensors needs
-the memory for them on every rank.
+All but assignments to ``data``, lists and refusals are collective over the parameter's ranks, unless both operands have
+the same layout or a rank holds all values. What is computed from full tensors needs the memory for them on every rank.
 
-Private: ``DTensor._local_tensor``, and what ``torch_private.py`` patches.
-
-Let plain tensors meet sharded parameters between steps, as in ``average - p`` (latent diffusion's ``LitEma``).
-
-A plain tensor is taken for a whole one, equal on all ranks, which is compared: twice for each tensor, since averages
-are the same tensors after each step. What is computed is sharded as the parameter is; a plain tensor that is changed in
-place (``average.add_(p)``) takes the whole parameter. Both are collective over the parameter's ranks.
-
-In steps a plain tensor may be a rank's own part, such as features that a plan splits. There torch's refusal stays.
-
-Private: ``DTensor.__torch_function__``, which torch (2.11 to 2.14) disables, and does here while steps run. Its
-dispatcher, in C++, refuses plain tensors before it asks anything that could be patched.
+Private: ``DTensor._local_tensor``; ``DTensor.__torch_function__``, which torch disables, and does here while steps run:
+its dispatcher, in C++, refuses plain tensors before it asks anything that could be patched; and what
+``torch_private.py`` patches.
 """
 
 from __future__ import annotations
@@ -98,7 +75,7 @@ _MIXED = "mixed torch.Tensor and DTensor"
 def behave_as_tensors() -> None:
     """Patch the class DTensor, and so all DTensors of this process, and what parameters give and are set to."""
     watch_data()
-    methods = {"__setitem__": _set, "__format__": _format, "tolist": _list, "numpy": _array}
+    methods = {"__setitem__": _set, "__format__": _format, "tolist": _held(Tensor.tolist), "numpy": _held(Tensor.numpy)}
     patch_dtensors({"data": property(data_of, _assign), **methods}, _over_meshes, _refusing_lost_writes)
     _add_handlers(handlers_of_dtensors())
 
@@ -241,32 +218,16 @@ def _format(tensor: Any, spec: str) -> str:
     return object.__format__(tensor, spec) if tensor.ndim else format(tensor.detach().item(), spec)
 
 
-def _list(tensor: Any) -> Any:
-    return _held(tensor, "tolist").detach().tolist()
+def _held(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that gives values to Python, of those that this rank has; where others have parts torch refuses it."""
 
+    @wraps(method)
+    def of_held(tensor: Any, **options: Any) -> Any:
+        axes = enumerate(tensor.placements)
+        is_here = all(placement.is_replicate() or tensor.device_mesh.size(axis) == 1 for axis, placement in axes)
+        return method(full_tensor(tensor) if is_here or not tensor.ndim else tensor, **options)
 
-def _array(tensor: Any, *, force: bool = False) -> Any:
-    return _held(tensor, "numpy").numpy(force=force)
-
-
-def _held(tensor: Any, asked: str) -> Tensor:
-    """All values of a tensor, as a plain one; of scalars a collective call, as ``item()`` is.
-
-    Raises:
-        StepError: Other ranks hold a part of them.
-    """
-    if not tensor.ndim:
-        return full_tensor(tensor)
-    mesh = tensor.device_mesh
-    if all(placement.is_replicate() or mesh.size(axis) == 1 for axis, placement in enumerate(tensor.placements)):
-        return tensor.to_local()  # type: ignore[no-any-return]
-    raise StepError(
-        f"{asked}() needs all values of a sharded tensor of shape {tuple(tensor.shape)}, and this rank holds those of"
-        f" shape {tuple(tensor._local_tensor.shape)}: call p.full_tensor().{asked}(), on all ranks and not on rank 0"
-        " alone, which would wait for the others. So it is with what makes arrays, as np.asarray(p) and loggers'"
-        " histograms do: give them what p.full_tensor() has returned.",
-        breaks=9,
-    )
+    return of_held
 
 
 def _set(tensor: Any, index: Any, value: Any) -> None:

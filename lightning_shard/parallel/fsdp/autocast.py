@@ -1,8 +1,8 @@
 """Find the weights that autocast is certain to cast, so that they can be all-gathered in its 16-bit dtype.
 
 To all-gather a weight in 32 bits is always correct, since autocast casts it where it is used. To all-gather it in 16
-bits is correct only if nothing else uses it. This is decided statically, before anything runs, from the classes of the
-modules that hold weights and from the names in the code that a block runs.
+bits is correct only if nothing else uses it. This is decided before anything runs, from the classes of the modules that
+hold weights and from the names in the code that a block runs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Collection, Iterable, Iterator
-from dis import get_instructions
 from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any
@@ -23,20 +22,9 @@ from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.running_order import code_of
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_MATRIX_PRODUCT = "@"
 _SWITCHES = {"autocast", "maybe_autocast", "decorate_autocast", "decorate_fwd"}
 """Names in code that sets autocast itself: ``maybe_autocast`` is transformers', ``decorate_*`` are torch.amp's."""
-_PRODUCTS = {
-    *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", _MATRIX_PRODUCT),
-    *(f"conv{transposed}{dims}d" for transposed in ("", "_transpose") for dims in (1, 2, 3)),
-}
-"""Names, in code, of operations that autocast runs in its dtype."""
 _STARTS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
-_HARMLESS = {
-    *("forward", "torch", "nn", "functional", "F", "super", "Tensor", "None", "len", "int", "dtype", "device", "to"),
-    *("size", "shape", "view", "reshape", "flatten", "transpose", "permute", "T", "mT", "t", "contiguous", "unsqueeze"),
-}
-"""Other names that a module's code may use around such a product: they don't compute with weights' values."""
 
 _FEW = 16
 """A module with at most ``1 / _FEW`` of a block's elements may be all-gathered in 32 bits, in the root's unit.
@@ -53,7 +41,7 @@ def cast_units(root: nn.Module, units: Iterable[nn.Module], besides: Collection[
     - a module holds parameters beside other modules, such as the decay of a state-space model or a table of positions:
       they belong to no layer, and may need all 32 bits;
     - parameters aren't float32, or are tied;
-    - code computes with weights otherwise than by matrix products and convolutions;
+    - layers aren't torch's own, linear or convolutions, or transformers' ``Conv1D``, or other code names their weights;
     - code sets autocast itself, in the unit or around it.
 
     Args:
@@ -63,7 +51,8 @@ def cast_units(root: nn.Module, units: Iterable[nn.Module], besides: Collection[
     """
     outside: set[nn.Module] = set()
     for module in root.modules():
-        _, names = _names_in_code(_class_of(module))
+        kind: Any = type(module)
+        _, names = _names_in_code(kind)
         outside.update(*(child.modules() for name, child in module.named_children() if name in names))
     return {unit for unit in units if unit not in outside and _is_known_of_all(unit, besides)}
 
@@ -109,7 +98,8 @@ def _is_known(module: nn.Module) -> bool:
     inside = {
         part for name, _ in module.named_parameters() for part in (name.partition(".")[0], name.rpartition(".")[2])
     }
-    names, names_beside_autocast = _names_in_code(_class_of(module))
+    kind: Any = type(module)
+    names, names_beside_autocast = _names_in_code(kind)
     if names_beside_autocast & inside:
         return False
     if _holds_holders(module):
@@ -117,44 +107,9 @@ def _is_known(module: nn.Module) -> bool:
         return isinstance(module, nn.MultiheadAttention) or not (own or names & weights)
     if not own:
         return True
-    if own & _names_in_arithmetic(_class_of(module)):
-        return False
-    if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) and package_of(type(module).forward) == "torch":
+    if isinstance(module, (nn.Linear, *_CONVOLUTIONS)) and package_of(kind.forward) == "torch":
         return own <= {"weight", "bias"}  # with other names, a hook computes the weight from them
-    return bool(names & _PRODUCTS) and names <= _PRODUCTS | _HARMLESS | set(dir(module))
-
-
-@lru_cache(maxsize=1024)
-def _names_in_arithmetic(cls: Any) -> frozenset[str]:
-    """Attributes that a class's forward and steps add, multiply or compare, otherwise than in matrix products."""
-    found: set[str] = set()
-    for function in _functions_of(cls):
-        for node in (node for statement in code_of(function) for node in ast.walk(statement)):
-            if _is_arithmetic(node):
-                found.update(_attributes_in(node))
-    return frozenset(found)
-
-
-def _is_arithmetic(node: ast.AST) -> bool:
-    if isinstance(node, ast.Compare):
-        return not all(isinstance(each, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for each in node.ops)
-    if isinstance(node, ast.UnaryOp):
-        return isinstance(node.op, ast.USub)
-    return isinstance(node, (ast.BinOp, ast.AugAssign)) and not isinstance(node.op, ast.MatMult)
-
-
-def _attributes_in(node: ast.AST) -> Iterator[str]:
-    """Names of attributes among the operands, but those of calls and matrix products in them."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Call) or (isinstance(child, ast.BinOp) and isinstance(child.op, ast.MatMult)):
-            continue
-        if isinstance(child, ast.Attribute):
-            yield child.attr
-        yield from _attributes_in(child)
-
-
-def _class_of(module: nn.Module) -> Any:
-    return type(module)
+    return bool(kind.__name__ == "Conv1D" and package_of(kind) == "transformers")
 
 
 @lru_cache(maxsize=1024)
@@ -213,9 +168,7 @@ def _called(names: Iterable[str], function: FunctionType, cls: type) -> Iterator
     inherits = "super" in names or "super" in _names(inspect.unwrap(function))
     for name in names:
         of_bases = [vars(base)[name] for base in cls.__mro__ if name in vars(base)]
-        found: Any = function.__globals__.get(name)
-        is_operation = isinstance(found, type) and issubclass(found, torch.autograd.Function)
-        yield from (of_bases if inherits else of_bases[:1]) or [found.forward if is_operation else found]
+        yield from (of_bases if inherits else of_bases[:1]) or [function.__globals__.get(name)]
 
 
 @lru_cache(maxsize=4096)
@@ -224,13 +177,8 @@ def _names(function: FunctionType) -> frozenset[str]:
 
 
 def _of_code(code: CodeType) -> Iterator[str]:
-    """Names in a function's code, ``"@"`` for a matrix product, and the function's own name.
-
-    torch's decorators are recognised by their own names.
-    """
+    """Names in a function's code, and the function's own name, by which torch's decorators are recognised."""
     yield from (code.co_name, *code.co_names)
-    if any(step.opname == "BINARY_OP" and step.argrepr.startswith(_MATRIX_PRODUCT) for step in get_instructions(code)):
-        yield _MATRIX_PRODUCT
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _of_code(constant)

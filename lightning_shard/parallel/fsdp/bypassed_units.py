@@ -1,4 +1,4 @@
-"""All-gather units whose backward begins elsewhere than at their output.
+"""All-gather units whose backward begins elsewhere than at their output, also for gradients with respect to inputs.
 
 FSDP2 frees a unit's parameters after its forward, and all-gathers them when the gradient of its output arrives. A
 gradient may enter a unit by another way: by a value that it keeps as an attribute, puts into a cache, or that a hook on
@@ -6,8 +6,6 @@ a submodule collects. If the output has no gradient, or a later one, the unit wo
 
 So the graph of the loss is searched for such ways: in an epoch's first, second, fourth, … step, and whenever it has
 another number of nodes than before. From then on each backward begins by all-gathering the units that were found.
-
-Gradients with respect to inputs within a step under FSDP2, such as for a gradient penalty.
 """
 
 from __future__ import annotations
@@ -118,11 +116,9 @@ class BypassedUnits:
         elif new := own - found:  # other ranks' graphs may be as before: they would wait, or gather other units
             names = sorted(self._names[self._units[index]] for index in new)  # type: ignore[index]
             raise StepError(
-                f"The loss begins in this step to use what {', '.join(names)} keep or compute beside their output, as"
-                " features collected by a hook. Data ranks hold these blocks in parts, and"
-                " agree on what to gather for that in an epoch's first, second, fourth, eighth, … step only: use it"
-                " from the first step on (with a weight of 0), resume from the last checkpoint, or set"
-                " reshard_after_forward=False.",
+                f"The loss begins in this step to use what {', '.join(names)} keep or compute beside their output, and"
+                " data ranks agree on what to gather for that in an epoch's first, second, fourth, eighth, … step only:"
+                " use it from the first step on (with a weight of 0), or set reshard_after_forward=False.",
                 breaks=8,
             )
 

@@ -1,21 +1,14 @@
-"""All-gather a unit for calls of its parts; FSDP2 does it for calls of whole units only.
+"""All-gather a unit for calls of its parts between steps, and in evaluation steps for calls that data ranks differ in.
 
-Between steps, as of ``self.net(x)`` in ``on_train_epoch_end``: the root unit (everything outside of blocks) is
-unsharded only while a step runs. A part that is called outside of a step unshards it for its own call, and once more
-for a backward through it. With several data ranks this is collective, so all of them must make the call. With manual
-optimization the units are the networks below the root, each unsharded during its own calls; a call of a network's part,
-such as ``self.vae.encoder(x)``, does likewise.
+**Parts** (``self.net(x)`` in ``on_train_epoch_end``). The root unit, everything outside of blocks, is unsharded only
+while a step runs. A part that is called outside of a step unshards it for its own call, and once more for a backward
+through it; with several data ranks this is collective. With manual optimization the units are the networks below the
+root, each unsharded during its own calls; a call of a network's part, such as ``self.vae.encoder(x)``, does likewise.
+Nothing stays unsharded: later steps would take it for the present weights, whatever has changed the shards meanwhile.
 
-In a step, as of ``self.blocks[0].norm.embed(t)``: hooks on all parts of blocks would cost time in each call, so the
-first step of each kind finds those that are called by themselves, and only these keep hooks.
-
-Nothing stays unsharded, after a call of the whole either: later steps would take it for the present weights, whatever
-has changed the shards meanwhile.
-
-Let data ranks call FSDP2 units unequally in an evaluation step, as when they generate text or skip blocks.
-
-Each call of a sharded unit all-gathers its parameters from all data ranks, so a rank that calls one more than the
-others would wait for them forever. Therefore all ranks make the same all-gathers in the same order, in each step:
+**Lockstep** (generated text, skipped blocks). Each call of a sharded unit all-gathers its parameters from all data
+ranks, so a rank that calls one more than the others would wait for them forever. Therefore all ranks make the same
+all-gathers in the same order, in each evaluation step:
 
 1. Those of the *expected* units: the ones that an earlier step gathered, each once, in its order. A rank that skips one
    takes part in its all-gather all the same. No message is needed.
@@ -29,12 +22,11 @@ ranks' experts, in which a rank that makes no such call can't take part, so uneq
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -43,7 +35,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.compiled_blocks import is_compiled
 from lightning_shard.parallel.containers import called_below, has_forward
 from lightning_shard.parallel.fsdp.shard import is_gathered, join_all_gather, reshard
 from lightning_shard.parallel.fsdp.units import (
@@ -54,15 +45,12 @@ from lightning_shard.parallel.fsdp.units import (
     is_set_up,
     is_unit,
     set_up,
-    sharded_units,
     state_of,
 )
 from lightning_shard.parallel.fsdp.unsharded import COPIED, unsharded_of
 from lightning_shard.parallel.fsdp.watched_parameters import check_before_gather
 
 _is_sharded = attrgetter("is_sharded")
-_FOUND: WeakSet[nn.Module] = WeakSet()
-"""Parts of units that steps call by themselves: they have hooks."""
 
 
 def gather_for_calls(root: nn.Module, blocks: Collection[nn.Module], *, whole_steps: bool) -> None:
@@ -91,38 +79,22 @@ def refuse_calls(root: nn.Module, blocks: Collection[nn.Module], whole: Collecti
     for part in set(_called(root, blocks)):
         if part in whole:
             calls.gather_for(part)
-        elif _has_parameters(part) and not is_unit(part):  # a unit all-gathers itself
+        elif not is_unit(part):  # a unit all-gathers itself
             part.register_forward_pre_hook(calls.refuse, prepend=True)
 
 
 def _called(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """The modules below one, down to blocks, that are called and hold parameters: others, as metrics, may be copied."""
     for child in module.children():
-        if has_forward(child):
+        if has_forward(child) and next(child.parameters(), None) is not None:
             yield child
         if child not in blocks:
             yield from _called(child, blocks)
 
 
-def _has_parameters(part: nn.Module) -> bool:
-    return next(part.parameters(), None) is not None
-
-
 def _is_step(args: Any) -> bool:
     """Whether a call of the root runs a step, which is its one argument (plugin/steps/redirect.py)."""
     return len(args) == 1 and callable(args[0]) and not isinstance(args[0], Tensor)
-
-
-class _Uncopied:
-    """A hook of a module without parameters, such as a metric, that may be copied: the copy has the same one."""
-
-    def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = hook
-
-    def __call__(self, *args: Any) -> None:
-        self._hook(*args)
-
-    def __deepcopy__(self, _: Any) -> _Uncopied:
-        return self
 
 
 class _Calls:
@@ -134,9 +106,8 @@ class _Calls:
         self._in_step = False
 
     def gather_for(self, part: nn.Module) -> None:
-        holds = _has_parameters(part)
-        part.register_forward_pre_hook(self.enter if holds else _Uncopied(self.enter), prepend=True)
-        part.register_forward_hook(self.leave if holds else _Uncopied(self.leave), always_call=True)
+        part.register_forward_pre_hook(self.enter, prepend=True)
+        part.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, *_: Any) -> None:
         if self._depth or not self._is_gathered():
@@ -161,9 +132,8 @@ class _Calls:
         if not is_gathered and any(isinstance(parameter, DTensor) for parameter in part.parameters()):
             raise StepError(
                 f"A part of the network, a {type(part).__name__}, was called outside a step. With several pipeline"
-                " stages only the ranks of one stage hold its parameters: call it in training_step, validation_step,"
-                " test_step or predict_step, load a checkpoint into a new module on one process"
-                " (load_from_checkpoint), or use pipeline_parallel_size=1.",
+                " stages only the ranks of one stage hold its parameters: call it in a step, or load a checkpoint into"
+                " a new module on one process (load_from_checkpoint).",
                 breaks=10,
             )
 
@@ -175,13 +145,11 @@ class _Calls:
 
     def _is_gathered(self) -> bool:
         """Whether the root unit is unsharded, or has nothing to all-gather."""
-        state = state_of(self._root)
-        if state is None:
+        if state_of(self._root) is None:
             if (whole := unsharded_of(self._root)) is None:
                 raise StepError(COPIED.format(kind=class_name(self._root)), breaks=9)
             return whole.is_gathered
-        if state._is_root is None:  # a part may be called before the first step, such as in configure_optimizers
-            set_up(self._root)
+        set_up(self._root)  # a part may be called before the first step, such as in configure_optimizers
         return not any(map(_is_sharded, groups_of(self._root)))
 
     def _gather(self) -> None:
@@ -197,40 +165,6 @@ class _Calls:
         elif is_unit(self._root):
             gather_for_backward(self._root, args, output)
             call_fsdp(self._root, FSDPModule.reshard)
-
-
-@contextmanager
-def finding_calls_of_parts(root: nn.Module) -> Iterator[None]:
-    """Context of a step: parts of units below ``root`` that are called by themselves will always gather their unit."""
-    outermost: dict[nn.Module, nn.Module] = {}
-    with ExitStack() as hooks:
-        for unit in sharded_units(root):
-            for module in unit.modules():
-                outermost.setdefault(module, unit)
-            if unit is not root:
-                for part in _parts(unit):
-                    found = partial(_gather_from_now_on, unit, outermost[part])
-                    hooks.callback(part.register_forward_pre_hook(found, prepend=True).remove)
-        yield
-
-
-def _parts(unit: Any) -> Iterator[nn.Module]:
-    """The modules in a unit that have parameters of it; not those of units in it, nor what is compiled."""
-    for child in () if is_compiled(unit) else unit.children():
-        if not is_unit(child) and any(True for _ in child.parameters()):
-            yield child
-            yield from _parts(child)
-
-
-def _gather_from_now_on(unit: nn.Module, outermost: Any, part: nn.Module, args: Any) -> None:
-    if part in _FOUND:
-        return
-    set_up(outermost)
-    if any(map(_is_sharded, groups_of(unit))):
-        _FOUND.add(part)
-        calls = _Calls(unit)
-        calls.gather_for(part)
-        calls.enter()  # of this call, for which the new hook is too late
 
 
 class Lockstep:

@@ -1,15 +1,12 @@
-"""FSDP2's units: their classes, their private parts, and when their backward begins.
+"""FSDP2's units: their classes, their private parts, when their backward begins, and how mixed dtypes divide them.
 
 FSDP2 makes each unit an object of a class that it derives from the module's own. Code that asks ``type(layer) is
 nn.Linear``, or a module for its name, would do something else then. So units have their own class back, and FSDP2's
 while FSDP2's methods run.
 
-Private (torch 2.11 to 2.14): the classes that FSDP2 has derived, the units' parameter groups, the states of their
-parameters, the handles of the hooks around their forward, the hook that begins their backward (``_pre_backward``), and
-the order of forwards by which they prefetch. torch's own pipeline stages (``torch/distributed/pipelining/stage.py``)
-use the groups too. Before 2.13 a unit had at most one group.
-
-Divide units with parameters of several dtypes: FSDP2 all-gathers a unit in one buffer, and so in one dtype.
+Private (torch 2.11 to 2.14): the classes that FSDP2 has derived, the units' parameter groups (before 2.13 at most one),
+the states of their parameters, the handles of the hooks around their forward, the hook that begins their backward
+(``_pre_backward``), and the order of forwards by which they prefetch.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from lightning_shard import tree
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.containers import called_below
-from lightning_shard.subclasses import Unannounced, unannounced, unannounced_base
+from lightning_shard.subclasses import unannounced_base
 
 Returned = TypeVar("Returned")
 _UNITS: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
@@ -46,15 +43,11 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def make_unit(module: nn.Module, **options: Any) -> None:
-    """Apply FSDP2 to a module; a registry of the user's classes isn't told of the class that FSDP2 derives.
-
-    FSDP2 can't derive one from ``class Net(ABC, nn.Module)``, whose memory layout differs: it finds one made here.
-    """
+    """Apply FSDP2 to a module, in a class that the user's classes aren't told of, and whose memory layout fits."""
     own = cast(Any, type(module))
-    with unannounced(FSDPModule):
-        if (base := unannounced_base(own)) is not Unannounced and own not in cls_to_fsdp_cls:
-            cls_to_fsdp_cls[own] = type(own)(f"FSDP{own.__name__}", (base, FSDPModule, own), {})
-        fully_shard(module, **options)
+    if own not in cls_to_fsdp_cls:
+        cls_to_fsdp_cls[own] = type(own)(f"FSDP{own.__name__}", (unannounced_base(own), FSDPModule, own), {})
+    fully_shard(module, **options)
 
 
 def leave_gathers_uncounted(root: nn.Module) -> None:
@@ -150,7 +143,7 @@ def set_up(root: nn.Module) -> None:
 
     If a unit in it were called first, FSDP2 would take that for the root, and refuse calls of ``root``.
     """
-    if is_unit(root) and not is_set_up(root):
+    if not is_set_up(root):
         state_of(root)._lazy_init()
 
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.fsdp.watched_parameters import TAKEN, show_writes, was_written
+from lightning_shard.parallel.fsdp.watched_parameters import REPLACED, TAKEN, refusal, show_writes, was_written
 from lightning_shard.sharding import parameter_like, share_attributes
 
 _OF: WeakKeyDictionary[nn.Module, UnshardedParameters] = WeakKeyDictionary()
@@ -38,6 +38,10 @@ COPIED = (
 SPARSE_GRADIENT = (
     "A gradient is sparse, as F.embedding(…, sparse=True) gives them, and sparse gradients can't be reduced over ranks"
     " in parts: use sparse=False."
+)
+_CHANGED = (
+    "was changed in place in a step, which runs once for each microbatch: make the change in on_train_batch_start or"
+    " on_train_batch_end, or keep it as a buffer."
 )
 
 
@@ -118,7 +122,7 @@ class UnshardedParameters:
         for module_ref, name, held, running, put in self._slots:
             module: Any = module_ref()  # there, since its root is called
             if module._parameters.get(name) is not held:
-                raise _replaced(module, name, held)
+                raise refusal(name, module, held, REPLACED)
             if isinstance(running, DTensor):
                 running._local_tensor = held._local_tensor  # type: ignore[attr-defined]
             else:
@@ -155,7 +159,7 @@ class UnshardedParameters:
             for module_ref, name, held, running, put in self._slots:
                 module: Any = module_ref()
                 if module._parameters.get(name) is not running:
-                    raise _replaced(module, name, running)
+                    raise refusal(name, module, running, REPLACED)
                 put(name, held)
                 if held.requires_grad != running.requires_grad:
                     held.requires_grad_(running.requires_grad)
@@ -170,13 +174,8 @@ class UnshardedParameters:
             for slot, before, now in zip(self._slots, self._versions, self._seen_versions()):
                 written = before != now or (was_taken and was_written(slot.running))
                 if written or slot.running in assigned_others:
-                    raise StepError(
-                        f"The parameter {slot.name!r} of a {type(slot.module_ref()).__name__}, of shape"
-                        f" {tuple(slot.running.shape)}, was"
-                        " changed in place in a step, which runs once for each microbatch: make the change in"
-                        " on_train_batch_start or on_train_batch_end, or keep it as a buffer.",
-                        breaks=8,
-                    )
+                    module = slot.module_ref()
+                    raise refusal(slot.name, module, slot.running, _CHANGED)
 
     def _seen_versions(self) -> list[int]:
         return [slot.running._version for slot in self._slots] if self.in_microbatches else []
@@ -245,12 +244,3 @@ def _put_into(module: nn.Module) -> Callable[[str, Any], None]:
         return module._parameters.__setitem__
     weak = ref(module)
     return lambda name, parameter: setattr(weak(), name, parameter)
-
-
-def _replaced(module: nn.Module, name: str, parameter: nn.Parameter) -> StepError:
-    return StepError(
-        f"The parameter {name!r} of a {type(module).__name__}, of shape {tuple(parameter.shape)}, was replaced or"
-        " removed after the module was sharded, but the optimizer still trains the original: change its"
-        " values in place, as by copy_, or replace it before the fit.",
-        breaks=9,
-    )

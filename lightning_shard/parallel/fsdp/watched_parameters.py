@@ -5,15 +5,11 @@ The unsharded (all-gathered) parameter is in the module during a step; its memor
 on one must act on the other, and is refused if it would be lost. These checks run in each step, so they never wait for
 a device.
 
-Private (torch 2.11 to 2.14): of the states of parameters, the modules that hold them, and the memory they gather to.
-
-Has a change of a parameter's ``data`` in a step be seen as one of the parameter.
-
-``p.data.mul_(…)`` doesn't change the version of ``p``, and so autograd takes no notice. Where parameters are gathered
-for a step, and the change is lost when they are freed, or where a step runs once for each microbatch, checks of
-versions would miss it: a momentum encoder would keep its old values. So of these parameters what ``data`` gives is
-kept, beside a copy, until they are checked. What writes nothing new, as a clamp of weights that are within its bounds,
+``p.data.mul_(…)`` doesn't change the version of ``p``. So of parameters that are watched in steps what ``data`` gives
+is kept, with a copy, until they are checked. What writes nothing new, as a clamp of weights that are within its bounds,
 is allowed.
+
+Private (torch 2.11 to 2.14): of the states of parameters, the modules that hold them, and the memory they gather to.
 """
 
 from __future__ import annotations
@@ -108,9 +104,7 @@ class _Parameter:
 
     def error(self, what: str) -> StepError:
         module, name = self.slots[0]
-        shape = tuple(self.held.sharded_param.shape)
-        named = f"{self.held._param_fqn or name} of a {type(module).__name__}"
-        return StepError(f"The parameter {named}, of shape {shape}, {what}", breaks=8)
+        return refusal(self.held._param_fqn or name, module, self.held.sharded_param, what)
 
 
 class Watched:
@@ -191,14 +185,18 @@ class Watched:
                 expected = each.held.sharded_param if is_sharded else each.held._unsharded_param
                 for module, name in each.slots:
                     if module._parameters.get(name) is not expected:
-                        raise each.error(_REPLACED)
+                        raise each.error(REPLACED)
 
 
-_REPLACED = (
-    "was replaced or removed after the module was sharded, but FSDP2 still gathers and trains the original: change its"
-    " values in place, as by copy_, or replace it in __init__, configure_model or setup. torch.func.functional_call"
-    " replaces parameters too, for one call: use it only for a module that isn't in a block, or use"
-    " data_parallel_size=1."
+def refusal(name: str, module: nn.Module, parameter: Tensor, what: str) -> StepError:
+    shape = tuple(parameter.shape)
+    return StepError(f"The parameter {name} of a {type(module).__name__}, of shape {shape}, {what}", breaks=8)
+
+
+REPLACED = (
+    "was replaced or removed after the module was sharded, but the optimizer still trains the original: change its"
+    " values in place, as by copy_, or replace it in __init__, configure_model or setup. (On data ranks"
+    " torch.func.functional_call does so for one call: use it only for a module that isn't in a block.)"
 )
 _LOST = (
     "was changed in place in a step. In a step parameters are read, not written: it is"

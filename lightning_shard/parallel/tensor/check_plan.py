@@ -9,7 +9,7 @@ have the same modules with the same settings; of a model's own plan, but for lay
 before, in an evaluation or as a frozen network, is compared then.
 
 Split layers outside of blocks (of a user's plan, with one stage) are compared in the step that calls them, which runs
-twice more: in the second run these layers are whole, and each block returns what it returned in the first.
+twice more: in the second run these layers are whole, and blocks are split as in the first.
 
 During the comparison, trained parameters that are small everywhere have other values (``whole_layers.py``).
 
@@ -53,7 +53,6 @@ from lightning_shard.parallel.tensor.whole_layers import (
     Forward,
     Layers,
     enlarged,
-    exchanged_forward,
     whole_parameters,
     with_whole_layers,
 )
@@ -132,9 +131,11 @@ class PlanCheck:
         """Wrap the steps of the model, if there is something to compare, after it is sharded; on all tensor ranks."""
         first = _FirstCalls(root)
         blocks = {each: root.get_submodule(each) for each in self._around}
+        within = {part for block in blocks.values() for part in block.modules()}  # such a layer stays split
+        layers = {name: layer for name, layer in self._outside.items() if layer[0] not in within}
         for method in self._steps:
             own = getattr(root, method)
-            first.compare(method, partial(self._compare, root, method, own, self._outside, blocks, self._runs_of_step))
+            first.compare(method, partial(self._compare, root, method, own, layers, blocks, self._runs_of_step))
 
     def _compare(
         self,
@@ -154,7 +155,6 @@ class PlanCheck:
         if not blocks and _are_parts(given, module):
             return
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        inner = _Blocks(blocks, device)
         noted = {each: layer for each, layer in layers.items() if each in self._returning_whole}
         # units inside would take such a backward for the step's
         has_units = any(is_unit(part) for part in module.modules() if part is not module)
@@ -165,9 +165,8 @@ class PlanCheck:
         def results(*, whole: bool, evaluates: bool) -> list[Result]:
             if evaluates:
                 module.eval()
-            with with_whole_layers(layers, made) if whole else nullcontext(), _noting(noted) as found:
-                with inner.replayed(found) if whole else inner.recorded(found):
-                    found.extend(_results(module, run, given, with_gradients=with_gradients))
+            with with_whole_layers(layers, made) if whole else nullcontext(), _noting(noted, blocks) as found:
+                found.extend(_results(module, run, given, with_gradients=with_gradients))
                 return found
 
         around = set(module.parameters()).difference(*(block.parameters() for block in blocks.values()))
@@ -187,7 +186,7 @@ class PlanCheck:
                 return  # what draws other numbers can't be compared
         pairs = [*zip(split, whole)]
         runs_alike = [each.name for each in split] == [each.name for each in whole]
-        if blocks:  # what code around blocks has is split in places, and blocks may call its layers
+        if blocks:  # what code around blocks has is split in places
             if not runs_alike:
                 return
             pairs = [(ours, theirs) for ours, theirs in pairs if ours.values.shape == theirs.values.shape]
@@ -195,12 +194,9 @@ class PlanCheck:
         if apart is not None or not runs_alike:
             raise PlanError(
                 f"tensor_parallel_plan: {name} computes something else when it is split than whole, first in {apart}"
-                " (sentence 12 of the contract)."
-                " A layer whose output holds several things one after the other, such as queries, keys and values,"
-                " can't be 'colwise', which gives each rank a part of all its features. What follows a 'colwise' layer,"
-                " up to a 'rowwise' one, must work on a part of its features or heads: a norm or softmax over them"
-                " needs all. Choose 'colwise_gather_output', and 'rowwise_split_input' for the layer behind it, a layer"
-                f" for each thing, or leave both out of the plan. {_STYLES}"
+                " (sentence 12 of the contract). What follows a 'colwise' layer, up to a 'rowwise' one, is given a part"
+                " of all features, which a norm over them needs whole, and queries, keys and values of one layer each"
+                f" by itself: choose 'colwise_gather_output' and 'rowwise_split_input', or leave both out. {_STYLES}"
             )
 
 
@@ -261,10 +257,9 @@ def _outcomes(
         return as_split, as_whole
     text = str(failed).partition("\n")[0].rstrip(".")
     raise PlanError(
-        f"The first step fails with tensor_parallel_plan: {text}. {name} runs with whole layers. What runs between a"
-        " colwise and a rowwise layer gets this rank's features only, and a custom embedding or layer class may not"
-        " support split weights: leave out of the plan what doesn't (it comes with the model, if you gave none), or use"
-        " tensor_parallel_size=1."
+        f"The first step fails with tensor_parallel_plan: {text}. {name} runs with whole layers, and as it is split"
+        " gets this rank's features only: leave out of the plan what can't be split (it comes with the model, if you"
+        " gave none), or use tensor_parallel_size=1."
     ) from failed
 
 
@@ -308,78 +303,32 @@ def _whole_gradient(tensor: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 @contextmanager
-def _noting(layers: Layers) -> Iterator[list[Result]]:
-    """Yields what layers return inside, in running order."""
-    found: list[Result] = []
+def _noting(layers: Layers, blocks: Mapping[str, nn.Module]) -> Iterator[list[Result]]:
+    """Yields what layers return inside, and what the first call of a block is given, in running order.
 
-    def note(name: str, _: nn.Module, __: Any, returned: Any) -> None:
-        found.extend(Result(f"what {name} returns", each.detach().clone()) for each in tree.tensors(returned))
+    Later blocks are given outputs of blocks, and to keep all of them needs much memory.
+    """
+    found: list[Result] = []
+    given: list[str] = []
+
+    def note(what: str, value: Any) -> None:
+        found.extend(Result(what, each.detach().clone()) for each in tree.tensors(value))
+
+    def returns(name: str, _: nn.Module, __: Any, returned: Any) -> None:
+        note(f"what {name} returns", returned)
+
+    def begins(name: str, _: nn.Module, *arguments: Any) -> None:
+        if not given:
+            given.append(name)
+            note(f"what {name} is given", arguments)
 
     with ExitStack() as inside:
         for name, (layer, _) in layers.items():
-            inside.callback(layer.register_forward_hook(partial(note, name)).remove)
+            inside.callback(layer.register_forward_hook(partial(returns, name)).remove)
+        for name, block in blocks.items():
+            hook = block.register_forward_pre_hook(partial(begins, name), prepend=True, with_kwargs=True)
+            inside.callback(hook.remove)
         yield found
-
-
-class _Blocks:
-    """What blocks have returned in one run of the code around them, so that a second run needs none of them.
-
-    In both runs they draw no random numbers that the code around them would notice.
-    """
-
-    def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
-        self._blocks = blocks
-        self._device = device
-        self._returned: list[tuple[str, Any]] = []
-
-    @contextmanager
-    def recorded(self, found: list[Result]) -> Iterator[None]:
-        """Blocks that run inside are recorded."""
-        self._returned.clear()
-        states: list[Tensor] = []
-        on_gpu = self._device.type == "cuda"
-
-        def before(name: str, _: nn.Module, *given: Any) -> None:
-            states.append(torch.cuda.get_rng_state(self._device) if on_gpu else torch.get_rng_state())
-            self._note_given(found, name, given)
-
-        def after(name: str, _: nn.Module, __: Any, returned: Any) -> None:
-            state = states.pop()
-            torch.cuda.set_rng_state(state, self._device) if on_gpu else torch.set_rng_state(state)
-            self._returned.append((name, copied(returned)))
-
-        with ExitStack() as inside:
-            for name, block in self._blocks.items():
-                looks = partial(before, name)
-                inside.callback(block.register_forward_pre_hook(looks, prepend=True, with_kwargs=True).remove)
-                inside.callback(block.register_forward_hook(partial(after, name)).remove)
-            yield
-
-    @contextmanager
-    def replayed(self, found: list[Result]) -> Iterator[None]:
-        """Inside, each call of a block returns what it returned when it was recorded."""
-        calls = iter(self._returned)
-
-        def forward(name: str, *args: Any, **kwargs: Any) -> Any:
-            self._note_given(found, name, (args, kwargs))
-            called, returned = next(calls, ("", None))
-            if called != name:
-                raise OpaqueError
-            return returned
-
-        with ExitStack() as inside:
-            for name, block in self._blocks.items():
-                inside.enter_context(exchanged_forward(block, partial(forward, name)))
-            yield
-
-    @staticmethod
-    def _note_given(found: list[Result], name: str, given: Any) -> None:
-        """Of the first block only: later ones are given outputs of blocks, and all of them need much memory."""
-        if not any(each.name.endswith(_GIVEN) for each in found):
-            found.extend(Result(f"what {name}{_GIVEN}", each.detach().clone()) for each in tree.tensors(given))
-
-
-_GIVEN = " is given"
 
 
 class _FirstCalls:
@@ -434,10 +383,8 @@ def _warn_of_draws(module: nn.Module, name: str) -> None:
     if coordinate is not None and not any(coordinate):
         warnings.warn(
             f"tensor_parallel_plan: {name} draws random numbers, as for dropout, for features or heads that the plan"
-            " splits. All tensor ranks draw the same ones, each for its part: every feature is dropped as often as on"
-            " one process, but features of different ranks are dropped together. Where that matters, drop features"
-            " where they are whole (behind the 'rowwise' layer), or give the layers around it the styles"
-            " 'colwise_gather_output' and 'rowwise_split_input'.",
+            " splits. All tensor ranks draw the same ones, so features of different ranks are dropped together. Where"
+            " that matters, drop them where they are whole, behind the 'rowwise' layer.",
             stacklevel=2,
         )
 

@@ -10,8 +10,6 @@ arXiv:1909.08053).
 
 In this package, a tensor is *whole* if every tensor rank has all of its features, and *split* if each has its part. A
 gradient is a *summand* if the sum over the tensor ranks is the gradient that one process would have.
-
-Split the modules that peft puts in the place of layers (LoRA, ``modules_to_save``) by a tensor-parallel plan.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Make layers that a tensor-parallel plan splits whole for a while, in place; their code is as it was before.
+"""Make layers that a tensor-parallel plan splits whole for a while, in place, with their code of before.
 
-Enlarge zero or small initial weights while a split model is compared with the whole one.
-
-The last layer of a branch that is initialised with zeros, a gate, or LayerScale's 1e-6 would hide errors of everything
-that runs before it.
+Zero or small initial weights are enlarged meanwhile: the last layer of a branch that begins at zero, a gate, or
+LayerScale's 1e-6 would hide errors of everything that runs before it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ Only the time after the wait counts as the action's own, as in a simulation.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -163,20 +164,14 @@ class Recording:
     steps: list[RecordedStep] = field(default_factory=list)
 
     def to_json(self) -> str:
-        steps = [
-            {
-                "step": recorded.step,
-                "data_rank": recorded.data_rank,
-                "tensor_rank": recorded.tensor_rank,
-                "skew_s": recorded.skew_s,
-                "schedule": recorded.timeline.schedule.name,
-                "events": [
-                    {"rank": e.rank, "action": str(e.action), "start_s": e.start, "end_s": e.end}
-                    for e in recorded.timeline.events
-                ],
-            }
-            for recorded in self.steps
-        ]
+        steps = []
+        for recorded in self.steps:
+            facts = {name: value for name, value in vars(recorded).items() if name != "timeline"}
+            events = [
+                {"rank": e.rank, "action": str(e.action), "start_s": e.start, "end_s": e.end}
+                for e in recorded.timeline.events
+            ]
+            steps.append({**facts, "schedule": recorded.timeline.schedule.name, "events": events})
         return json.dumps({"format": FORMAT, "version": 1, "device": self.device, "steps": steps}, indent=1) + "\n"
 
     @classmethod
@@ -198,14 +193,13 @@ class Recording:
             ) from error
 
 
-def _step(raw: Mapping[str, Any]) -> RecordedStep:
-    events = _in_order(Event(e["rank"], _action(e["action"]), e["start_s"], e["end_s"]) for e in raw["events"])
-    ranks = 1 + max(event.rank for event in events)
-    rows = tuple(tuple(event.action for event in events if event.rank == rank) for rank in range(ranks))
-    timeline = Timeline(Schedule(raw["schedule"], rows), events)
-    return RecordedStep(raw["step"], timeline, raw["skew_s"], raw["data_rank"], raw["tensor_rank"])
+def _step(raw: dict[str, Any]) -> RecordedStep:
+    events = _in_order(Event(e["rank"], _action(e["action"]), e["start_s"], e["end_s"]) for e in raw.pop("events"))
+    ranks = range(1 + max(event.rank for event in events))
+    rows = tuple(tuple(event.action for event in events if event.rank == rank) for rank in ranks)
+    return RecordedStep(timeline=Timeline(Schedule(raw.pop("schedule"), rows), events), **raw)
 
 
 def _action(text: str) -> Action:
-    at = next(i for i, char in enumerate(text) if char in "FBIW")
-    return Action(int(text[:at]), text[at], int(text[at + 1 :]))  # type: ignore[arg-type]
+    stage, kind, microbatch = re.split("([FBIW])", text)
+    return Action(int(stage), kind, int(microbatch))  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from lightning_shard.lightning_private import has_trainer
 from lightning_shard.parallel.activation_checkpointing import chosen, leave_out_caches, recompute
 from lightning_shard.parallel.blocks import Blocks, block_lists, names_of_parameters
 from lightning_shard.parallel.clip import count_elsewhere
-from lightning_shard.parallel.compiled_blocks import Compiler, compile_block, compile_forwards, take_out
+from lightning_shard.parallel.compiled_blocks import compile_block, compile_forwards, take_out
 from lightning_shard.parallel.containers import with_forward
 from lightning_shard.parallel.context.attention import Part
 from lightning_shard.parallel.context.blocks import ShardedSequences
@@ -46,7 +46,6 @@ from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.loop import has_whole_steps
 from lightning_shard.plugin.steps.metrics import SharedMetrics
-from lightning_shard.plugin.steps.schedule_choice import agree, choose
 from lightning_shard.scripted import refuse_trained, set_aside
 
 _PIPELINE, _EXPERTS, _CONTEXT = "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size"
@@ -96,7 +95,7 @@ class Assembly:
         if self.parameters is not None and self.layout.world_size > 1:
             self.parameters.check(module, groups.gather_over_stages, is_cut=self.stages is not None)
 
-    def lay_out_again(self, layout: Layout, settings: Settings, schedules: Sequence[Schedule], groups: Groups) -> None:
+    def lay_out_again(self, layout: Layout, settings: Settings, schedules: Sequence[Schedule]) -> None:
         """Reuse the module for another Trainer, and switch to that Trainer's schedule.
 
         Args:
@@ -112,8 +111,7 @@ class Assembly:
                 " new module."
             )
         self.settings = settings
-        placement = self.placement
-        if placement is None:
+        if self.placement is None:
             self.schedule = schedules[0]
             return
         fitting = [each for each in schedules if each.rank_of == self.schedule.rank_of]
@@ -123,11 +121,7 @@ class Assembly:
                 f" {self.schedule.stages} stages, and it can't be split again for {schedules[0].name!r}, with"
                 f" {schedules[0].stages}: build a new module."
             )
-        if len(fitting) > 1 and self.schedule in fitting:
-            return  # the current schedule was chosen from these
-        has_data_ranks = layout.data_parallel_size > 1
-        choice = choose(fitting, lambda _: placement, settings.of_blocks, has_data_ranks=has_data_ranks)
-        self.schedule = agree(fitting, choice, groups)
+        self.schedule = next((each for each in fitting if each.name == self.schedule.name), fitting[0])
 
 
 def assemble(
@@ -141,16 +135,11 @@ def assemble(
     schedules: Sequence[Schedule],
     groups: Groups,
 ) -> Assembly:
-    """Cut ``module`` to this rank's stages and shard it, in place.
+    """Cut ``module``, on any device or on meta, to this rank's stages and shard it, in place.
 
     Args:
-        module: On any device, or on meta.
-        mesh: The world's mesh, made by ``layout``.
-        expert_mesh: The experts' mesh, with several expert-parallel ranks.
-        device: Where this rank computes.
         seed: Seeds the initial weights of modules on meta.
         schedules: The schedules that the settings allow.
-        groups: This rank's.
 
     Raises:
         ConfigurationError: The module can't be laid out so. Raised before anything is changed where that can be known.
@@ -161,7 +150,8 @@ def assemble(
     if parallelizes_itself(module):
         return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, places, names)
 
-    compilers = _taken_out(module)
+    refuse_trained(module)
+    compilers = take_out(module)
     blocks = blocks_of(module, settings, layout.pipeline_parallel_size)
     listed = list(dict.fromkeys(name for names in block_lists(module).values() for name in names))
     experts = resolve_experts(module, settings.expert_parallel_plan, layout.expert_parallel_size)
@@ -246,12 +236,6 @@ def assemble(
     )
 
 
-def _taken_out(module: nn.Module) -> dict[str, Compiler]:
-    """What compiles forwards that can be laid out."""
-    refuse_trained(module)
-    return take_out(module)
-
-
 def _places_and_names(module: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
     """Parameters' ``places`` and ``names`` of an :class:`Assembly`."""
     places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
@@ -293,16 +277,11 @@ def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str
             refuse_calls(module, _present(module, units), part.beside)
     if part.stages is not None:
         leave_gathers_uncounted(module)
-        _join(module, part.stages, layout.pipeline_rank, part.ties)
-    refuse_copies(module, is_cut=part.stages is not None)
-
-
-def _join(module: nn.Module, stages: Stages, rank: int, ties: Iterable[Tie]) -> None:
-    """Connect a sharded module to its stages. Norms count a parameter of several ranks on the last of these only."""
-    for tie in ties:
-        if rank != tie.holders[-1]:
-            count_elsewhere(module.get_parameter(tie.names[0]))
-    stages.join(module)
+        for tie in part.ties:
+            if layout.pipeline_rank != tie.holders[-1]:  # norms count a parameter of several ranks on the last one
+                count_elsewhere(module.get_parameter(tie.names[0]))
+        part.stages.join(module)
+    refuse_copies(module)
 
 
 def _as_it_shards_itself(
@@ -387,9 +366,7 @@ def _sequences(
             f" context_parallel_size={layout.context_parallel_size} splits the sequences within blocks: name modules by"
             " pipeline_blocks, or use context_parallel_size=1."
         )
-    sequences = ShardedSequences(Part.of(groups.context), partial(trial_runs, device))
-    sequences.generate_whole(module)
-    return sequences
+    return ShardedSequences(Part.of(groups.context), partial(trial_runs, device))
 
 
 def _plan_check(

@@ -1,21 +1,13 @@
 """The parameters of a module that is laid out, in what users' code kept, is shown, and changes of them.
 
-Replaces parameters, and their ids, in what code has kept of them before the module was laid out.
+Parameters, and their ids, are replaced in what code has kept of them before, such as ``self.head = {id(p) for p in …}``
+in ``__init__``: in the state of modules and callbacks, as ``state/walk.py`` walks it.
 
-Such as ``self.head = {id(p) for p in …}`` in ``__init__``, asked in ``configure_optimizers``; a dict by parameter; or a
-list whose gradients a callback scales. Laying a module out puts other parameters in place of these. Looked through is
-the state of modules and callbacks, as ``state/walk.py`` walks it: containers, the user's objects,
-closures, and globals that the code uses.
+While ``configure_optimizers`` runs, each stage shows all parameters of the module, so that groups are those of one
+process. One of another stage is a hollow tensor (``taint.Hollow``: right shape and dtype, no values), which is removed
+from the optimizers afterwards.
 
-Shows all parameters of a module on each stage while ``configure_optimizers`` runs.
-
-Then parameter groups, and settings that depend on counting (such as a learning rate by layer index), are the same on
-all stages, and as in one process. A parameter of another stage is shown as a hollow tensor (``taint.Hollow``: right
-shape and dtype, no values). Afterwards, hollow ones are removed from the optimizers.
-
-Detects parameters that were added to a module or removed after it was laid out: no rank shards or averages new ones.
-
-Also refuses copies made after that, which torch doesn't support: shards and hooks are bound to the original's ranks.
+Parameters that were added or removed after that, and copies of sharded modules, are refused.
 """
 
 from __future__ import annotations
@@ -217,21 +209,11 @@ def _kind(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor)
 
 
-def refuse_copies(module: nn.Module, *, is_cut: bool) -> None:
-    """Make ``copy.deepcopy`` of the module, or of a part with parameters, fail by name, equally on all stages."""
+def refuse_copies(module: nn.Module) -> None:
+    """Make ``copy.deepcopy`` of the module, or of a part with a sharded unit, fail by name."""
     for part in module.modules():
-        can_be_cut = is_cut and not hasattr(type(part), "__deepcopy__")
-        if is_unit(part) or (can_be_cut and _has_parameters(part)):
+        if is_unit(part):
             part.__dict__["__deepcopy__"] = partial(_refuse_copy, class_name(part))
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    """Whether a module has parameters, here or on another stage."""
-    return any(
-        any(value is not None for value in part._parameters.values())
-        or any(isinstance(value, Hollow) for value in vars(part).values())
-        for part in module.modules()
-    )
 
 
 def _refuse_copy(kind: str, _: Any) -> Any:

@@ -1,13 +1,8 @@
-"""Finds a network's blocks, measures their costs, and assigns them to stages.
-
-Cuts a LightningModule to the stages of one rank: decides what each rank holds, and what another rank saves.
-"""
+"""Finds a network's blocks, assigns them to stages by cost, and cuts a module to the stages of one rank."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +14,7 @@ from torch import nn
 from lightning_shard.errors import PlacementError
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.activation_checkpointing import Recomputing, chosen
-from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, largest_modules, names_of_parameters
+from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, names_of_parameters
 from lightning_shard.pipeline.cost import ModelCost, measure, watch
 from lightning_shard.pipeline.placement import Placement, Policy, place
 from lightning_shard.pipeline.schedules.schedule import Schedule
@@ -73,7 +68,7 @@ def place_blocks(
     schedule = agree(fitting, choice, groups)
     placement = placed(schedule)
     if layout.rank == 0 and settings.placement == "auto":
-        warn_of_idle_stages(module, cost, placement)
+        warn_of_idle_stages(cost, placement)
     if isinstance(module, pl.LightningModule):
         module.example_input_array = None  # Lightning's summary would call the module on it, outside of any step
     return blocks, placement, schedule
@@ -87,41 +82,21 @@ def placed_on(schedule: Schedule, cost: ModelCost, policy: Policy, layout: Layou
     return place(cost, schedule.stages, policy, devices=own, ranks=of)
 
 
-def warn_of_idle_stages(module: nn.Module, cost: ModelCost, placement: Placement) -> None:
-    """Warn of a stage that has next to nothing to do, with the blocks that would share the cost better if there are."""
-    stages, (least, share) = len(placement.stages), _least(placement)
+def warn_of_idle_stages(cost: ModelCost, placement: Placement) -> None:
+    """Warn of a stage that has next to nothing to do."""
+    costs = [stage.cost for stage in placement.stages]
+    least, stages = costs.index(min(costs)), len(costs)
+    share = costs[least] / max(1, sum(costs))
     if share * stages >= _LITTLE:
         return
-    held = placement.stages[least]
-    remedy, lists = "", largest_modules(module)
-    with warnings.catch_warnings(), suppress(PlacementError):
-        warnings.simplefilter("ignore")  # a run for the costs warned already
-        blocks = find_blocks(module, lists) if lists else None
-        if blocks is not None and len(blocks) >= stages:
-            _, better = _least(place(costs_of(module, blocks, runs=True)[1], stages))
-            if better > 2 * share:
-                remedy = (
-                    f"pipeline_blocks={lists} would leave no stage below {100 * better:.1f} %, if these run one after"
-                    " the other, each once."
-                )
-    if not remedy:
-        parts = {part.name: part for part in (*cost.blocks, *cost.before, *(p for _, p in cost.between), *cost.after)}
-        largest = max(parts.values(), key=lambda part: part.flops or part.parameters)
-        remedy = (
-            f"No other cut between modules is much better; the largest is {largest.name}: use fewer stages, or data"
-            " ranks alone (pipeline_parallel_size=1)."
-        )
-    names = held.names[0] + (f" to {held.names[-1]}" if len(held.names) > 1 else "")
+    names = placement.stages[least].names
+    parts = (*cost.blocks, *cost.before, *(part for _, part in cost.between), *cost.after)
     rank_zero_warn(
-        f"Of {stages} pipeline stages, stage {least} ({names}) has {100 * share:.1f} % of the network's cost, less than"
-        f" a fifth of an even share, so its ranks wait most of the time. {remedy}"
+        f"Of {stages} pipeline stages, stage {least} ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''}) has"
+        f" {100 * share:.1f} % of the network's cost, less than a fifth of an even share, so its ranks wait most of the"
+        f" time. The largest part is {max(parts, key=lambda part: part.flops or part.parameters).name}: name modules"
+        " that share the cost, in running order, by pipeline_blocks, or use fewer stages, or data ranks alone."
     )
-
-
-def _least(placement: Placement) -> tuple[int, float]:
-    """The stage of the least cost, and its share."""
-    costs = [stage.cost for stage in placement.stages]
-    return costs.index(min(costs)), min(costs) / max(1, sum(costs))
 
 
 def costs_of(module: nn.Module, blocks: Blocks, *, runs: bool) -> tuple[Blocks, ModelCost]:

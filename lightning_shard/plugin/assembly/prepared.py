@@ -1,7 +1,4 @@
-"""The strategy's base class for setup: makes a LightningModule this rank's part, and sets up steps and optimizers.
-
-Makes what runs the steps of a module that was laid out, and what checks and ends them.
-"""
+"""The strategy's base class for setup: makes a LightningModule this rank's part, and sets up steps and optimizers."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ from lightning_shard.plugin.assembly.parameters import (
     what_trains,
 )
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.limits import refuse, refuse_synced_generation
+from lightning_shard.plugin.limits import refuse
 from lightning_shard.plugin.optimizers.finetuning import (
     add_unfrozen_groups,
     adding_new_parameters,
@@ -47,13 +44,12 @@ from lightning_shard.plugin.reporting.monitors import share_throughput, warn_of_
 from lightning_shard.plugin.reporting.summary import report_placement, report_whole, summarize_before
 from lightning_shard.plugin.saving.averaging import average_shards
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
-from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable
+from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable_buffers
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.alike import Alike, OwnCalls
-from lightning_shard.plugin.steps.checks.buffers import CopiesOfStages, SharedBuffers
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans, warn_of_balancing
-from lightning_shard.plugin.steps.first_step import FirstStepChecks, StageChecks
+from lightning_shard.plugin.steps.first_step import FirstStepChecks
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.gradients import Gradients, StageUnits
 from lightning_shard.plugin.steps.loop import Loop, TrainerLoop
@@ -88,17 +84,14 @@ def make_steps(
     reduces_each: bool,
     syncs_batch_norm: bool,
 ) -> Steps:
-    """Make the steps of a module; a collective call over all ranks.
+    """Make the steps of a module that was laid out; a collective call over all ranks.
 
     Args:
-        module: Cut and sharded; with one stage a LightningModule.
-        known: How it was laid out.
+        module: With one stage a LightningModule.
         loop: The loop that will run them.
         mesh: The world's.
         weigh: The weight of a batch's loss; ``None``: all count equally.
         check_saved: Refuses what could not be saved; a collective call over all ranks.
-        reduces_each: Whether each backward reduces gradients over the data ranks.
-        syncs_batch_norm: Whether BatchNorm's statistics are those of all data ranks.
     """
     layout, stages = known.layout, known.stages
     metrics = known.metrics = known.metrics or SharedMetrics(groups, device, stages)
@@ -107,14 +100,8 @@ def make_steps(
     shares = Shares(LossWeights(weigh, groups.data, device), means, metrics.means)
     warn_of_balancing(module, parts * layout.data_parallel_size)
     gradients = Gradients(module, loop, groups.gradient, reduces_each=reduces_each, is_pipelined=stages is not None)
-    of_blocks = stages.shared_buffers if stages is not None else ()
-    copies = None
-    if stages is not None:
-        gather, whole = groups.gather_over_stages, loop.whole_parameters
-        copies = CopiesOfStages(module, of_blocks, gather, groups.pipeline, device, whole)
     own_calls, has_data_ranks = OwnCalls(stages), layout.data_parallel_size > 1
-    of_stages = StageChecks(copies, SharedBuffers(module, of_blocks), own_calls)
-    checks = FirstStepChecks(module, loop, layout, mesh, groups, check_saved, of_stages)
+    checks = FirstStepChecks(module, loop, layout, mesh, groups, stages, device, own_calls, check_saved)
     run: PipelinedSteps | SingleStageSteps
     if stages is None:
         if has_data_ranks and known.lockstep is None:
@@ -125,7 +112,6 @@ def make_steps(
         run = SingleStageSteps(module, device, layout.data_rank, gradients, weights, means, bypassed, lockstep)
         return Steps(run, gradients, checks)
     reshard(module)
-    refuse_synced_generation(module)
     reshards = known.settings.reshard_after_forward is True
     forwards_call = has_data_ranks and (reshards or layout.expert_parallel_size > 1 or syncs_batch_norm)
     alike = Alike(
@@ -182,8 +168,7 @@ class PreparedStrategy(CheckpointedStrategy):
             self._of_hooks.enter_context(self._hooks.watched())
 
     def setup(self, trainer: pl.Trainer) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         lightning_private.forbid_inference_mode(trainer)
@@ -192,7 +177,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self._settings = replace(self._settings, gathered_dtype=lightning_private.GATHERED.get(precision))
         refuse(trainer, module, self.layout, self._schedules[0].microbatches)
         if trainer.state.fn == TrainerFn.FITTING:
-            warn_of_unstorable(trainer, module)
+            warn_of_unstorable_buffers(trainer, module)
         known = module.__dict__.get(_ASSEMBLY)
         self._of_run.close()  # of a setup without a teardown
         self._of_run.enter_context(parametrizations_leaving_what_is_given())
@@ -203,7 +188,7 @@ class PreparedStrategy(CheckpointedStrategy):
         if known is None:
             known = self._lay_out(trainer, module)
         else:
-            known.lay_out_again(self.layout, self._settings, self._schedules, self.groups)
+            known.lay_out_again(self.layout, self._settings, self._schedules)
             known.check_parameters(module, self.groups)
             put_on_units(module, known.attributes)
         self._report_layout(callbacks, module, known)
@@ -239,7 +224,7 @@ class PreparedStrategy(CheckpointedStrategy):
         if self.layout.pipeline_parallel_size > 1 and known is not self._assembly:  # else this Trainer has printed it
             report_placement(callbacks, self.layout, known.placement)
         if self.layout.world_size > 1:
-            report_whole(callbacks, module, self.groups.gather_over_stages)
+            report_whole(callbacks, module)
 
     def _restore_what_is_laid_out(self) -> None:
         """Restore all but optimizers and loops, which Lightning does after the setup; runs users' loading hooks."""
@@ -253,8 +238,7 @@ class PreparedStrategy(CheckpointedStrategy):
         """Cut and shard a module that wasn't laid out before."""
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._built, names = Built.of(module), names_by_id(module)
-        stays_whole = self.layout.world_size == self.layout.data_parallel_size and self._expert_mesh is None
-        if not stays_whole:
+        if self.layout.world_size > 1:
             summarize_before(module, callbacks)
         self.precision_plugin.convert_module(module)
         assembly = assemble(
@@ -311,9 +295,8 @@ class PreparedStrategy(CheckpointedStrategy):
         return self._schedules
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
-        reshard(self.lightning_module)
-        parameters = dict(self.lightning_module.named_parameters())
+        reshard(self._module)
+        parameters = dict(self._module.named_parameters())
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         several = self.layout.pipeline_parallel_size > 1
         assert self._assembly is not None
@@ -321,7 +304,7 @@ class PreparedStrategy(CheckpointedStrategy):
             if several:
                 inside.enter_context(allowing_empty_optimizers())
                 gather = self.groups.gather_over_stages
-                inside.enter_context(all_parameters(self.lightning_module, self._assembly.names, gather))
+                inside.enter_context(all_parameters(self._module, self._assembly.names, gather))
             super().setup_optimizers(trainer)
         self._trains = self._what_trains()
         if several:
@@ -329,20 +312,18 @@ class PreparedStrategy(CheckpointedStrategy):
         tied = {name for tie in self._assembly.ties for name in tie.names}
         self._given = prepare(self.optimizers, parameters, self._built, tied, self.layout, self.groups)
         if finetuning_callbacks(trainer):  # which may have been restored
-            add_unfrozen_groups(trainer, self.lightning_module, self.optimizers)
+            add_unfrozen_groups(trainer, self._module, self.optimizers)
             self._trains = self._what_trains()
 
     def _what_trains(self) -> list[dict[str, bool]]:
         """Which parameters train, by name, for each stage; a collective call over the pipeline."""
-        assert self.lightning_module is not None
-        return what_trains(self.lightning_module, self.groups.gather_over_stages)
+        return what_trains(self._module, self.groups.gather_over_stages)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        assert self.lightning_module is not None
         mesh = self.device_mesh[self.layout.stage_axes]
         guard = self._guard if self.layout.pipeline_parallel_size > 1 else None
-        self._norms = WholeNorms(self.lightning_module, mesh, self.groups, self.root_device, guard)
+        self._norms = WholeNorms(self._module, mesh, self.groups, self.root_device, guard)
         self._norms.take_over(self.precision_plugin)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:

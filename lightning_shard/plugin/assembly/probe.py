@@ -1,7 +1,4 @@
-"""Runs code of a module in order to observe it, or so that it can run again: state that a run changes is restored.
-
-Runs a module on an example input, to see the order of calls and to count operations; its state is restored.
-"""
+"""Runs code of a module in order to observe it, or so that it can run again: state that a run changes is restored."""
 
 from __future__ import annotations
 

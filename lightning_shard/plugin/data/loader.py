@@ -5,8 +5,8 @@ no setters; every iteration in this process goes through ``_get_iterator``. Ligh
 user's own class (``_get_dataloader_init_args_and_kwargs``, ``_reinstantiate_wrapped_cls``), and wraps batch samplers to
 know the indices of predictions.
 
-A rank with more batches than others would wait for them forever. So loaders' lengths are compared, and an
-IterableDataset, of which each data rank reads a part, ends on all of them when the first rank's part ends.
+A rank with more batches than others would wait for them forever: so loaders' lengths are compared, and IterableDatasets
+end together.
 """
 
 from __future__ import annotations
@@ -132,20 +132,16 @@ def shard_dataloader(
 
     Args:
         seed: The seed of the order and of what the dataset draws; a generator of the user's own takes precedence.
-        train: A training loader keeps its place in the data, if batches are counted, and draws other random numbers
-            than one for evaluation.
-        batches_trained: The training loop's count of this epoch's batches. With it, a training loader gets
-            ``state_dict`` and ``load_state_dict``, by which Lightning saves and restores the place.
+        train: A training loader draws other random numbers than one for evaluation.
+        batches_trained: The training loop's count of this epoch's batches, by which a training loader's state, which
+            Lightning saves and restores, tells the place in the data.
         epoch: The present epoch, for loaders that keep their own samplers, or have none.
-        beside: Loaders that are iterated together with this one, those of before. Which of them this is decides what
-            it draws, since in one process they draw one after the other.
-        ranks: All ranks. Their loaders must have equal lengths, and they end an IterableDataset together; creating the
-            loader is then a collective call.
+        beside: The earlier ones of loaders that are iterated together, as in one process they draw one after the other.
+        ranks: All ranks, whose loaders must have equal lengths; creating the loader is then a collective call.
 
     Raises:
-        ConfigurationError: A distributed sampler of the user's own class distributes by other ranks than the data
-            ranks; or a loader with its own state doesn't distribute, so that every data rank would read all samples; or
-            a loader has another length on another rank.
+        ConfigurationError: A sampler or a loader of the user's own distributes by other ranks than the data ranks, or
+            can't be distributed; or a loader has another length on another rank.
     """
     # a user's CombinedLoader holds loaders that this function returned in an earlier run
     dataloader = getattr(dataloader, "_before_sharding", dataloader)

@@ -6,7 +6,7 @@ epoch, ``trainer.num_training_batches``, fractions of it, limits and progress ba
 the total counters continue to count what was really done.
 
 Private in Lightning 2.6, used here: the counters (``fit_loop.epoch_progress``, ``epoch_loop.batch_progress``), the
-``_combined_loader`` with its states, and the ``_data_fetcher``.
+``_combined_loader`` with its states, the ``_data_fetcher``, and ``StochasticWeightAveraging._scheduler_state``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard.plugin.data.loader import sharded_sampler
 from lightning_shard.plugin.data.sampler import ShardedSampler
 
-__all__ = ["batches_trained", "reopen_epoch", "resume_data"]
+__all__ = ["batches_trained", "reopen_epoch", "resume_data", "run_epoch_start"]
 
 
 def batches_trained(trainer: pl.Trainer) -> int:
@@ -72,7 +72,6 @@ def resume_data(trainer: pl.Trainer) -> None:
     combined = fit_loop._combined_loader
     if not fit_loop.is_resuming or combined is None:
         return
-    _accumulate_as_scheduled(trainer)
     is_late = fit_loop.restarting and bool(fit_loop._combined_loader_states_to_load)
     _load_states(trainer, combined)
     samplers = [sampler for loader in combined.flattened if (sampler := sharded_sampler(loader)) is not None]
@@ -102,12 +101,23 @@ def resume_data(trainer: pl.Trainer) -> None:
         val_loop.batch_progress.current.reset()
 
 
-def _accumulate_as_scheduled(trainer: pl.Trainer) -> None:
-    """In mid-epoch, set accumulation as the callback would: Lightning skips the epoch-start hook in which it does."""
-    epochs: Any = trainer.fit_loop.epoch_progress
+def run_epoch_start(trainer: pl.Trainer) -> None:
+    """In mid-epoch, after the loops were restored: run the hooks that accumulate as scheduled, and begin SWA again.
+
+    Lightning skips the epoch-start hooks there.
+    """
+    if not trainer.fit_loop.restarted_mid_epoch:
+        return
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    rates = [group["lr"] for group in groups]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, GradientAccumulationScheduler):
-            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(epochs.current.processed)
+        averages = isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None
+        if isinstance(callback, GradientAccumulationScheduler) or (
+            averages and callback.swa_start <= trainer.current_epoch <= callback.swa_end
+        ):
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+    for group, rate in zip(groups, rates, strict=True):  # creating SWA's scheduler takes a step
+        group["lr"] = rate
 
 
 def _load_states(trainer: pl.Trainer, combined: CombinedLoader) -> None:

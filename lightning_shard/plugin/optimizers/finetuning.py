@@ -1,6 +1,4 @@
-"""Supports partly frozen models, and Lightning's finetuning callbacks, which unfreeze parts during a run.
-
-Only a part of the model may train, on some stages nothing.
+"""Supports Lightning's finetuning callbacks, which unfreeze parts during a run.
 
 Private in Lightning 2.6, used here: ``BaseFinetuning._internal_optimizer_metadata``, each optimizer's groups with the
 names of their parameters, and ``_restarting``: whether the callback rebuilds the groups in ``on_fit_start``, as it can

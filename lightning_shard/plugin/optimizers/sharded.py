@@ -37,7 +37,6 @@ def prepare(
     """Make optimizers step this rank's parameters, or refuse them; a collective call over the pipeline.
 
     Args:
-        parameters: This rank's, by name.
         built: The module's parameters before sharding, if it was sharded for this run.
         tied: Names of parameters that other stages hold too.
 
@@ -79,8 +78,7 @@ class Built:
     @classmethod
     def of(cls, module: nn.Module) -> Built:
         refuse_parameter_hooks(module)
-        _refuse_accumulation_hooks(module)
-        _refuse_own_classes(module)
+        _refuse_parameters(module)
         # torch moves DTensors by swapping their contents, which it refuses where a weak reference exists
         named = ((name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor))
         return cls({id(p): (weakref.ref(p), name) for name, p in named})
@@ -146,28 +144,20 @@ def refuse_parameter_hooks(module: nn.Module) -> None:
             )
 
 
-def _refuse_accumulation_hooks(module: nn.Module) -> None:
-    """Check a module before it is sharded; hooks that are set later do run.
+def _refuse_parameters(module: nn.Module) -> None:
+    """Check a module before it is sharded.
 
     Raises:
-        ConfigurationError: A parameter has hooks that run after its gradient is accumulated.
+        ConfigurationError: A parameter has hooks that run after its gradient is accumulated (later ones do run), or is
+            of a class derived from ``nn.Parameter``, which an optimizer may ask for.
     """
     for name, parameter in module.named_parameters():
+        kind = type(parameter)
         if parameter.ndim and not isinstance(parameter, DTensor) and parameter._post_accumulate_grad_hooks:
             raise ConfigurationError(
                 f"{name} has a post-accumulate-gradient hook (register_post_accumulate_grad_hook), and another tensor"
                 " takes its place when the module is sharded: register it in on_fit_start or on_train_start."
             )
-
-
-def _refuse_own_classes(module: nn.Module) -> None:
-    """Check a module before it is sharded.
-
-    Raises:
-        ConfigurationError: A parameter is of a class derived from ``nn.Parameter``, which an optimizer may ask for.
-    """
-    for name, parameter in module.named_parameters():
-        kind = type(parameter)
         if kind not in (nn.Parameter, nn.UninitializedParameter) and nn.Parameter in kind.__mro__:
             raise ConfigurationError(
                 f"{name} is a {kind.__name__}, and a sharded nn.Parameter takes its place, so code that asks for this"

@@ -1,8 +1,6 @@
 """Steps an optimizer like a given one on a small parameter or two, to find out how it would step the real ones.
 
 A group's settings may choose other code (``use_muon=True``), so groups of each kind are tried.
-
-Detects optimizers whose update of a parameter takes more than this rank's parameters: others, or other ranks.
 """
 
 from __future__ import annotations

@@ -1,18 +1,11 @@
 """What asks for the number of ranks, and means that of models: Lightning's monitor, and users' hooks.
 
-Makes Lightning's ThroughputMonitor count each sample, and the model's FLOPs, once.
+ThroughputMonitor's rates over all devices are rank 0's times the world size, and the ranks of a pipeline and of a
+tensor group work on one batch together: so each device's rates, and its utilisation (MFU), are set to its share.
 
-The monitor treats every rank as a model of its own: its rates over all devices are rank 0's times the world size. The
-ranks of a pipeline and of a tensor group work on one model and one batch together. So each device's rates are set to
-its share: samples, items, FLOPs and model FLOPs utilisation (MFU). ``flops_per_batch`` is the whole model's, for the
-batch that a rank reads.
+Hooks that compute ``lr * self.trainer.world_size`` are warned where a batch isn't dealt to as many ranks.
 
 Private in Lightning 2.6, used here: ``ThroughputMonitor._throughputs``.
-
-Warns hooks that ask a Trainer for its number of ranks, where a batch isn't dealt to as many.
-
-``lr * self.trainer.world_size`` is common where all ranks are data ranks. The ranks of a pipeline, and tensor ranks,
-read the same batch, so the rate would be too high and nothing would fail.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
@@ -18,7 +19,7 @@ from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin.data.loader import drop_repeated
 from lightning_shard.plugin.running.laid_out import LaidOut
-from lightning_shard.plugin.running.last_words import print_failed_saves, print_instead
+from lightning_shard.plugin.running.last_words import print_failed_saves
 from lightning_shard.plugin.running.launchers import ForkedRanks, check_number_of_ranks, launcher_of
 from lightning_shard.plugin.running.preemption import Preemption
 
@@ -47,6 +48,11 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
         self._preemption = Preemption()
         lightning_private.choose_precision_by(self)
 
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
     def check_precision(self, precision: Any, accelerator: Any) -> None:
         """Refuse precisions that aren't supported, when a Trainer is made with this strategy."""
         lightning_private.refuse_precision(precision)
@@ -69,21 +75,17 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
     def setup_environment(self) -> None:
         assert self.accelerator is not None
         assert self.cluster_environment is not None
-        assert self.lightning_module is not None
         ParallelStrategy.setup_environment(self)
         # Lightning's own loaders cause it, on each rank
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", module=r"lightning\.")
-        self._setup_distributed()
+        self.set_world_ranks()
+        self._connect()
         self._make_groups()
-        self.lightning_module._device_mesh = self._device_mesh
-        trainer = self.lightning_module.trainer
+        self._module._device_mesh = self._device_mesh
+        trainer = self._module.trainer
         self._preemption.take_over(trainer)
         lightning_private.run_within(trainer, self._ending_as_it_should)
         lightning_private.drop_predictions(trainer, drop_repeated)
-
-    def _setup_distributed(self) -> None:
-        self.set_world_ranks()
-        self._connect()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         value = torch.tensor(int(decision), device=self.root_device)
@@ -98,8 +100,6 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
         failure = self._watch.failure_elsewhere(exception)
         if failure is not None:  # Lightning raises the exception that it has, so its message is replaced
             exception.args = (f"{failure}\n{exception}",)
-        if (line := self._watch.brief(exception)) is not None:
-            print_instead(exception, line)
         self._watch.leave(self.global_rank - self.local_rank)
 
     def _report(self, exception: BaseException) -> None:
@@ -114,7 +114,6 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
     @contextmanager
     def _ending_as_it_should(self) -> Iterator[None]:
         """Raise on all ranks what ended the run; hooks may save on the exception if all ranks agree."""
-        assert self.lightning_module is not None
         watch = self._watch
         with watch.interrupts.caught() if watch else nullcontext():
             try:
@@ -126,7 +125,7 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
                     watch.fails()
                     self._report(raised)
                     raised = watch.failure_elsewhere(raised) or raised
-                    self._undo_guards = print_failed_saves(self.lightning_module.trainer, watch.is_first_to_say)
+                    self._undo_guards = print_failed_saves(self._module.trainer, watch.is_first_to_say)
                 if raised is error:
                     raise
                 raise raised from error

@@ -5,11 +5,8 @@ connection, or wait in a collective that will never end, which gloo has no way t
 every rank polls the store, and ends the process if its main thread doesn't end by itself.
 
 A process that is killed or stopped can't report. So each thread also writes a heartbeat once a second, with the place
-where its main thread is. A rank that has lost the others checks whose heartbeat has stopped before it reports what the
-first failure was.
-
-Hooks that save after an exception would wait for ranks that don't come. So ranks that save then agree on it first,
-through the store: all of them save, from the same step, or none.
+where its main thread is: a rank that has lost the others looks whose has stopped. Ranks whose hooks save after an
+exception agree on it first, through the store: all of them save, from the same step, or none.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ import torch.distributed as dist
 
 from lightning_shard.errors import RankFailure, ShardError
 from lightning_shard.plugin.running.interrupts import Interrupts
-from lightning_shard.plugin.running.last_words import briefly, say, take_over_from_observer
+from lightning_shard.plugin.running.last_words import say, take_over_from_observer
 from lightning_shard.plugin.running.rendezvous import Rendezvous, collect
 
 _KEY = "lightning_shard/watch"
@@ -50,8 +47,7 @@ class FailureWatch:
     _made = 0
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        # Ranks run the same fits in the same order, and a failure in an earlier fit may have been caught: so the
-        # number of the fit is part of the keys.
+        # a failure in an earlier fit may have been caught, and ranks run the same fits in the same order
         FailureWatch._made += 1
         self._prefix = f"{_KEY}/{FailureWatch._made}"
         self._rendezvous = rendezvous
@@ -60,7 +56,7 @@ class FailureWatch:
         self._main = threading.get_ident()
         self.is_in_run = True
         """Whether the main thread is where others wait for it. Elsewhere the process with the store may have ended."""
-        self.interrupts = Interrupts(self._prefix, self._rank, rendezvous.world_size)
+        self.interrupts = Interrupts(self._key("interrupt"), self._rank)
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._failing = False
@@ -76,7 +72,6 @@ class FailureWatch:
         self._seen_at = 0.0
         self._first: str | None = None
         """The first failure, if it was another rank's; set by :meth:`report`."""
-        self._was_first = False
         self._thread = threading.Thread(target=self._watch, name="lightning_shard failure watch", daemon=True)
         self._thread.start()
 
@@ -112,7 +107,6 @@ class FailureWatch:
         if self._ends or not first.endswith(f": {cause}"):
             exception.add_note(f"The first failure was on {first}")
             self._first = first
-        self._was_first = first == mine
 
     def failure_elsewhere(self, exception: BaseException) -> BaseException | None:
         """After :meth:`report`: what to raise in place of an ``exception`` that is only another failure's consequence.
@@ -130,16 +124,6 @@ class FailureWatch:
             f"rank {self._rank} lost the others. The first failure was on {self._first}\nAll ranks stop; started again"
             ' with ckpt_path="last", the run goes on from its last checkpoint.'
         )
-
-    def brief(self, exception: BaseException) -> str | None:
-        """After :meth:`report`: what to print in place of this exception's traceback; None for the first cause."""
-        is_consequence = self.failure_elsewhere(exception) is not None
-        if self._rank == 0:
-            return str(exception) if is_consequence or type(exception) is RankFailure else None
-        if is_consequence or isinstance(exception, RankFailure):
-            return f"rank {self._rank} ends, since {self._first or exception}".partition("\n")[0]
-        is_repeated = self._first is None and not self._was_first
-        return f"rank {self._rank} failed, too: {briefly(exception)}" if is_repeated else None
 
     def agree_to_save(self, position: str) -> str:
         """Agree, after :meth:`report`, that all ranks save now, and are at the same position.

@@ -2,16 +2,12 @@
 
 SIGINT may reach all ranks or some of them, each at another moment. Python would raise KeyboardInterrupt wherever a rank
 is, so that it leaves a step in which the others wait for it. And a rank that is blocked in a collective runs no handler
-at all. So the signal's number is written to a pipe, by Python's own handler in C, and a thread reads it there.
-
-Ranks agree on the point through the process group's store, which costs nothing until a signal comes. The thread of each
-rank promises that its main thread will pass no further point before all ranks have promised. The run ends at the first
-point after the latest one that any of them had passed.
+at all. So the signal's number is written to a pipe, by Python's own handler in C, and a thread reads it there. The
+ranks agree on the point in the exchange of flags after a step (``preemption.py``).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -23,39 +19,29 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from lightning_shard.plugin.running.last_words import say
-from lightning_shard.plugin.running.rendezvous import collect
-
-Position = tuple[int, ...]
-"""Where a rank is between two batches, the same on all ranks: ordered by time."""
 
 _SAME_S = 1.0
 """Signals so soon after another are the same Ctrl+C: torchrun sends it once more, and workers share the pipe."""
 _PATIENCE_S = 10.0
 """How long the end of a batch is waited for, in addition to twice the longest time between two ends."""
-_ANSWER_S = 10.0
 
 
 class Interrupts:
     """The Ctrl+C of one run on one rank.
 
     Args:
-        prefix: Of the store's keys, for this run.
+        key: Of the store, for this run.
     """
 
-    def __init__(self, prefix: str, rank: int, world_size: int) -> None:
-        self._key = f"{prefix}/interrupt"
+    def __init__(self, key: str, rank: int) -> None:
+        self._key = key
         self._rank = rank
-        self._world_size = world_size
         self._reads, self._writes = os.pipe()
         os.set_blocking(self._writes, False)
         self._poll = select.poll()
         self._poll.register(self._reads, select.POLLIN)
-        self._lock = threading.Lock()
-        self._decided = threading.Event()
-        self._passed: Position = ()
-        self._promised: Position | None = None
-        self._target: Position | None = None
-        self._asked_at: float | None = None
+        self.asked_at: float | None = None
+        """When Ctrl+C has reached this rank."""
         self._longest_s, self._since = 0.0, time.monotonic()
         self._presses = 0
         self._saves = False
@@ -102,28 +88,15 @@ class Interrupts:
             self.ends_now = False
             raise KeyboardInterrupt
 
-    def passes(self, position: Position) -> None:
-        """Tell that this rank is between two batches.
-
-        Raises:
-            KeyboardInterrupt: On all ranks at the same position, once Ctrl+C was pressed.
-        """
+    def passes(self) -> None:
+        """Tell that this rank is between two batches."""
         now = time.monotonic()
         self._longest_s, self._since = max(self._longest_s, now - self._since), now
-        with self._lock:
-            if self._promised is None or position <= self._promised:
-                self._passed = position
-                return
-        if not self._decided.wait(_ANSWER_S) or self._target is None or position > self._target:
-            self.has_left = True
-            raise KeyboardInterrupt
 
     # The thread
 
     def wait(self, seconds: float) -> None:
         """Wait, at most until a signal comes, or :meth:`wake`."""
-        if self._asked_at is not None:
-            seconds = min(seconds, 0.1)
         if self._poll.poll(1000 * seconds):
             self._presses += os.read(self._reads, 4096).count(signal.SIGINT)
 
@@ -139,32 +112,17 @@ class Interrupts:
         """Act on what came since; returns a reason to end at once, if there is one."""
         presses, self._presses = self._presses if self.catches else 0, 0
         now = time.monotonic()
-        if self._asked_at is None:
-            if presses and store.compare_set(self._key, "", str(self._rank)).decode() == str(self._rank):
-                say("Ctrl+C: all ranks end after this batch. Press it again to end at once, without a checkpoint.")
-            elif not presses and not store.check([self._key]):
-                return None
-            self._asked_at = now
-            with self._lock:
-                self._promised = self._passed
-            store.set(f"{self._key}/{self._rank}", json.dumps(self._promised))
-        if not self._decided.is_set():
-            self._decide(store)
-        waited_s, limit_s = now - self._asked_at, _PATIENCE_S + 2 * self._longest_s
-        if self.has_left or waited_s == 0:
+        if self.asked_at is None:
+            if presses:
+                self.asked_at = now
+                if store.compare_set(self._key, "", str(self._rank)).decode() == str(self._rank):
+                    say("Ctrl+C: all ranks end after this step. Press it again to end at once, without a checkpoint.")
             return None
-        if presses and waited_s > _SAME_S:
+        limit_s = _PATIENCE_S + 2 * self._longest_s
+        if self.has_left:
+            return None
+        if presses and now - self.asked_at > _SAME_S:
             return "KeyboardInterrupt: Ctrl+C was pressed again, so all ranks end at once, and nothing is saved"
-        if waited_s > limit_s and not self._saves:
+        if now - max(self.asked_at, self._since) > limit_s and not self._saves:
             return f"KeyboardInterrupt: no batch ended within {limit_s:.0f} s of Ctrl+C, so nothing is saved"
         return None
-
-    def _decide(self, store: dist.Store) -> None:
-        target = f"{self._key}/target"
-        if self._rank == 0:
-            promises = collect(store, [f"{self._key}/{rank}" for rank in range(self._world_size)], 0)
-            if len(promises) == self._world_size:
-                store.set(target, json.dumps(max(json.loads(promise) for promise in promises.values())))
-        if store.check([target]):
-            self._target = tuple(json.loads(store.get(target).decode()))
-            self._decided.set()

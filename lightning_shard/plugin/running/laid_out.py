@@ -19,7 +19,6 @@ from lightning_shard.parallel.collectives import gather
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.plugin.groups import Groups, set_timeout
 from lightning_shard.plugin.running.failure import FailureWatch
-from lightning_shard.plugin.running.last_words import restore_hook
 from lightning_shard.plugin.running.launchers import ComputingSettings
 from lightning_shard.plugin.running.rendezvous import Rendezvous
 from lightning_shard.plugin.settings import Settings, check_kinds
@@ -66,12 +65,7 @@ class LaidOut:
         reduce_each_microbatch: bool,
     ) -> None:
         """Take the other arguments, once they were checked against each other."""
-        check_kinds(
-            loss_weight=loss_weight,
-            reduce_each_microbatch=reduce_each_microbatch,
-            process_group_backend=self._process_group_backend,
-            timeout=self._timeout,
-        )
+        check_kinds(loss_weight=loss_weight, reduce_each_microbatch=reduce_each_microbatch, timeout=self._timeout)
         self._settings = settings
         self._schedules = allowed(settings, schedule, microbatches, self._sizes)
         self._reduces_each = reduce_each_microbatch
@@ -115,7 +109,7 @@ class LaidOut:
             _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
 
     def _make_groups(self: Any) -> None:
-        """Make the meshes and groups, once, and agree on what ranks compute with; a collective call over all ranks."""
+        """Make the meshes and groups, once, and agree on numbers of threads; a collective call over all ranks."""
         if self._groups is None:
             with one_worker():
                 self._device_mesh = self.layout.mesh(self.root_device.type)
@@ -127,14 +121,13 @@ class LaidOut:
             both_ways = any(each.stages > self.layout.pipeline_parallel_size for each in self._schedules)
             self._groups = Groups.make(self.layout, self._device_mesh, self._timeout, both_ways=both_ways)
         if self.world_size > 1:
-            self._computing.agree(self.groups.host, self.root_device)
+            self._computing.agree(self.groups.host)
         self._seed = randomness.agree(self.broadcast)
         self._begin_watch()
 
     def _begin_watch(self: Any) -> None:
         """Watch for failures, from the start and after one that a program has caught."""
         if self.world_size > 1 and (self._watch is None or self._watch.stopped):
-            restore_hook()
             self._watch = FailureWatch(self._rendezvous())
 
     def reduce(self: Any, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

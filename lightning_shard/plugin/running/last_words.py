@@ -1,12 +1,10 @@
-"""What the ranks of a run that fails print, and in which order: the first cause comes last, and the rest is brief."""
+"""What the ranks of a run that fails print."""
 
 from __future__ import annotations
 
 import sys
 import threading
-import traceback
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,43 +12,9 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 
 from lightning_shard.errors import ShardError
 
-_BRIEF = "_lightning_shard_brief"
-
-_before: Callable[[type[BaseException], BaseException, TracebackType | None], Any] | None = None
-"""The hook of ``sys`` that :func:`_print` stands in for."""
-
-
-def print_instead(error: BaseException, line: str) -> None:
-    """If this error ends the process, print a line in place of its traceback."""
-    global _before
-    setattr(error, _BRIEF, line)
-    if sys.excepthook is not _print:
-        _before, sys.excepthook = sys.excepthook, _print
-
-
-def restore_hook() -> None:
-    """Undo :func:`print_instead`: that error was caught."""
-    if sys.excepthook is _print and _before is not None:
-        sys.excepthook = _before
-
-
-def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    line = getattr(error, _BRIEF, None)
-    if line is not None:
-        say(line)
-    elif _before is not None:
-        _before(kind, error, trace)
-
 
 def say(text: str) -> None:
     print(f"[lightning_shard] {text}", file=sys.stderr, flush=True)
-
-
-def briefly(error: BaseException) -> str:
-    """An error in one line, with the place where it was raised."""
-    text = "".join(traceback.format_exception_only(type(error), error)).strip().partition("\n")[0]
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{text} (at {frames[-1].filename}:{frames[-1].lineno})" if frames else text
 
 
 def print_failed_saves(trainer: pl.Trainer, is_first_to_say: Callable[[str], bool]) -> Callable[[], None]:

@@ -1,6 +1,4 @@
-"""How a Trainer's ranks start, and that all of them compute alike.
-
-Chooses how a Trainer's ranks start: by running the script again, or, where there is no script, as forks.
+"""How a Trainer's ranks start: by running the script again, or, where there is no script, as forks.
 
 A notebook, ``python -c`` and ``python - < script`` have no file that another process could run, so ranks are forks of
 the process that calls ``fit``. They end with the call. What it left, the weights and the logged metrics, is brought
@@ -9,19 +7,16 @@ back to the first process, as ``strategy="ddp_notebook"`` does it.
 A forked process can't compute with several threads on the CPU if the process that it was forked from has: its pool of
 threads is gone, and it would wait for it for ever (libgomp). So forked ranks compute with one thread each.
 
-Lets all ranks of a run compute alike: with as many threads, and with the same settings of torch.
-
-Results of the same operation differ by rounding between 1 and 2 threads, or with and without TF32. So replicas of a
-weight would drift apart. Lightning's launcher sets the number of threads on rank 0 only, and torchrun sets it to 1.
+All ranks of a run compute with as many threads: results of the same operation differ by rounding between 1 and 2, so
+replicas of a weight would drift apart. Lightning's launcher sets the number on rank 0 only, and torchrun sets it to 1.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -31,14 +26,12 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 import __main__
 from lightning_shard import checkpoint as ckpt
 from lightning_shard import processors
-from lightning_shard.arguments import few
 from lightning_shard.errors import ConfigurationError, LayoutError
-from lightning_shard.parallel.rank_compare import by_name, everyones, unequal
+from lightning_shard.parallel.rank_compare import everyones
 from lightning_shard.processors import Available
 
 if TYPE_CHECKING:
@@ -46,25 +39,10 @@ if TYPE_CHECKING:
 
 _OMP = "OMP_NUM_THREADS"
 _VARIABLES = (_OMP, "MKL_NUM_THREADS")
-_THREADS = "torch.get_num_threads()"
-_SETTINGS: dict[str, Callable[[], Any]] = {
-    "torch.__version__": lambda: torch.__version__,
-    "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
-    "torch.get_default_dtype()": torch.get_default_dtype,
-    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
-    "torch.backends.cpu.get_cpu_capability()": torch.backends.cpu.get_cpu_capability,
-    "torch.backends.mkldnn.enabled": lambda: torch.backends.mkldnn.enabled,
-    "torch.backends.cuda.matmul.allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
-    "torch.backends.cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
-    "torch.backends.cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
-    "torch.backends.cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
-    "NVIDIA_TF32_OVERRIDE": lambda: os.environ.get("NVIDIA_TF32_OVERRIDE"),
-}
-"""What changes the numbers that an operation computes."""
 
 
 class ComputingSettings:
-    """This process's settings. Made before processes are launched: Lightning's launcher changes them on rank 0."""
+    """This process's number of threads. Made before processes are launched: Lightning's launcher sets it on rank 0."""
 
     def __init__(self) -> None:
         self._before = torch.get_num_threads()
@@ -73,31 +51,20 @@ class ComputingSettings:
         """The number of threads that the user has set, as the run began."""
         self._is_running = False
 
-    def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Set the number of threads alike on all ranks, and compare all other settings. A collective call.
+    def agree(self, group: dist.ProcessGroup) -> None:
+        """Set the number of threads alike on all ranks; a collective call over them, host to host.
 
         Each rank gets its share of the machine's processors, rounded down; the smallest share counts. A number that
-        users have set stays, and is also set on ranks on which none is set. Warns of settings that differ.
-
-        Args:
-            group: All ranks, host to host.
-            device: Where this rank computes.
+        users have set stays, and is also set on ranks on which none is set.
         """
         if not self._is_running:  # else a run within a run, such as the learning rate finder's
             self._chosen, self._is_running = self._chosen_now(), True
-        available, chosen, settings = zip(*everyones((Available.here(), self._chosen, _settings(device)), group))
+        available, chosen = zip(*everyones((Available.here(), self._chosen), group))
         number = processors.shares(available)
         processors.agree_on(number)
-        threads = number_of_threads(chosen, number)
-        torch.set_num_threads(threads[dist.get_rank(group)])
+        torch.set_num_threads(number_of_threads(chosen, number)[dist.get_rank(group)])
         if not self._is_in_environment:
             os.environ.pop(_OMP, None)  # Lightning's launcher has set it, on one rank
-        found = [{**of_rank, _THREADS: str(count)} for of_rank, count in zip(settings, threads)]
-        if differing := differences(found):
-            rank_zero_warn(
-                "Ranks compute with different settings, so what they should compute alike differs, by rounding or more:"
-                f" {differing}. Set these alike on all ranks, before the Trainer runs."
-            )
 
     def _chosen_now(self) -> int | None:
         """The number of threads that the user has set; None if there is none."""
@@ -115,34 +82,11 @@ class ComputingSettings:
             self._is_running = False
 
 
-def _settings(device: torch.device) -> dict[str, str]:
-    found = {"the device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type}
-    for name, get in _SETTINGS.items():
-        with contextlib.suppress(RuntimeError, AttributeError):  # torch refuses to mix older with newer settings
-            found[name] = str(get())
-    return found
-
-
 def number_of_threads(chosen: Sequence[int | None], share: int) -> list[int]:
     """Each rank's number of threads: what is chosen there, or the one number that is chosen anywhere, or the share."""
     choices = {number for number in chosen if number is not None}
     default = choices.pop() if len(choices) == 1 else share
     return [default if number is None else number for number in chosen]
-
-
-def differences(ranks: Sequence[Mapping[str, str]]) -> str:
-    """A text of the settings that differ, with the ranks of each value; empty if none does."""
-    names = dict.fromkeys(name for rank in ranks for name in rank)
-    found = by_name({name: rank.get(name, "unknown") for name in names} for rank in ranks)
-    return "; ".join(
-        f"{name} is {', '.join(f'{value} on {_named(held)}' for value, held in values.items())}"
-        for name, values in unequal(found).items()
-    )
-
-
-def _named(ranks: Iterable[int]) -> str:
-    ranks = [*ranks]
-    return f"rank{'s' * (len(ranks) > 1)} {few(ranks)}"
 
 
 _STARTED_BY = {

@@ -3,16 +3,14 @@
 Spot machines, Kubernetes, torchrun's agent and SLURM send SIGTERM before they kill. SLURM can be told to send SIGUSR1
 (Lightning's ``requeue_signal``) some time earlier. A signal may reach only some of the ranks, each at another moment.
 
-Lightning 2.6 acts at once, within the signal's handler, on the ranks that it reached: it broadcasts or saves there, in
-the middle of a step or of another save, while other ranks are elsewhere. Here the handler only sets a flag. After each
-optimizer step the ranks exchange their flags, which replaces Lightning's broadcast at each batch. So a running save
-finishes first, all ranks save the same step, and all stop.
+Lightning 2.6 acts at once, within the signal's handler, on the ranks that it reached. Here the handler only sets a
+flag, and the ranks exchange their flags after each optimizer step. So a running save finishes first, all ranks save the
+same step, and all stop.
 
-The same exchange covers ``trainer.should_stop``, which may be set on one rank only: in a step, where only the last
-stage sees the loss, or by a callback that uses a rank's own numbers. The other ranks would wait for that rank forever.
-The module's hooks run after all callbacks: where it has some that may set the flag, it is exchanged once more after
-these. The exchange also checks that data ranks had gradients of the same parameters, and that their optimizers have
-equal settings.
+The same exchange covers Ctrl+C (``interrupts.py``), and ``trainer.should_stop``, which may be set on one rank only, as
+by a step's loss on the last stage: the others would wait for that rank forever. Where the module's hooks, which run
+after all callbacks, may set it, it is exchanged once more after these. The exchange also checks that data ranks had
+gradients of the same parameters, and that their optimizers have equal settings.
 
 Private in Lightning 2.6, replaced or used: ``trainer._signal_connector`` with its ``_sigterm_notifier_fn``,
 ``_slurm_sigusr_handler_fn`` and ``received_sigterm``; ``epoch_loop._broadcast_sigterm_tensor``.
@@ -78,6 +76,7 @@ class Preemption(callbacks.Callback):
         )
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._passes(trainer)
         self._stop |= trainer.should_stop
         if lightning_private.is_accumulating(trainer):
             trainer.should_stop = False  # until the exchange tells the others; accumulated gradients aren't saved
@@ -94,19 +93,20 @@ class Preemption(callbacks.Callback):
             del combined[: len(each.flags)]
         if sigterm or requeue:
             self._act(trainer, sigterm, requeue)
-        self._passes(trainer)
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._passes(trainer, dataloader_idx, batch_idx)
+        self._passes(trainer)
+        watch = trainer.strategy._watch  # type: ignore[attr-defined]
+        if trainer.state.fn != TrainerFn.FITTING and watch is not None and watch.interrupts.asked_at is not None:
+            raise KeyboardInterrupt  # nothing to save: others learn of it as of any failure
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def _passes(self, trainer: pl.Trainer, *of_evaluation: int) -> None:
-        watch = trainer.strategy._watch  # type: ignore[attr-defined]
-        if watch is not None:
-            watch.interrupts.passes((lightning_private.batches_started(trainer), *of_evaluation))
+    def _passes(self, trainer: pl.Trainer) -> None:
+        if (watch := trainer.strategy._watch) is not None:  # type: ignore[attr-defined]
+            watch.interrupts.passes()
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._stop |= trainer.should_stop
@@ -134,10 +134,19 @@ class Preemption(callbacks.Callback):
             self._stop = False
 
     def _exchange(self, trainer: pl.Trainer, *more: bool) -> list[bool]:
-        """All-reduce the flags by "or": stop, SIGTERM, requeue and ``more``; returns all but stop. Collective."""
-        groups = trainer.strategy.groups  # type: ignore[attr-defined]
-        trainer.should_stop, *combined = groups.any(self._stop, self._sigterm, self._requeue, *more)
+        """All-reduce flags by "or"; returns those of SIGTERM, requeue and ``more``. A collective call.
+
+        Raises:
+            KeyboardInterrupt: On all ranks, after Ctrl+C on some.
+        """
+        watch, groups = trainer.strategy._watch, trainer.strategy.groups  # type: ignore[attr-defined]
+        interrupted = watch is not None and watch.interrupts.asked_at is not None
+        flags = groups.any(self._stop, interrupted, self._sigterm, self._requeue, *more)
+        trainer.should_stop, interrupted, *combined = flags
         self._stop = False
+        if interrupted:
+            watch.interrupts.has_left = True
+            raise KeyboardInterrupt
         return combined
 
     def _act(self, trainer: pl.Trainer, sigterm: bool, requeue: bool) -> None:

@@ -1,11 +1,9 @@
 """Provides the ranks of a run with a store whose keys belong to this run alone.
 
-torchrun restarts its processes in rounds: after a failure, or when a machine joins or leaves. Since torch 2.5 its agent
-keeps one store over all rounds and passes it to the processes, which write the keys of their process group there under
-the same names each time. (Seen in torch 2.13: ``rendezvous._create_c10d_store`` adds no prefix for the round, expecting
-a new store for each, and ``DynamicRendezvousHandler`` keeps its ``_shared_tcp_store_server``; pytorch issue 135712,
-pull request 135957.) So a rank may read the address of a rank of an earlier round, and is refused, or waits forever.
-Nothing in the environment identifies the round: ``TORCHELASTIC_RESTART_COUNT`` is each agent's own count of failures.
+torchrun restarts its processes in rounds: after a failure, or when a machine joins or leaves. Its agent keeps one store
+over all rounds (torch 2.5 to 2.13; pytorch issue 135712), and process groups write the same keys each time. So a rank
+may read the address of a rank of an earlier round, and is refused, or waits forever. Nothing in the environment
+identifies the round: ``TORCHELASTIC_RESTART_COUNT`` is each agent's own count of failures.
 
 Here the ranks of a round agree on a random name, which becomes the prefix of all keys. Leftovers of earlier rounds do
 no harm: rank 0 answers under a key that only the asking process knows, and counts a rank as present once that process
@@ -119,9 +117,7 @@ def _absent(who: str, timeout: timedelta) -> str:
     return (
         f"This round of torchrun began without {who}, which didn't join within {timeout.total_seconds():.0f} s"
         f" (timeout) at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}. Look at the first error of"
-        " their processes; where machines may join a running job, start torchrun with"
-        " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: its agents may take an earlier round's address for this one's"
-        " otherwise."
+        " their processes; where machines may join a job, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
     )
 
 

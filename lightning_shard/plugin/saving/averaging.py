@@ -4,34 +4,31 @@ The callbacks copy the module in their setup, which is before it is sharded. Her
 module is assembled, the callbacks get an average of its sharded parameters, with the same sharding on the same device.
 
 Private in Lightning 2.6, used here: ``_average_model`` of both callbacks, ``WeightAveraging._kwargs`` and
-``_use_buffers``, ``StochasticWeightAveraging._scheduler_state``, ``fit_loop.restarted_mid_epoch``.
+``_use_buffers``.
 
-Completes what callbacks and hooks keep of each parameter, by its name, in plain tensors that each stage has made.
-
-An average of weights goes over ``named_parameters()``, which has a stage's own parameters. In whole tensors, it is up
-to date on each stage for these only, and the first rank's is saved. What is kept as DTensors is saved in parts instead.
+Averages that callbacks and hooks keep in plain tensors by parameters' names are saved by the stages that have these.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
+from lightning_shard.checkpoint.sharded_values import rebuilt
 from lightning_shard.dense import is_dense
 from lightning_shard.lightning_private import averages_postponed
 from lightning_shard.parallel.fsdp.shard import reshard
-from lightning_shard.plugin.broadcast import values_of
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.saving.own_loading import fill
-from lightning_shard.plugin.steps.checks.buffers import sums_of
 from lightning_shard.plugin.steps.checks.stage_parameters import seen_as_parts
 
 
@@ -49,26 +46,6 @@ def average_shards(callbacks: Iterable[pl.Callback], module: pl.LightningModule)
             callback._average_model = ShardedCopy(module)  # type: ignore[assignment]
         elif isinstance(callback, WeightAveraging) and callback._average_model is None:
             callback._average_model = ShardedAverage(module, callback._use_buffers, **callback._kwargs)
-
-
-def resume_averaging(trainer: pl.Trainer) -> None:
-    """In mid-epoch, after the loops were restored: make SWA's schedule take over again.
-
-    It does so in the epoch-start hook, which Lightning skips there. Otherwise the rest of the epoch would be trained by
-    the module's own scheduler, and SWA's would be a step behind from then on.
-    """
-    if not trainer.fit_loop.restarted_mid_epoch:
-        return
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if not isinstance(callback, StochasticWeightAveraging) or callback._scheduler_state is None:
-            continue
-        if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
-            (optimizer,) = trainer.optimizers
-            rates = [group["lr"] for group in optimizer.param_groups]
-            callback.on_train_epoch_start(trainer, trainer.lightning_module)
-            # creating the scheduler takes a step
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
 
 
 def _set_up(callback: Any, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -156,89 +133,45 @@ def _one_by_one(
     return average
 
 
-_MAPPINGS = (dict, OrderedDict)
-_OF_THE_STRATEGY = {"state_dict", "current_model_state", "optimizer_states"}
-_Path = tuple[Any, ...]
+_OTHER_STATE = {"state_dict", "current_model_state", "optimizer_states", "hyper_parameters"}
 Shape = tuple[int, ...]
 
 
-class _Holder(NamedTuple):
-    stage: int
-    shapes: Collection[Shape]
-    """Of its parameters of that name, or of that end."""
-
-
-def of_holders(
-    checkpoint: dict[str, Any], shapes: Mapping[str, Shape], groups: Groups, device: torch.device
+def by_stages(
+    checkpoint: Mapping[str, Any], shapes: Mapping[str, Shape], groups: Groups, mesh: DeviceMesh
 ) -> dict[str, Any]:
-    """The checkpoint, on the last stage with tensors under parameters' names as the stages have them that hold these.
+    """The checkpoint with plain tensors under parameters' names only on the stage that has the parameter, as DTensors.
 
-    They are tensors of the parameters' shapes: a callback may keep something else under such a name.
-
-    A collective call over the pipeline.
+    Such is an average of weights in whole tensors that all stages have made: each keeps that of its own parameters up
+    to date. What is under such a name in another shape is left as it is. A collective call over the pipeline.
 
     Args:
-        checkpoint: Not modified.
         shapes: Of this stage's parameters, by name. A key may be a name's end, as of ``module.net.named_parameters()``.
-        device: Where this rank computes, which the pipeline's group serves.
+        mesh: The ranks that hold this rank's stage.
     """
-    holders = _holders(groups.gather_over_stages(dict(shapes)))
-    kept = {key: value for key, value in checkpoint.items() if key not in _OF_THE_STRATEGY}
-    found = {path: t for path, t in _tensors(kept, ()) if path[-1] in holders and t.shape in holders[path[-1]].shapes}
-    told_here = {path: (sums, found[path].shape, found[path].dtype) for path, sums in sums_of(found).items()}
-    stages: list[Mapping[_Path, Any]] = groups.gather_over_stages(told_here)
-    last = len(stages) - 1
-    for path in dict.fromkeys(path for stage in stages for path in stage):
-        holder = holders[path[-1]].stage
-        told = stages[holder].get(path)
-        if told is None or told == stages[last].get(path):
-            continue
-        _, shape, dtype = told
-        like = found.get(path)
-        own = like
-        if own is None or (own.shape, own.dtype) != (shape, dtype):
-            own = torch.empty(shape, dtype=dtype)
-        values = values_of(last - holder, own, groups.pipeline, device)
-        if groups.pipeline.rank() == 0:  # the last stage's
-            checkpoint = _with(checkpoint, path, values if like is None else values.to(like.device))
-    return checkpoint
-
-
-def _holders(stages: Sequence[Mapping[str, Shape]]) -> dict[Any, _Holder]:
-    """The stage that holds a parameter, by the ends of its name, where these tell it; without what all stages hold."""
-    of_name: dict[str, list[int]] = {}
-    for stage, held in enumerate(stages):
-        for name in held:
-            of_name.setdefault(name, []).append(stage)
-    of_end: dict[str, dict[int, set[Shape]]] = {}
-    for name, stage in ((name, at[-1]) for name, at in of_name.items() if len(at) < len(stages)):
+    stages: list[Mapping[str, Shape]] = groups.gather_over_stages(dict(shapes))
+    held = {name: (stage, shape) for stage, of_stage in enumerate(stages) for name, shape in of_stage.items()}
+    by_end: dict[Any, set[tuple[int, Shape]]] = {}
+    for name, of_name in held.items():
         parts = name.split(".")
         for start in range(len(parts)):
-            held_by = of_end.setdefault(".".join(parts[start:]), {})
-            held_by.setdefault(stage, set()).add(stages[stage][name])
-    return {end: _Holder(*next(iter(held.items()))) for end, held in of_end.items() if len(held) == 1}
+            by_end.setdefault(".".join(parts[start:]), set()).add(of_name)
+    own = len(stages) - 1 - groups.pipeline.rank()
 
+    def holder(key: Any, value: Any) -> int | None:
+        """The stage that has the parameter, if a key and a tensor tell it."""
+        if type(value) not in (Tensor, nn.Parameter) or not is_dense(value) or value.is_meta:
+            return None
+        found = by_end.get(key, set()) if isinstance(key, str) else set()
+        of_key = {stage for stage, _ in found}
+        return of_key.pop() if len(of_key) == 1 and value.shape in {shape for _, shape in found} else None
 
-def _tensors(tree: Any, path: _Path) -> Iterator[tuple[_Path, Tensor]]:
-    if type(tree) in (Tensor, nn.Parameter) and is_dense(tree) and path and not tree.is_meta:
-        yield path, tree.detach()
-    elif type(tree) in _MAPPINGS:
-        for key, value in tree.items():
-            yield from _tensors(value, (*path, key))
-    elif type(tree) in (list, tuple):
-        for index, value in enumerate(tree):
-            yield from _tensors(value, (*path, index))
+    def split(tree: Any) -> Any:
+        if type(tree) in (dict, OrderedDict):
+            tree = type(tree)((k, v) for k, v in tree.items() if holder(k, v) in (None, own))
+        return rebuilt(tree, lambda key, value: split(value) if holder(key, value) is None else sharded(value))
 
+    def sharded(value: Tensor) -> Tensor:
+        return DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
-def _with(tree: Any, path: _Path, value: Tensor) -> Any:
-    """A copy of the tree with ``value`` at ``path``; itself where it has no such place."""
-    if not path:
-        return value
-    key, *rest = path
-    if type(tree) in _MAPPINGS:
-        copy = type(tree)(tree)
-        copy[key] = _with(tree.get(key, {}), tuple(rest), value)
-        return copy
-    if type(tree) in (list, tuple) and key < len(tree):
-        return type(tree)(_with(each, tuple(rest), value) if index == key else each for index, each in enumerate(tree))
-    return tree
+    return {key: value if key in _OTHER_STATE else split(value) for key, value in checkpoint.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -32,7 +32,7 @@ from lightning_shard.checkpoint.optimizers.named import flatten_optimizer_states
 from lightning_shard.checkpoint.optimizers.restored import stored_states
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.sharded_values import lay_out, lift, merge_over_stages
-from lightning_shard.checkpoint.store import absolute, as_path, forget_listings, open_store
+from lightning_shard.checkpoint.store import absolute, as_path, forget_listings
 from lightning_shard.checkpoint.tiers import LocalTier
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
@@ -113,7 +113,7 @@ class ShardedCheckpointIO(CheckpointIO):
     ) -> None:
         self.exclude_frozen = exclude_frozen
         self.base = None if base is None else as_path(base)
-        self._asynchronous = asynchronous
+        self.asynchronous = asynchronous
         self._storage_options = dict(storage_options or {})
         if local is not None and not digests:
             raise ConfigurationError(
@@ -141,7 +141,7 @@ class ShardedCheckpointIO(CheckpointIO):
         rank that died in between until the timeout.
         """
         self._site = site
-        if self._asynchronous and fitting and self._saver is None:
+        if self.asynchronous and fitting and self._saver is None:
             self._saver = ckpt.AsyncSaver(timeout=site.timeout)
 
     @property
@@ -204,8 +204,7 @@ class ShardedCheckpointIO(CheckpointIO):
             tier = LocalTier(self.local.root, arguments.pop("storage_options"))
             first, carry = tier.copy_of(path), partial(tier.carry, path, fsync=self.fsync)
         if self._saver is not None:
-            with self._taken(path):
-                self._saver.save(sections["model"], first, afterwards=carry, **arguments)
+            self._saver.save(sections["model"], first, afterwards=carry, **arguments)
             self._last_path = path
         else:
             ckpt.save(sections["model"], first, group=site.host if site else None, **arguments)
@@ -213,21 +212,6 @@ class ShardedCheckpointIO(CheckpointIO):
                 carry(Ranks.of())
             if site is None:
                 forget_listings(path, self._storage_options)  # Lightning's callbacks list which names are taken
-
-    @contextlib.contextmanager
-    def _taken(self, path: str) -> Iterator[None]:
-        """Create a local checkpoint's folder at once: without it, Lightning's own callbacks consider its name free."""
-        store = open_store(path, self._storage_options)
-        if store.is_remote or not Ranks.of().first:
-            yield
-            return
-        with contextlib.suppress(OSError):  # the save itself reports it
-            store.make(durable=self.fsync)
-        try:
-            yield
-        except BaseException:
-            store.remove_empty_folders()
-            raise
 
     def wait(self) -> None:
         """Wait until a save in the background is committed; a collective call.

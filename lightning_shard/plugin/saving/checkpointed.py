@@ -31,11 +31,11 @@ from lightning_shard.plugin.data.resume import reopen_epoch
 from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
 from lightning_shard.plugin.running.last_words import say
-from lightning_shard.plugin.saving.averaging import of_holders
+from lightning_shard.plugin.saving.averaging import by_stages
 from lightning_shard.plugin.saving.checkpoint_io import WEIGHTS_ALONE, ShardedCheckpointIO, Site, sharded
 from lightning_shard.plugin.saving.drift import Drift, copies_of_stages, on_several_stages
 from lightning_shard.plugin.saving.frozen import Frozen
-from lightning_shard.plugin.saving.model_states import own_parts, show_kept, shown_whole
+from lightning_shard.plugin.saving.model_states import own_parts, shown_whole
 from lightning_shard.plugin.saving.own_loading import (
     as_lazy,
     as_stored,
@@ -74,7 +74,6 @@ class CheckpointedStrategy(ConnectedStrategy):
         self._gave_lazy = False
         """Whether hooks were given lazy tensors of a checkpoint."""
         self._left_out: Frozen | None = None
-        self._drift: Drift | None = None
         self._apart: Mapping[str, Tensor] = {}
         """What all stages hold and code has changed to different values, as found by the last save."""
         self._restore: lightning_private.PostponedRestoring | None = None
@@ -86,8 +85,7 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        assert self.lightning_module is not None
-        self._restore = lightning_private.PostponedRestoring(self.lightning_module.trainer)
+        self._restore = lightning_private.PostponedRestoring(self._module.trainer)
 
     @property
     def checkpoint_io(self) -> ShardedCheckpointIO:
@@ -117,8 +115,6 @@ class CheckpointedStrategy(ConnectedStrategy):
             self.checkpoint_io.teardown()
         finally:
             super().teardown()
-            if self._drift is not None:
-                self._drift.report_at_end()
 
     @by_parts
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -134,17 +130,15 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     @property
     def _shows_whole(self) -> bool:
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         return self.layout.pipeline_parallel_size > 1 and edits_checkpoints(module, "on_save_checkpoint")
 
     @by_parts
     def own_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state dict."""
-        assert self.lightning_module is not None
         self._agree_to_save()  # here: a save calls this first
         self._apart = self._join_copies(tolerates=True)
-        state = self.lightning_module.state_dict()
+        state = self._module.state_dict()
         others = self._saved_by_other_stages()
         return {name: value for name, value in state.items() if name not in others}
 
@@ -154,8 +148,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         Raises:
             CheckpointError: On all ranks that save: some rank doesn't, or is at another step.
         """
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         if self._watch is None or trainer.state.status != TrainerStatus.INTERRUPTED:
             return
         failing = sys.exc_info()[1]
@@ -183,27 +176,24 @@ class CheckpointedStrategy(ConnectedStrategy):
     @record_function("save")
     @by_parts
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        assert self.lightning_module is not None
         if self._shows_whole:
-            elsewhere = {*self._names_of_other_stages()} - (self.lightning_module.state_dict().keys())
+            elsewhere = {*self._names_of_other_stages()} - (self._module.state_dict().keys())
             elsewhere |= {*self._saved_by_other_stages()}
             shown = {key: checkpoint[key] for key in _STATES if isinstance(checkpoint.get(key), Mapping)}
             parts = {key: {n: v for n, v in state.items() if n not in elsewhere} for key, state in shown.items()}
             checkpoint = own_parts({**checkpoint, **parts})
-        shapes = {name: tuple(p.shape) for name, p in self.lightning_module.named_parameters(remove_duplicate=False)}
+        shapes = {name: tuple(p.shape) for name, p in self._module.named_parameters(remove_duplicate=False)}
         states: dict[str, Any] = {}
-        if finetuning_callbacks(self.lightning_module.trainer) and "optimizer_states" in checkpoint:
-            whole_groups(checkpoint, self.lightning_module.trainer, self._parameter_groups())
+        if finetuning_callbacks(self._module.trainer) and "optimizer_states" in checkpoint:
+            whole_groups(checkpoint, self._module.trainer, self._parameter_groups())
         if self.layout.pipeline_parallel_size > 1:
-            checkpoint = of_holders(checkpoint, shapes, self.groups, self.root_device)
+            checkpoint = by_stages(checkpoint, shapes, self.groups, self.device_mesh[self.layout.stage_axes])
         checkpoint = set_aside(checkpoint)
         own: dict[str, Any] = {**checkpoint.get(OWN, {}), "seed": self._seed}
         if self.checkpoint_io.exclude_frozen:
             states["state_dict"], own["excluded"] = self._frozen().leave_out(checkpoint["state_dict"])
         if self.is_global_zero:  # whose state is saved
-            states[TRANSFORMERS_KEY] = describe(
-                self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
-            )
+            states[TRANSFORMERS_KEY] = describe(self._module, getattr(self._module.trainer, "datamodule", None))
         with self._saving():
             self.checkpoint_io.save_checkpoint(
                 {**checkpoint, **states, OWN: own},
@@ -214,8 +204,7 @@ class CheckpointedStrategy(ConnectedStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._loaded_from = as_path(self.broadcast(checkpoint_path))
         loaded = self.checkpoint_io.open_checkpoint(self._loaded_from, together=True)
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         if module.trainer.state.fn == TrainerFn.FITTING:  # an evaluation isn't resumed
             self._seed = loaded.get(OWN, {}).get("seed", self._seed)
         self._generators = loaded.pop(RANK_STATE, None)
@@ -226,8 +215,6 @@ class CheckpointedStrategy(ConnectedStrategy):
             loaded = renamed_keys(loaded, compiled) | of_optimizers
         live = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         self._gave_lazy = edits_checkpoints(module)
-        if self._gave_lazy and "callbacks" in loaded:
-            loaded["callbacks"] = show_kept(loaded["callbacks"], live, elsewhere)
         others = {name: loaded[name] for name in loaded.keys() - _LOADED_BY_NAME}
 
         def pairs() -> list[Pair]:
@@ -250,34 +237,32 @@ class CheckpointedStrategy(ConnectedStrategy):
         """After all loading hooks: read the lazy tensors that they have kept, while the checkpoint still exists."""
         if self._gave_lazy:
             self._gave_lazy = False
-            assert self.lightning_module is not None
-            replace_lazy(self.lightning_module, *self.lightning_module.trainer.callbacks)  # type: ignore[attr-defined]
+            replace_lazy(self._module, *self._module.trainer.callbacks)  # type: ignore[attr-defined]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        replace_lazy(self.lightning_module)
-        reshard(self.lightning_module)
+        replace_lazy(self._module)
+        reshard(self._module)
         stages = self._assembly.stages if self._assembly else None
         names = self._names_of_other_stages()
         stored = as_stored(checkpoint["state_dict"])
-        prefix = prefix_of(stored, {*names, *self.lightning_module.state_dict()})
+        prefix = prefix_of(stored, {*names, *self._module.state_dict()})
         stored = {prefix + name: value for name, value in stored.items()}
         excluded = excluded_of(checkpoint, stored)
         if excluded is not None:
             stored = self._frozen().complete(stored, excluded)
         missing, _ = load_module(
-            self.lightning_module,
+            self._module,
             stored,
             names,
             strict=strict,
             also=stages.foreign_buffers if stages else (),
             left_out=excluded["tensors"] if excluded is not None else (),
-            by_own_code=any(self.groups.gather_over_stages(loads_itself(self.lightning_module))),
+            by_own_code=any(self.groups.gather_over_stages(loads_itself(self._module))),
         )
         if excluded is not None:
             self._frozen().check(excluded)
         elif checkpoint.get(WEIGHTS_ALONE) and self.checkpoint_io.exclude_frozen:
-            own = self.lightning_module.state_dict()
+            own = self._module.state_dict()
             as_stored_there = {
                 name
                 for name, value in stored.items()
@@ -293,9 +278,8 @@ class CheckpointedStrategy(ConnectedStrategy):
                     "The checkpoint has no optimizer state: optimizers start from scratch, as in plain Lightning."
                 )
             return
-        assert self.lightning_module is not None
         # where a run is restored after its setup, as by the learning rate finder
-        add_unfrozen_groups(self.lightning_module.trainer, self.lightning_module, self.optimizers)
+        add_unfrozen_groups(self._module.trainer, self._module, self.optimizers)
         if len(states) != len(self.optimizers):
             raise StateMismatchError(
                 f"The checkpoint has the states of {len(states)} optimizers, but configure_optimizers returned"
@@ -337,16 +321,14 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     def _check_saved(self) -> None:
         """After the first step: refuse optimizers whose state no save could hold. A collective call over all ranks."""
-        assert self.lightning_module is not None
         if self.layout.world_size > 1:
-            names = self._names if self.lightning_module.trainer.checkpoint_callbacks else {}
+            names = self._names if self._module.trainer.checkpoint_callbacks else {}
             check_copies(self._tied(), self.optimizers, names, self.layout, self.groups.host)
 
     def _tied(self) -> dict[str, nn.Parameter]:
         """This stage's parameters that other stages hold too."""
-        assert self.lightning_module is not None
         ties = self._assembly.ties if self._assembly is not None else ()
-        return on_several_stages(self.lightning_module, ties)
+        return on_several_stages(self._module, ties)
 
     def _copies(self) -> dict[str, Tensor]:
         """The tensors of this stage that other stages hold too, but for copies that were joined."""
@@ -359,10 +341,9 @@ class CheckpointedStrategy(ConnectedStrategy):
     def _frozen(self) -> Frozen:
         """The module's frozen parameters; the first call records their initial values."""
         if self._left_out is None:
-            assert self.lightning_module is not None
             io = self.checkpoint_io
             mesh = self.device_mesh[self.layout.stage_axes]
-            self._left_out = Frozen(self.lightning_module, mesh, io.base, io.storage_options)
+            self._left_out = Frozen(self._module, mesh, io.base, io.storage_options)
         return self._left_out
 
     def _parameter_groups(self) -> list[list[list[str]]]:
@@ -383,15 +364,12 @@ class CheckpointedStrategy(ConnectedStrategy):
         return {name: len(given) + place for name, place in self._assembly.places.items()} | given
 
     def _names_of_other_stages(self) -> list[str]:
-        assert self.lightning_module is not None
-        own = list(self.lightning_module.state_dict())
+        own = list(self._module.state_dict())
         return [name for names in self.groups.gather_over_stages(own) for name in names]
 
     def _connect_checkpoint_io(self, trainer: pl.Trainer) -> None:
         assert self._assembly is not None
-        assert self.lightning_module is not None
         mesh = self.device_mesh[self.layout.stage_axes]
-        self._drift = Drift(self.lightning_module, self.layout, mesh, self.groups.host, self._copies)
         self.checkpoint_io.connect(
             Site(
                 mesh=mesh,
@@ -401,7 +379,7 @@ class CheckpointedStrategy(ConnectedStrategy):
                 order_of=self._order_in_optimizer,
                 timeout=self._timeout,
                 host=self.groups.host,
-                drift=self._drift,
+                drift=Drift(self._module, self.layout, mesh, self.groups.host, self._copies),
             ),
             fitting=trainer.state.fn == TrainerFn.FITTING,
         )

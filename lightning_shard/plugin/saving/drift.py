@@ -45,8 +45,6 @@ _ROUNDING = 1e-3
 by about 1e-7, and optimizers that divide by a gradient's size, such as Adam, enlarge that where gradients are small."""
 _STEPS_OF_DTYPE = 4
 """In fewer bits, so many times the distance of 1 to the next number."""
-_NAMED = 5
-
 
 _Group = tuple[bool, int, Any]
 """Who holds the same: whether several stages do, the first of the ranks, and a hash of all. Of stages, which compare
@@ -68,22 +66,19 @@ class Difference(NamedTuple):
 
     Attributes:
         saved: The rank whose values are saved.
-        absolute: The largest difference of two elements.
-        relative: The same, divided by the largest element.
+        relative: The largest difference of two elements, divided by the largest element; infinite if dtypes or shapes
+            differ, or some element is a number on one of them only.
         is_rounding: Whether it can be of rounding alone.
-        why: What differs other than numbers.
     """
 
     name: str
     saved: int
     rank: int
-    absolute: float = math.inf
-    relative: float = math.inf
-    is_rounding: bool = False
-    why: str = ""
+    relative: float
+    is_rounding: bool
 
     def __str__(self) -> str:
-        size = self.why or f"by up to {self.absolute:.2g}, {self.relative:.2g} of its largest element"
+        size = f"by up to {self.relative:.2g} of its largest element"
         return f"{self.name.removeprefix('model/')!r} (rank {self.rank} from rank {self.saved}: {size})"
 
 
@@ -136,18 +131,13 @@ class Drift:
         self._ranks = Ranks.of(host)
         self._of_stages = of_stages
         self._has_told = False
-        self._larger: dict[str, Difference] = {}
 
     def settle(self, sections: Sections, on_several_stages: Collection[str], at: str) -> Sections:
         """The sections of a save, with the same values wherever ranks hold the same. A collective call over all ranks.
 
         Values are the lowest rank's, or those of the lowest that has no NaN or infinity. Of a tensor that stages hold
-        with different values, only the last stage, whose ranks are the lowest, still has it.
-
-        Args:
-            sections: By name; the tensors aren't changed.
-            on_several_stages: Names, with their sections, that other stages have too.
-            at: What warnings say of where and when it is saved.
+        with different values (``on_several_stages``, with their sections), only the last stage, whose ranks are the
+        lowest, still has it. ``at`` is what warnings say of where and when it is saved.
         """
         if self._layout.world_size == 1:
             return sections
@@ -201,7 +191,10 @@ class Drift:
             Local parts to save by name, None for what this stage leaves to a later one; and how far they are from this
             rank's.
         """
-        told_here = {key: _Told(digest, _kind(local), _is_finite(local)) for key, (local, digest) in own.items()}
+        told_here = {
+            key: _Told(digest, _kind(local), bool(_wide(local).isfinite().all()))
+            for key, (local, digest) in own.items()
+        }
         everyone = self._everyones(told_here)
         rank = self._layout.rank
         settled: dict[str, Tensor | None] = {}
@@ -221,8 +214,8 @@ class Drift:
                     values = torch.empty(shape, dtype=dtype)
                     if values.numel():
                         dist.recv(as_bytes(values), source, group=self._ranks.group)
-                    difference = measured(name, source, rank, values, local)
-                    if difference is not None and not self._is_each_data_ranks_own(difference):
+                    difference = Difference(name, source, rank, *measured(values, local))
+                    if difference.relative and not self._is_each_data_ranks_own(difference):
                         differences.append(difference)
                     if not of_stages:
                         settled[name] = values
@@ -245,43 +238,27 @@ class Drift:
         return found
 
     def _report(self, own: list[Difference], at: str) -> None:
-        found = chain.from_iterable(self._ranks.gather(own))
-        worst = {each.name: each for each in sorted(found, key=lambda one: (not one.is_rounding, one.relative))}
-        larger = {name: each for name, each in worst.items() if not each.is_rounding}
-        rounding = [each for each in worst.values() if each.is_rounding]
-        self._larger |= larger
+        """Warn of differences at each save; of rounding once, as sums in no fixed order make it in every step."""
+        found = self._ranks.gather(own)
+        worst = {each.name: each for each in sorted(chain.from_iterable(found), key=lambda one: one.relative)}
+        larger = [each for each in worst.values() if not each.is_rounding]
         if larger:
             rank_zero_warn(
-                f"{at}: {_said(larger)} when they were saved. Look for code that changes these on some ranks only."
+                f"{at}: {few(larger, 5)} differed between ranks by more than rounding when they were saved, and rank"
+                f" {', '.join(map(str, sorted({each.saved for each in larger})))}'s values were taken. Look for code"
+                " that changes these on some ranks only."
             )
-        if rounding and not self._has_told:
+        elif worst and not self._has_told:
             self._has_told = True
-            most, count = max(rounding, key=lambda each: each.relative), len(rounding)
+            most = max(worst.values(), key=lambda each: each.relative)
             rank_zero_warn(
-                f"{count} {'replicas differ' if count > 1 else 'replica differs'} between ranks by rounding, as where"
-                f" sums have no fixed order: most {most}. One rank's are saved. A run reports this once."
+                f"{len(worst)} replicas differ between ranks by rounding, as where sums have no fixed order: most"
+                f" {most}. One rank's are saved. A run reports this once."
             )
-
-    def report_at_end(self) -> None:
-        """Where a run ends: warn of what its saves have found, but for rounding."""
-        if self._larger:
-            rank_zero_warn(f"In this run {_said(self._larger)} when they were saved.")
-        self._larger = {}
-
-
-def _said(found: Mapping[str, Difference]) -> str:
-    saved = ", ".join(map(str, sorted({each.saved for each in found.values()})))
-    return (
-        f"{few(found.values(), 5)} differed between ranks by more than rounding, and rank {saved}'s values were taken"
-    )
 
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
     return tensor.dtype, tensor.shape
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(_wide(tensor).isfinite().all())
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -292,23 +269,22 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
-def measured(name: str, saved_rank: int, rank: int, saved: Tensor, own: Tensor) -> Difference | None:
-    """How far this rank's replica is from the one that is saved; None if no value differs, though bits may."""
+def measured(saved: Tensor, own: Tensor) -> tuple[float, bool]:
+    """How far a replica is from the one that is saved: ``relative`` and ``is_rounding`` of a :class:`Difference`."""
     if _kind(saved) != _kind(own):
-        why = f"{own.dtype} {tuple(own.shape)}, not {saved.dtype} {tuple(saved.shape)}"
-        return Difference(name, saved_rank, rank, why=why)
+        return math.inf, False
     mine, other = _wide(own.cpu()), _wide(saved)
     finite = other.isfinite()
     if not torch.equal(mine.isfinite(), finite):
-        return Difference(name, saved_rank, rank, why="NaN or infinite on one of them only")
+        return math.inf, False
     mine, other = mine[finite], other[finite]
     if torch.equal(mine, other):
-        return None
-    absolute, largest = float((mine - other).abs().max()), float(other.abs().max())
-    relative = absolute / largest if largest else math.inf
+        return 0.0, True
+    largest = float(other.abs().max())
+    relative = float((mine - other).abs().max()) / largest if largest else math.inf
     has_rounding = own.is_floating_point() or own.is_complex()
     allowed = max(_ROUNDING, _STEPS_OF_DTYPE * torch.finfo(own.dtype).eps) if has_rounding else 0.0
-    return Difference(name, saved_rank, rank, absolute, relative, is_rounding=relative <= allowed)
+    return relative, relative <= allowed
 
 
 def _like(tensor: Tensor, local: Tensor | None) -> Tensor:

@@ -1,17 +1,15 @@
 """Leaves hyperparameters that a checkpoint can't hold out of it, as Lightning does with those that can't be pickled.
 
 ``save_hyperparameters()`` keeps whatever the module was made with, which in libraries' modules are losses and
-transformations. Nothing is pickled, and such an object mustn't cost a checkpoint. A warning says so before training.
+transformations. Nothing is pickled, and such an object mustn't cost a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
 
 from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.tensors import check_storable
@@ -27,11 +25,17 @@ def leave_out_of(checkpoint: dict[str, Any]) -> None:
         kept = checkpoint.get(key)
         if not isinstance(kept, dict):
             continue
-        unstorable = unstorable_in(kept)
-        if unstorable:
-            checkpoint[key] = {name: value for name, value in kept.items() if name not in unstorable}
-        for name, reason in unstorable.items():
-            rank_zero_warn(_text(name, "save_hyperparameters()", reason))
+        if _reason("hparams", kept) is None:
+            continue
+        reasons = {name: _reason(f"hparams.{name}", value) for name, value in kept.items()}
+        checkpoint[key] = {name: value for name, value in kept.items() if reasons[name] is None}
+        for name, reason in reasons.items():
+            if reason is not None:
+                rank_zero_warn(
+                    f"The hyperparameter {name!r} that save_hyperparameters() keeps is left out of checkpoints:"
+                    f" {reason} Without that, give it to load_from_checkpoint(…, {name}=…), or leave it out by"
+                    " save_hyperparameters(ignore=[…])."
+                )
 
 
 def name_types(checkpoint: dict[str, Any]) -> None:
@@ -50,14 +54,6 @@ def find_types(checkpoint: dict[str, Any]) -> None:
             checkpoint[key] = DictConfig
 
 
-def unstorable_in(kept: dict[str, Any]) -> dict[str, UnsupportedStateError]:
-    """The hyperparameters that a checkpoint can't hold, each with the reason."""
-    if _reason("hparams", kept) is None:
-        return {}
-    reasons = {name: _reason(f"hparams.{name}", value) for name, value in kept.items()}
-    return {name: reason for name, reason in reasons.items() if reason is not None}
-
-
 def _reason(name: str, value: Any) -> UnsupportedStateError | None:
     try:
         encode({name: value})
@@ -66,35 +62,16 @@ def _reason(name: str, value: Any) -> UnsupportedStateError | None:
     return None
 
 
-def warn_of_unstorable(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Warn, on rank 0, of what saves would leave out, or be refused for, if the Trainer has a checkpoint callback."""
-    if not trainer.checkpoint_callbacks:
-        return
-    for reason in _reasons_of_buffers(module):
-        rank_zero_warn(
-            f"Every checkpoint of this run will be refused: {reason} To leave it out, register it by"
-            " register_buffer(…, persistent=False)."
-        )
-    for holder in (module, getattr(trainer, "datamodule", None)):
-        kept = holder.hparams if holder is not None else {}
-        for name, reason in (unstorable_in(dict(kept)) if isinstance(kept, dict) else {}).items():
-            rank_zero_warn(_text(name, f"{type(holder).__name__}.save_hyperparameters()", reason))
-
-
-def _reasons_of_buffers(module: nn.Module) -> Iterator[UnsupportedStateError]:
-    """Why saved buffers, such as a sparse adjacency, can't be held; the first save would be an epoch later."""
-    for prefix, part in module.named_modules():
+def warn_of_unstorable_buffers(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Warn, on rank 0, of saved buffers, such as a sparse adjacency, for which each save would be refused."""
+    for prefix, part in module.named_modules() if trainer.checkpoint_callbacks else ():
         for key, buffer in part._buffers.items():
             if buffer is None or buffer.is_meta or key in part._non_persistent_buffers_set:
                 continue
             try:
                 check_storable(".".join(filter(None, (prefix, key))), buffer)
             except UnsupportedStateError as error:
-                yield error
-
-
-def _text(name: str, keeper: str, reason: UnsupportedStateError) -> str:
-    return (
-        f"The hyperparameter {name!r} that {keeper} keeps is left out of checkpoints: {reason} Without that, give it to"
-        f" load_from_checkpoint(…, {name}=…), or leave it out by save_hyperparameters(ignore=[…])."
-    )
+                rank_zero_warn(
+                    f"Every checkpoint of this run will be refused: {error} To leave it out, register it by"
+                    " register_buffer(…, persistent=False)."
+                )

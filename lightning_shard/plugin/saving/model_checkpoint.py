@@ -4,18 +4,14 @@ In these cases Lightning 2.6 does the following, which is replaced here:
 
 - It creates filesystems without storage options, and takes ``file://`` for the name of a folder.
 - It searches for ``last`` by paths that it normalises like local ones, and asks a store when a directory was modified,
-  which object stores don't know.
-- It takes every existing path for a checkpoint. One without a manifest isn't.
-- ``save_last="link"`` dangles while its target is being removed, and doesn't exist while it is being replaced. After a
-  resume it is saved through, into its target, and a checkpoint that is the last and the newest is replaced by a link to
-  itself.
+  which object stores don't know. It takes every existing path for a checkpoint, even one without a manifest.
 - On an exception it saves over a checkpoint of the same name.
 - Resumed in the middle of gradient accumulation, it saves again after the first batch, at the step that was resumed
-  from. A resume from that would lack the gradients of that batch; as ``last`` it hides the checkpoint that lacks none.
+  from. A resume from that would lack the gradients of that batch.
 - On remote stores it removes every checkpoint that leaves the top k, even the one that the run was resumed from.
 
 Private in Lightning 2.6, used or overridden: ``_find_last_checkpoints``, ``_should_remove_checkpoint``,
-``_remove_checkpoint``, ``_link_checkpoint``, ``_save_checkpoint``, ``_save_last_checkpoint``, ``_monitor_candidates``,
+``_save_checkpoint``, ``_save_last_checkpoint``, ``_monitor_candidates``,
 ``_get_metric_interpolated_filepath_name``, ``_should_save_on_exception``, ``_enable_version_counter``, ``_fs``,
 ``_last_checkpoint_saved``, ``_last_global_step_saved``, ``_every_n_train_steps``; since this class has the same name,
 also ``__resolve_ckpt_dir``; and what ``_CheckpointConnector._parse_ckpt_path`` asks about the paths that it gets from
@@ -38,7 +34,7 @@ import lightning.pytorch as pl
 from fsspec.utils import get_protocol
 from lightning.pytorch import callbacks
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_info
 from torch import Tensor
 
 from lightning_shard import checkpoint as ckpt
@@ -48,7 +44,6 @@ from lightning_shard.checkpoint.store import as_path, as_text, local_path, open_
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.saving.checkpoint_io import SEVERAL_RANKS, ShardedCheckpointIO
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
-from lightning_shard.plugin.saving.uploads import put_link
 
 __all__ = ["ModelCheckpoint", "take_over_stock_callbacks"]
 
@@ -70,8 +65,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     With strategies that write a checkpoint to one file, this is Lightning's own callback.
 
     Raises:
-        ConfigurationError: ``save_last="link"`` with a remote ``dirpath``; a URL that was converted to a
-            ``pathlib.Path``; at the start of a fit, several ranks with a strategy that saves on one of them.
+        ConfigurationError: A URL that was converted to a ``pathlib.Path``; at the start of a run, ``save_last="link"``;
+            of a fit, several ranks with a strategy that saves on one of them.
     """
 
     @wraps(callbacks.ModelCheckpoint.__init__)  # type: ignore[misc]
@@ -83,7 +78,6 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         self._step_resumed_from: int | None = None
         self._last_is_resumed_from = False
         self._finds_last = False
-        self._refuse_remote_link()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         io = _sharded_io(trainer)
@@ -93,36 +87,17 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         saves_on_one_rank = trainer.world_size > 1 and not isinstance(trainer.strategy, CheckpointedStrategy)
         if stage == TrainerFn.FITTING and saves_on_one_rank:
             raise ConfigurationError(SEVERAL_RANKS)  # here, so that every rank raises, not only the one that saves
+        _refuse_link(self)
         self.dirpath = dirpath = trainer.strategy.broadcast(_normalised(self.__resolve_ckpt_dir(trainer)))
-        self._refuse_remote_link()
         if self._last_is_resumed_from:
             self._check_that_all_found_last(io)
         self._fs, _ = open_filesystem(dirpath, io.storage_options)
-        if stage == TrainerFn.FITTING:
-            _on_first_rank(trainer, lambda: self._tell_if_not_empty(dirpath, io))
-
-    def _tell_if_not_empty(self, dirpath: str, io: ShardedCheckpointIO) -> None:
-        if self.save_top_k != 0 and names_in(dirpath, io.storage_options):
-            rank_zero_warn(f"Checkpoint directory {dirpath} exists and is not empty.")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if (io := _sharded_io(trainer)) is not None:
-            # before the first save: the path may be a link, which leads elsewhere afterwards
+        if _sharded_io(trainer) is not None:
             self._resumed_from = self._place(str(trainer.ckpt_path)) if trainer.ckpt_path else None
             self._step_resumed_from = trainer.global_step if trainer.ckpt_path else None
-            self._go_on_after_a_link(trainer)
-            self._forget_what_is_gone(trainer, io)
-
-    def _go_on_after_a_link(self, trainer: pl.Trainer) -> None:
-        """Where an earlier run has left a link as its last checkpoint: never save through it."""
-        last, resumed_from = self.last_model_path, self._resumed_from
-        if not last or not _on_first_rank(trainer, lambda: os.path.islink(last)):
-            return
-        if self.save_last == "link" and self.save_top_k != 0 and resumed_from and self._is_in_dirpath(resumed_from):
-            self._last_checkpoint_saved = resumed_from  # the newest, until one is saved: what a link may lead to
-        else:
-            self.last_model_path = ""  # the next version is used
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._every_n_train_steps < 1 or trainer.global_step != self._step_resumed_from:
@@ -232,41 +207,6 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             return False
         return self._is_in_dirpath(previous)
 
-    def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        if trainer.is_global_zero and os.path.islink(filepath):
-            os.unlink(filepath)  # of save_last="link": its target stays, or is removed by its own name
-            return
-        io, link, newest = _sharded_io(trainer), self.last_model_path, self._last_checkpoint_saved
-        leads = self.save_last == "link" and os.path.islink(link) and newest not in ("", filepath)
-        if io is not None and trainer.is_global_zero and leads:
-            io.after_save(lambda: put_link(newest, link, durable=io.fsync))  # before its target is removed
-        super()._remove_checkpoint(trainer, filepath)
-
-    @staticmethod
-    def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-        if (io := _sharded_io(trainer)) is None:
-            callbacks.ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
-            return
-        io.wait()  # until then, the link would lead to a checkpoint that may never be committed
-        _on_first_rank(trainer, lambda: put_link(filepath, linkpath, durable=io.fsync))
-
-    def _forget_what_is_gone(self, trainer: pl.Trainer, io: ShardedCheckpointIO) -> None:
-        """Drop listed checkpoints that don't exist: the earlier run may have removed some after its last save."""
-        listed = [path for path in {**self.best_k_models, self.best_model_path: None} if self._is_in_dirpath(path)]
-        if not listed:
-            return
-        gone = _on_first_rank(trainer, lambda: [path for path in listed if not _is_committed(path, io)])
-        if not gone:
-            return
-        rank_zero_warn(f"The run that is resumed listed checkpoints that are gone since: {', '.join(gone)}.")
-        self.best_k_models = {path: score for path, score in self.best_k_models.items() if path not in gone}
-        # fewer than k are left, so there is no k-th best
-        self.kth_best_model_path = ""
-        if self.best_model_path in gone:
-            best = min if self.mode == "min" else max
-            self.best_model_path = best(self.best_k_models, key=self.best_k_models.__getitem__, default="")
-            self.best_model_score = self.best_k_models.get(self.best_model_path)
-
     def _is_in_dirpath(self, path: str) -> bool:
         return bool(path) and self._place(path).startswith(self._place(str(self.dirpath)).rstrip("/") + "/")
 
@@ -274,13 +214,6 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         """One canonical path for all spellings of a location."""
         path = str(self._fs._strip_protocol(as_path(path)))
         return os.path.realpath(path) if _is_local(str(self.dirpath)) else path
-
-    def _refuse_remote_link(self) -> None:
-        if self.save_last == "link" and self.dirpath is not None and not _is_local(str(self.dirpath)):
-            raise ConfigurationError(
-                f'save_last="link" needs a local dirpath, and {get_protocol(str(self.dirpath))}:// has no links: use'
-                " save_last=True."
-            )
 
 
 class _FoundPath(str):
@@ -324,10 +257,11 @@ fsspec.register_implementation(_Answers.protocol, _Answers, clobber=True)
 
 
 def take_over_stock_callbacks(trainer: pl.Trainer) -> None:
-    """Replace Lightning's own ModelCheckpoints that save to a remote store by this module's. Before callbacks' setup.
+    """Replace Lightning's own ModelCheckpoints that save to a remote store, or in the background, by this module's.
 
-    On remote stores Lightning's lose checkpoints. They consider a name free while a save to it is running, or while a
-    cached listing lacks it, so that the second save overwrites the first. And they remove what another run has saved.
+    There Lightning's lose checkpoints. They consider a name free while a save to it is running, or while a cached
+    listing lacks it, so that the second save overwrites the first. And on stores they remove what another run has
+    saved. To be called before callbacks' setup.
 
     Raises:
         ConfigurationError: One is of a user's class, which can't be changed.
@@ -338,22 +272,25 @@ def take_over_stock_callbacks(trainer: pl.Trainer) -> None:
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, callbacks.ModelCheckpoint) or isinstance(callback, ModelCheckpoint):
             continue
+        _refuse_link(callback)
         dirpath = str(callback.dirpath or logged or trainer.default_root_dir)
-        if _is_local(dirpath):
+        is_local, io = _is_local(dirpath), trainer.strategy.checkpoint_io
+        if is_local and not (isinstance(io, ShardedCheckpointIO) and io.asynchronous):
             continue
-        store, kind = f"{get_protocol(dirpath)}://", type(callback)
+        where, kind = "in the background" if is_local else f"to {get_protocol(dirpath)}://", type(callback)
         if kind is not callbacks.ModelCheckpoint:
             raise ConfigurationError(
-                f"{kind.__qualname__} is derived from lightning.pytorch's ModelCheckpoint and saves to {store}, where"
-                " that may save over the best checkpoint, and removes those of other runs: derive it from"
-                " lightning_shard.ModelCheckpoint, which takes the same arguments."
+                f"{kind.__qualname__} is derived from lightning.pytorch's ModelCheckpoint and saves {where}, where"
+                " that may save over the best checkpoint: derive it from lightning_shard.ModelCheckpoint, which takes"
+                " the same arguments."
             )
         trainer.callbacks[trainer.callbacks.index(callback)] = _take_over(callback)  # type: ignore[attr-defined]
-        _warnings.warn(
-            f"lightning.pytorch's ModelCheckpoint (which a Trainer also makes by itself) saves to {store} here, and is"
-            " made a lightning_shard.ModelCheckpoint. But it has looked for ckpt_path='last' before, and doesn't find"
-            " it there: use lightning_shard.ModelCheckpoint, which takes the same arguments."
-        )
+        if not is_local:
+            _warnings.warn(
+                f"lightning.pytorch's ModelCheckpoint (which a Trainer also makes by itself) saves {where} here, and is"
+                " made a lightning_shard.ModelCheckpoint. But it has looked for ckpt_path='last' before, and doesn't"
+                " find it there: use lightning_shard.ModelCheckpoint, which takes the same arguments."
+            )
 
 
 def _take_over(callback: callbacks.ModelCheckpoint) -> ModelCheckpoint:
@@ -384,9 +321,6 @@ def save_as_last(trainer: pl.Trainer) -> str | None:
         values = callback._monitor_candidates(trainer)
         configured = callback.save_last
         try:
-            if configured == "link":  # which needs a target
-                # under a new name: an existing checkpoint of that name may be the best
-                callback._save_checkpoint(trainer, callback._get_metric_interpolated_filepath_name(values, trainer))
             callback.save_last = configured or True
             callback._save_last_checkpoint(trainer, values)
         finally:
@@ -421,6 +355,14 @@ def save_for_requeue(trainer: pl.Trainer) -> str | None:
     io.wait()
     _on_first_rank(trainer, lambda: os.rename(written, path))
     return path
+
+
+def _refuse_link(callback: callbacks.ModelCheckpoint) -> None:
+    if callback.save_last == "link":
+        raise ConfigurationError(
+            'save_last="link" isn\'t supported: a link dangles while its checkpoint is written in the background, or'
+            " removed. Use save_last=True."
+        )
 
 
 def _sharded_io(trainer: pl.Trainer) -> ShardedCheckpointIO | None:

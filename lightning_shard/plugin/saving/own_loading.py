@@ -1,15 +1,12 @@
 """Runs modules' own loading code on sharded modules: ``load_state_dict``, ``_load_from_state_dict``, hooks.
 
 Such code renames old keys, converts old values, or fills in what old checkpoints lack. It gets all of the checkpoint,
-by name, as a :class:`LazyTensor` each. It has its shape and dtype in the checkpoint, is read when its values are
-used, and is copied into a sharded parameter by this rank's part. ``on_load_checkpoint`` gets the same.
-
-Loads a module's state from a checkpoint, by the module's own state-dict names.
+by name, as a :class:`LazyTensor` each, which is read when its values are used, and copied into a sharded parameter by
+this rank's part. ``on_load_checkpoint`` gets the same.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -155,7 +152,7 @@ def copy_part(target: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
     if isinstance(content, ckpt.StoredTensor) and content.shape == target.shape:
         ckpt.load_tensors([(content, target.detach())], cast=True)
         return target
-    whole = content if isinstance(content, Tensor) else content.full()
+    whole = full_tensor(content) if isinstance(content, Tensor) else content.full()
     if isinstance(target, DTensor):
         whole = local_part(whole.expand(target.shape), target)
     local_tensor(target.detach()).copy_(whole)
@@ -171,18 +168,10 @@ def load_by_own_code(
     plain: Collection[str],
     left_out: Collection[str],
 ) -> tuple[list[str], list[str]]:
-    """Call ``module.load_state_dict`` with a checkpoint; a collective call over all ranks.
+    """Call ``module.load_state_dict`` with a checkpoint, as :func:`load_module`.
 
     Args:
-        module: Cut and sharded.
-        stored: Names to tensors, stored or plain ones.
-        elsewhere: Names that other stages fill.
-        strict: Refuse missing and unexpected names.
         plain: Names whose values are passed as plain tensors, such as a metric's state, which is kept as it is.
-        left_out: Names that may be missing.
-
-    Returns:
-        Missing and unexpected names.
 
     Raises:
         StateMismatchError: ``load_state_dict`` refused something.
@@ -235,20 +224,14 @@ def load_module(
     left_out: Collection[str] = (),
     by_own_code: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """Fill a module's parameters and buffers, in place.
+    """Fill a module that is cut and sharded, in place; returns missing and unexpected names. Collective over all ranks.
 
     Args:
-        module: Cut and sharded.
         stored: Names to stored tensors (a checkpoint's, or plain ones with which a hook replaced them).
         elsewhere: Names that other stages fill.
-        strict: Refuse missing and unexpected names.
         also: Buffers that are filled as well, although they are another stage's state.
         left_out: Names that may be missing, since the module already has their values.
-        by_own_code: Call the module's ``load_state_dict``, since some stage has its own loading code; the same value on
-            all ranks.
-
-    Returns:
-        Missing and unexpected names.
+        by_own_code: Whether some stage has its own loading code, so that all call the module's ``load_state_dict``.
 
     Raises:
         StateMismatchError: Shapes differ; with ``strict``, names do.
@@ -260,7 +243,6 @@ def load_module(
     foreign = {name: module.get_buffer(name) for name in also if name in stored}
     if by_own_code:
         ckpt.load_together(lambda: _pairs(foreign, stored))
-        _tell_of_types((stored[n], own[n]) for n in own if isinstance(stored.get(n), ckpt.StoredTensor))
         plain = state.keys() - live
         return load_by_own_code(module, stored, set(elsewhere), strict=strict, plain=plain, left_out=left_out)
     own |= foreign
@@ -281,9 +263,7 @@ def load_module(
                 f" {_some('unexpected', unexpected)}. Set strict_loading = False on the module to load those they"
                 " share."
             )
-        found = _pairs(own, stored)
-        _tell_of_types(found)
-        return found
+        return _pairs(own, stored)
 
     ckpt.load_together(pairs, cast=True)  # as plain Lightning does
     with ckpt.all_or_none():
@@ -309,17 +289,6 @@ def fill(targets: Mapping[str, Tensor], stored: Mapping[str, Any], *, strict: bo
     ckpt.load_together(pairs)
 
 
-def _tell_of_types(pairs: Iterable[ckpt.Pair]) -> None:
-    differ = [(stored, tensor) for stored, tensor in pairs if stored.dtype != tensor.dtype]
-    if differ:
-        stored, tensor = differ[0]
-        warnings.warn(  # on each rank that converts: rank 0's stage may have none of them
-            f"{stored.name} is {stored.dtype} in the checkpoint and {tensor.dtype} in the module, and is converted"
-            f"{f', and so are {len(differ) - 1} more' if len(differ) > 1 else ''}.",
-            stacklevel=2,
-        )
-
-
 def _pairs(targets: Mapping[str, Tensor], stored: Mapping[str, Any]) -> list[ckpt.Pair]:
     """Pairs of a stored tensor and the tensor to read it into; plain values are copied at once."""
     pairs = []
@@ -328,18 +297,12 @@ def _pairs(targets: Mapping[str, Tensor], stored: Mapping[str, Any]) -> list[ckp
         if isinstance(value, ckpt.StoredTensor):
             pairs.append((value, target.detach()))
         elif isinstance(value, Tensor):
-            _copy_part(name, target, value)
+            if value.shape != target.shape:
+                raise StateMismatchError(
+                    f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} in the module."
+                )
+            copy_part(target, value)
     return pairs
-
-
-def _copy_part(name: str, target: Tensor, value: Tensor) -> None:
-    """Copy this rank's part of a tensor from a hook: of a full tensor, or of one that is sharded itself."""
-    if value.shape != target.shape:
-        raise StateMismatchError(
-            f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(target.shape)} in the module."
-        )
-    full = full_tensor(value)
-    local_tensor(target).copy_(local_part(full, target) if isinstance(target, DTensor) else full)
 
 
 def _some(what: str, names: list[str]) -> str:

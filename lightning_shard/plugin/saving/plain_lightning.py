@@ -5,9 +5,9 @@ What calls it is installed by ``lightning_private.py``.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.errors import CheckpointNotFoundError
 from lightning_shard.plugin.saving.checkpoint_io import WEIGHTS_ALONE, ShardedCheckpointIO
 from lightning_shard.plugin.saving.hyperparameters import find_types
-from lightning_shard.plugin.saving.uploads import next_version, remove_folder
 
 FABRIC_KEYS = "fabric"
 """Under ``lightning_shard``, in what Fabric saved: which keys are modules', and which are optimizers', in order."""
@@ -53,20 +52,12 @@ def is_ours(path: Any) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def out_of_the_way(path: str) -> Iterator[None]:
-    """Context: a sharded checkpoint at a local path is called its next version, and is removed at the end."""
-    if not is_ours(path):
-        yield
-        return
-    aside = next_version(path)
-    os.rename(path, aside)
-    try:
-        yield
-    except BaseException:
-        os.rename(aside, path)
-        raise
-    remove_folder(aside)
+def replace_folder(path: str, write: Callable[[str], None]) -> None:
+    """Write a file in place of a sharded checkpoint, which is removed once the file is whole."""
+    written = f"{path}.new"
+    write(written)
+    shutil.rmtree(path)
+    os.rename(written, path)
 
 
 def matched(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:

@@ -1,38 +1,29 @@
-"""Checkpoints that are folders, where loggers and local disks are asked for files.
-
-Has loggers that upload checkpoints (``log_model``) upload sharded ones, which are folders, once they are committed.
+"""Has loggers that upload checkpoints (``log_model``) upload sharded ones, which are folders, once they are committed.
 
 Lightning's loggers look for files, and skip folders without a word. MLflow and W&B take folders.
 
 Private in Lightning 2.6, replaced on a run's loggers: ``_scan_and_log_checkpoints``; used here: ``_log_model``,
 ``_logged_model_time``, ``_run_id``, ``_checkpoint_name``.
-
-Replaces local checkpoints, which are folders, by a link or a file of the same name: one is found at any moment.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_shard.checkpoint.catalog import remove
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
-from lightning_shard.checkpoint.store import LocalStore, local_path
+from lightning_shard.checkpoint.store import local_path
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
 
 _SETTINGS = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only")
@@ -100,48 +91,3 @@ def _to_wandb(logger: WandbLogger, path: str, metadata: dict[str, Any], aliases:
 
 
 _SENT_BY: dict[type, Any] = {MLFlowLogger: _to_mlflow, WandbLogger: _to_wandb}
-
-
-def put_link(path: str, link: str, *, durable: bool) -> None:
-    """Atomically replace a link by a link, or replace a folder, which is called its next version for a moment.
-
-    So if the process is killed, a checkpoint of one of these names is found. The newest checkpoint may be the folder.
-
-    Args:
-        durable: Sync the link, since what it led to is removed next: else a power cut could leave the link as it was,
-            and what it leads to removed.
-    """
-    if path == link:
-        return
-    folder, name = os.path.split(link)
-    new = os.path.join(folder, f".{name}.new")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(new)
-    os.symlink(os.path.relpath(path, folder), new)
-    if os.path.islink(link) or not os.path.isdir(link):
-        _replace(new, link, durable=durable)
-        return
-    aside = next_version(link)
-    os.rename(link, aside)
-    _replace(new, link, durable=durable)
-    remove_folder(aside)
-
-
-def next_version(path: str) -> str:
-    """The first free path that Lightning's callbacks would take after this one, and find as its later version."""
-    stem, extension = os.path.splitext(path)
-    versions = (f"{stem}{ModelCheckpoint.CHECKPOINT_JOIN_CHAR}v{number}{extension}" for number in count(1))
-    return next(version for version in versions if not os.path.lexists(version))
-
-
-def remove_folder(path: str) -> None:
-    """Remove a local checkpoint and its folder, whatever else is in it."""
-    remove(path)  # removes the manifest first, then the folder
-    if os.path.isdir(path):
-        shutil.rmtree(path)
-
-
-def _replace(new: str, link: str, *, durable: bool) -> None:
-    os.replace(new, link)
-    if durable:
-        LocalStore(os.path.dirname(link)).sync([os.path.basename(link)])

@@ -2,13 +2,8 @@
 
 They have to where collective calls are made for each microbatch: by forwards (of parts that are gathered for each, of
 experts, of statistics over data ranks), or by steps themselves, as by ``self.all_gather``. The latter is found in the
-first batch of each kind of step.
-
-Looks at the collective calls that a pipelined step makes itself.
-
-With several pipeline stages a step's code after the network runs on the last stage only, once for each microbatch. So
-calls over all ranks (``torch.distributed.all_reduce(count)``) are refused: the other stages would never make them, and
-the last stage would wait. Calls over the data ranks are noted: these have to run a microbatch equally often then.
+first batch of each kind of step. A step's code after the network runs on the last stage only, once for each microbatch,
+so calls over all ranks (``torch.distributed.all_reduce(count)``) are refused: the other stages would never make them.
 """
 
 from __future__ import annotations

@@ -9,13 +9,34 @@ isn't taken, so they have to agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
 from lightning_shard import tree
 from lightning_shard.plugin.steps.loop import Loop
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the user's on one batch.
+
+    Attributes:
+        method: Its name.
+        call: The user's code.
+        parts: The batch's microbatches.
+        seeds: The seed of each.
+        samples: In each.
+        args: What it is given after the batch.
+    """
+
+    method: str
+    call: Callable[..., Any]
+    parts: Sequence[Any]
+    seeds: Sequence[int]
+    samples: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Batches:
@@ -31,7 +52,6 @@ class Batches:
         self._microbatches = microbatches
         self._of_all = of_all
         self._whole: int | None = None
-        self._has_warned = False
 
     def split(self, batch: Any) -> list[Any]:
         """Split a training batch; one of another size than the first may have fewer microbatches, if it doesn't divide.
@@ -49,16 +69,7 @@ class Batches:
         self._loop.refuse_list_of_samples(batch, may_be_last=size < self._whole)
         if is_first and size % self._microbatches:
             return tree.split(batch, self._microbatches)  # raises
-        parts = self._most_parts(size, self._of_all)
-        if size > self._whole and parts < self._microbatches and not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(
-                f"A batch of {size} samples is split into {parts} microbatches, since {self._microbatches} don't divide"
-                f" it, or another data rank's: with fewer of them stages wait longer. Make batches of a multiple of"
-                f" {self._microbatches} samples.",
-                stacklevel=2,
-            )
-        return tree.split(batch, parts)
+        return tree.split(batch, self._most_parts(size, self._of_all))
 
     def split_evaluated(self, batch: Any, *, alike: bool) -> list[Any]:
         """Split an evaluation's batch, into fewer microbatches if it doesn't divide.

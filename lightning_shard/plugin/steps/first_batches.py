@@ -21,6 +21,7 @@ from lightning_shard.pipeline.runtime.outputs import Lengths, lengths
 from lightning_shard.pipeline.runtime.step import PipelinedStep, RunOn
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.plugin.steps.alike import Alike
+from lightning_shard.plugin.steps.batches import Step
 from lightning_shard.plugin.steps.checks.rehearsal import (
     LENGTH,
     LOG,
@@ -71,11 +72,9 @@ class FirstBatches:
 
     def rehearse(
         self,
-        step: PipelinedStep,
+        pipelined: PipelinedStep,
         kind: str,
-        method: str,
-        args: Sequence[Any],
-        parts: Sequence[Any],
+        step: Step,
         run_on: RunOn,
         remember: Callable[[], Memory],
         carry: Callable[[], None],
@@ -83,15 +82,12 @@ class FirstBatches:
         uses_results: bool,
         is_known: bool = False,
     ) -> bool:
-        """Rehearse a step that has run on the microbatches of a batch, if none with these arguments was before.
+        """Rehearse a step that has run on a batch, if none with these arguments was before.
 
         A collective call over the pipeline, and over data ranks that have to run alike.
 
         Args:
             kind: The kind of step.
-            method: Its name.
-            args: Its arguments.
-            parts: The microbatches.
             run_on: Calls it on a microbatch, inside of a call of the root, with the random numbers of that of a number.
             remember: Takes a snapshot of what it may change.
             carry: Has all stages go on from the state that the last one has left.
@@ -104,12 +100,13 @@ class FirstBatches:
         Raises:
             StepError: Its result depends on what the step before has left. Or it failed, and data ranks would wait.
         """
-        if len(parts) == 1 or (method, *args[1:]) in self._lengths:  # the same on data ranks that run alike
+        method, parts = step.method, step.parts
+        if len(parts) == 1 or (method, *step.args[1:]) in self._lengths:  # the same on data ranks that run alike
             return False
-        self._lengths[method, *args[1:]] = known = Lengths()
+        self._lengths[method, *step.args[1:]] = known = Lengths()
         if not self._alike.may_rehearse(method):
             return False
-        joined = _joined(parts)
+        joined, trains = _joined(parts), method == "training_step"
         if not self._alike.all_can(method, joined is not None):
             joined = None
 
@@ -127,22 +124,22 @@ class FirstBatches:
                 return call_through(self._module, partial(run_on, stage, i, part))
 
         pair, state = (parts[0], parts[1]), partial(numbers_kept, self._module)
+        carry()  # what the batch has left
         # the backwards of the batch have freed the parameters
-        trains = method == "training_step"
         with prefetching(self._module, all_units=not self._alike.is_needed) if trains else nullcontext():
-            found = rehearse(step, kind, run, pair, joined, remember(), numbers_of, state, carry)
+            found = rehearse(pipelined, kind, run, pair, joined, remember(), numbers_of, state, carry)
         found.refuse_carried(len(parts))
         if found.failure is not None and self._alike.is_needed:
             raise StepError(_FAILED) from found.failure
         known.add(found.fixed, found.growing)
         if self._warns:
-            self._report(method, found.counted, {} if is_known else found.unlike, len(parts))
+            self._report(step, found.counted, {} if is_known else found.unlike)
         return True
 
-    def _report(self, method: str, counted: Sequence[str], unlike: Mapping[Name, Unlike], microbatches: int) -> None:
+    def _report(self, step: Step, counted: Sequence[str], unlike: Mapping[Name, Unlike]) -> None:
         """Warn of what was found, of each name once."""
         counted = [name for name in counted if ("kept", name) not in self._told]
-        lines = [_text(key, each, microbatches) for key, each in unlike.items() if key not in self._told]
+        lines = [_text(key, each) for key, each in unlike.items() if key not in self._told]
         self._told |= {*unlike, *(("kept", name) for name in counted)}
         if counted:
             lines.append(
@@ -152,8 +149,8 @@ class FirstBatches:
             )
         if lines:
             warnings.warn(
-                f"{method} runs once for each of {microbatches} microbatches, and two of them run as one give something"
-                f" else. {WHOLE_BATCHES} or pipeline_parallel_size=1 is as in one process; else:\n- "
+                f"{step.method} runs once for each of {len(step.parts)} microbatches, and two of them run as one give"
+                f" something else. {WHOLE_BATCHES} or pipeline_parallel_size=1 is as in one process; else:\n- "
                 + "\n- ".join(lines),
                 stacklevel=2,
             )
@@ -165,28 +162,21 @@ _FAILED = (
     " independent of the number of samples, or use microbatches=1 or data_parallel_size=1."
 )
 _MEANS = "Losses and logs are means over samples (sentence 5 of the contract)"
+_OF_LOSSES = (
+    "divide a sum by the number of samples (reduction='mean'); for a mean over a number that varies, as of tokens, pass"
+    " loss_weight, a function of the batch that returns it; a loss or network that compares samples sees a microbatch"
+)
+_OF_LOGS = (
+    "log a count of samples with reduce_fx='sum'; else log what it is computed from, and compute it in"
+    " on_train_batch_end or on_train_epoch_end (on_validation_…); for a mean over a number that varies, give"
+    " batch_size=that number; a torchmetrics.Metric is right for the epoch (on_step=False, on_epoch=True)"
+)
 
 
-def _text(key: Name, found: Unlike, microbatches: int) -> str:
-    what = "The training loss" if key[0] == LOSS else f"self.log({key[1]!r}, …)"
-    by = "sum" if found.of.adds_up else "mean"
-    values = f"{found.joined:.6g} for both as one, and {found.combined:.6g} as the {by} of each"
-    if found.is_sum:
-        remedy = f"this is 1/{microbatches} of one process's. Divide it by the number of samples (reduction='mean')"
-    elif key[0] == LOSS:
-        remedy = (
-            "for a mean over a number that varies, as of tokens, pass loss_weight, a function of the batch that returns"
-            " it; a loss or network that compares samples (contrastive, a Dice, attention over the batch) sees a"
-            " microbatch"
-        )
-    elif found.of.is_metrics:
-        remedy = "a metric's value of the epoch is right: log it with on_step=False, on_epoch=True"
-    else:
-        remedy = (
-            "log what it is computed from, and compute it in on_train_batch_end or on_train_epoch_end (on_validation_…)"
-            " of these; for a mean over a number that varies, give batch_size=that number; or log a torchmetrics.Metric"
-        )
-    isnt = "a sum" if found.is_sum else f"no {by}"
+def _text(key: Name, found: Unlike) -> str:
+    what, remedy = ("The training loss", _OF_LOSSES) if key[0] == LOSS else (f"self.log({key[1]!r}, …)", _OF_LOGS)
+    isnt = "a sum" if found.is_sum else f"no {found.of.by}"
+    values = f"{found.joined:.6g} for both as one, and {found.combined:.6g} as the {found.of.by} of each"
     return f"{what} is {isnt} over samples ({values}). {_MEANS}: {remedy}."
 
 

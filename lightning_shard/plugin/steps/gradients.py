@@ -1,9 +1,4 @@
-"""When the ranks' gradients are reduced: in plain steps, and over the microbatches of stages.
-
-Decides when gradients are reduced over the ranks, except in pipelined steps, which decide themselves.
-
-What FSDP2's units of a rank's pipeline stages do over the microbatches of training steps.
-"""
+"""When gradients are reduced over the ranks: in plain steps, and over the microbatches of stages."""
 
 from __future__ import annotations
 

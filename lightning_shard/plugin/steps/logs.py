@@ -4,11 +4,8 @@ Only the last stage sees losses and metrics. What it logged for each microbatch 
 logged for the whole batch, sent to all stages and logged there once. So progress bars, monitors, early stopping and
 schedulers agree on all ranks.
 
-- A float with ``reduce_fx="mean"`` is taken as a mean over samples, as the loss is: averaged, weighted by
-  ``batch_size`` where that is given.
-- An integer with ``reduce_fx="sum"`` is taken as a count of samples, tokens or the like: added up, with one warning.
-- Anything else may be one number per batch or an amount of its samples, which can't be told apart. It is refused,
-  unless the batch is a single microbatch.
+- Microbatches' values are combined by ``reduce_fx``: a mean over samples, weighted by ``batch_size`` where that is
+  given, a sum, the least or the largest. The rehearsal reports what isn't the batch's then, as one number per batch.
 - What a block logs runs on the block's stage only, so on an earlier stage it would be lost: it is refused there. So is
   what hooks inside of a block compute and log.
 """
@@ -19,14 +16,13 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from numbers import Integral, Number
+from dataclasses import dataclass, field
+from numbers import Number
 from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
@@ -66,18 +62,24 @@ class HeldLogs:
 
     Args:
         block: Returns the block that is being called, and whether the last stage calls it.
+        is_silent: Whether the code that runs is to log nothing.
     """
 
-    def __init__(self, module: nn.Module, block: Callable[[], tuple[str, bool] | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        block: Callable[[], tuple[str, bool] | None] = lambda: None,
+        is_silent: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._module: Any = module
         self._block = block
+        self._is_silent = is_silent
         self._in_blocks: dict[bool, set[InBlock]] = {False: set(), True: set()}
         self._records: dict[tuple[str, int], Record] = {}
         self._times: Counter[str] = Counter()
         self._now: dict[str, tuple[Any, int, dict[str, Any]]] = {}  # of this microbatch: value, batch_size, options
         self._step = ""
         self._microbatches = 1
-        self._warned_of_sums: set[str] = set()
         self._before: Any = None
 
     @contextmanager
@@ -113,25 +115,24 @@ class HeldLogs:
         self._times.clear()
         self._now.clear()
 
-    def remember(self) -> Callable[[], None]:
-        """Snapshot the records held so far; returns a function that restores them."""
-        held, now = _copied(self._records), dict(self._now)
-
-        def put_back() -> None:
-            self._records, self._now = _copied(held), dict(now)
-
-        return put_back
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, steps run for a check, and nothing that they log is held."""
+        held = self._records, self._in_blocks
+        self._records, self._in_blocks = {}, {False: set(), True: set()}
+        try:
+            yield
+        finally:
+            self._records, self._in_blocks = held
 
     def latest(self) -> dict[str, Given]:
         """What the microbatch has logged, by name; of a metric its value for the step, if that is logged."""
         found = {}
         for name, (value, size, options) in self._now.items():
             if not isinstance(value, LoggedMetric):
-                found[name] = Given(torch.as_tensor(value).reshape(()), size, _reduction(options) == "sum")
+                found[name] = Given(torch.as_tensor(value).reshape(()), size, _reduction(options))
             elif value.of_step is not None and value.of_step.numel() == 1 and self._is_of_step(options):
-                reduce = self._reduce(value.path)
-                if reduce in (torch.mean, torch.sum):
-                    found[name] = Given(value.of_step.reshape(()), adds_up=reduce is torch.sum, is_metrics=True)
+                found[name] = Given(value.of_step.reshape(()), by=self._by(value.path))
         return found
 
     def _is_of_step(self, options: dict[str, Any]) -> bool:
@@ -156,10 +157,7 @@ class HeldLogs:
     def emit(self, combined: list[tuple[str, Any, dict[str, Any]]]) -> None:
         """Log what the last stage combined, through the user's own ``log`` where there is one."""
         for name, value, options in combined:
-            metric = isinstance(value, LoggedMetric)
-            if not metric and self._microbatches > 1 and _reduction(options) == "sum":
-                self._warn_of_sum(name)
-            self._users()(name, self._own(value) if metric else value, **options)
+            self._users()(name, self._own(value) if isinstance(value, LoggedMetric) else value, **options)
 
     def _users(self) -> Callable[..., Any]:
         """The module's own ``log``: a method of its class, or an attribute of the object."""
@@ -168,20 +166,14 @@ class HeldLogs:
             on_object = self._before
         return on_object or MethodType(type(self._module).log, self._module)
 
-    def _warn_of_sum(self, name: str) -> None:
-        if name not in self._warned_of_sums:
-            self._warned_of_sums.add(name)
-            rank_zero_warn(
-                f"self.log({name!r}, …, reduce_fx='sum') adds up what the microbatches log: right for a count of"
-                " samples or tokens, not for one number per batch."
-            )
-
     def _hold(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         options = {**(dict(zip(_further_arguments(self._users()), args)) if args else {}), **kwargs}
         if (in_block := self._block()) is not None:
             block, of_last = in_block
             self._in_blocks[of_last].add((block, name))
         refuse(value, f"self.log({name!r}, …)")
+        if self._is_silent():
+            return
         if isinstance(value, Metric):
             value = LoggedMetric(self._path(name, value), value._forward_cache)
         elif not isinstance(value, (Number, Tensor)) or (isinstance(value, Tensor) and value.numel() != 1):
@@ -197,8 +189,6 @@ class HeldLogs:
         size = options.pop("batch_size", None)
         record = self._records.setdefault((name, self._times[name]), Record(name, options))
         self._times[name] += 1
-        if self._microbatches > 1 and not isinstance(value, LoggedMetric):
-            _check_combinable(record, value)
         record.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
         if size is not None:
             record.batch_sizes.append(int(size))
@@ -208,23 +198,25 @@ class HeldLogs:
         last = record.values[-1]
         if isinstance(last, LoggedMetric):
             of_step = [value.of_step.float() for value in record.values if value.of_step is not None]
-            return LoggedMetric(last.path, self._reduce(last.path)(torch.stack(of_step), 0) if of_step else None)
+            reduce = _REDUCTIONS[self._by(last.path)]
+            return LoggedMetric(last.path, reduce(torch.stack(of_step), 0) if of_step else None)
         if len(record.values) == 1:
             return last
         values = _together(record.values, self._module.device)
-        if _reduction(record.options) == "sum":
+        by = _reduction(record.options)
+        if by == "sum":
             return values.sum().to(torch.get_default_dtype())
-        mean = values.mean()
-        if len(record.batch_sizes) == len(values):
+        mean = _REDUCTIONS.get(by, torch.mean)(values, 0)
+        if by == "mean" and len(record.batch_sizes) == len(values):
             counted = [value * size for value, size in zip(values, record.batch_sizes) if size]
             if counted:  # with only empty parts, each has the value of an empty set, as one process would
                 mean = torch.stack(counted).sum() / sum(record.batch_sizes)
         return mean if isinstance(last, Tensor) and last.dtype == torch.float64 else mean.to(torch.float32)
 
-    def _reduce(self, path: str) -> Any:
-        """What makes a metric's value of a batch from its microbatches'."""
+    def _by(self, path: str) -> str:
+        """How a metric's value of a batch is made from its microbatches'."""
         metric = self._module.get_submodule(path)
-        return next((by for kind, by in _OF_AGGREGATORS.items() if isinstance(metric, kind)), torch.mean)
+        return next((by for kind, by in _OF_AGGREGATORS.items() if isinstance(metric, kind)), "mean")
 
     def _own(self, logged: LoggedMetric) -> Metric:
         metric: Any = self._module.get_submodule(logged.path)
@@ -272,7 +264,13 @@ def check_logged_by_last_stage(in_blocks: set[InBlock], logged_last: set[InBlock
         )
 
 
-_OF_AGGREGATORS = {SumMetric: torch.sum, MaxMetric: torch.amax, MinMetric: torch.amin}
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+_OF_AGGREGATORS = {SumMetric: "sum", MaxMetric: "max", MinMetric: "min"}
 _POSITIONAL = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
 
 
@@ -289,43 +287,8 @@ def _together(values: list[Any], elsewhere: torch.device) -> Tensor:
     )
 
 
-def _copied(records: dict[tuple[str, int], Record]) -> dict[tuple[str, int], Record]:
-    return {key: replace(r, values=[*r.values], batch_sizes=[*r.batch_sizes]) for key, r in records.items()}
-
-
 def _reduction(options: dict[str, Any]) -> str:
     """``"mean"``, ``"sum"``, ``"min"``, ``"max"``, or another name, which Lightning refuses."""
     given = options.get("reduce_fx", "mean")
     name = str(getattr(given, "__name__", given)).lower()
     return {"avg": "mean", "amin": "min", "amax": "max"}.get(name, name)
-
-
-def _check_combinable(record: Record, value: Number | Tensor) -> None:
-    reduction = _reduction(record.options)
-    if record.name in _AXES and reduction == "mean":
-        return
-    if reduction == ("sum" if _is_integer(value) else "mean") or reduction not in _REMEDIES:
-        return
-    raise StepError(
-        f"self.log({record.name!r}, …, reduce_fx={reduction!r}) of the {type(value).__name__} {value} is called once"
-        f" for each microbatch, and these values can't be combined to the batch's. {_REMEDIES[reduction]} For one"
-        " number per batch, return what it needs from the step and log it in on_train_batch_end"
-        " (on_validation_batch_end, …); or use microbatches=1 or pipeline_parallel_size=1.",
-        breaks=5,
-    )
-
-
-_AXES = ("step", "epoch")
-"""By these names loggers are told where a log stands, as by ``self.log("step", self.current_epoch)``."""
-_REMEDIES = {
-    "mean": 'If it counts samples, log it with reduce_fx="sum"; if it is the same for all, log float(…) of it.',
-    "sum": "If it counts samples, log it as an integer; if it is a sum over them, log a torchmetrics.SumMetric.",
-    "min": "For the least of all samples, log a torchmetrics.MinMetric.",
-    "max": "For the largest of all samples, log a torchmetrics.MaxMetric.",
-}
-
-
-def _is_integer(value: Number | Tensor) -> bool:
-    if isinstance(value, Tensor):
-        return not (value.is_floating_point() or value.is_complex())
-    return isinstance(value, Integral)

@@ -4,15 +4,12 @@ A loss may be a mean over the tokens that aren't padding. For a batch in parts w
 ``L_i``, the mean over the batch is ``Σ w_i L_i / Σ w_i``, not the mean of the ``L_i``. The weights are computed from
 the batch, not in the step, since the first microbatch's backward runs before the last one's forward.
 
-Has batches count alike in means over steps, into however many microbatches each is split.
+In means over steps, batches count alike, into however many microbatches each is split: in a torchmetrics
+``MeanMetric``, each number of a smaller batch counts for several. Of a list of losses the user is warned.
 
-A step that gives its loss to a torchmetrics ``MeanMetric`` does so once for each microbatch, and a smaller last batch
-may have fewer of them. So there each one counts for several. A list of losses can't be mended: it is told of.
-
-Synchronizes fp16 loss scaling: if gradients overflow on any rank, all ranks skip the step and lower the scale.
-
-``GradScaler._unscale_grads_`` (torch 2.11 to 2.14) is where a scaler detects overflows. By itself a rank sees only the
-gradients of its own stage and shards.
+If gradients of 16-bit floats overflow on any rank, all ranks skip the step and lower the loss's scale:
+``GradScaler._unscale_grads_`` (private, torch 2.11 to 2.14) is where a scaler detects overflows, and by itself a rank
+sees only the gradients of its own stage and shards.
 """
 
 from __future__ import annotations
@@ -100,19 +97,17 @@ class UnevenLists:
     """Warns, once for each, of lists to which steps add a number for each microbatch, where a batch has fewer."""
 
     def __init__(self) -> None:
-        self._most: dict[tuple[str, str], int] = {}
+        self._most: dict[str, int] = {}
         self._told: set[tuple[str, str]] = set()
 
-    def look(self, changes: Mapping[tuple[str, str], Any], parts: int) -> None:
+    def look(self, method: str, changes: Mapping[tuple[str, str], Any], parts: int) -> None:
         """A batch of this number of microbatches has changed this on the last stage: by module and attribute."""
-        for key, change in changes.items():
-            if not isinstance(change, Change) or not _adds_numbers(change, parts):
-                continue
-            most = self._most[key] = max(self._most.get(key, 0), parts)
-            if parts < most and key not in self._told:
+        most = self._most[method] = max(self._most.get(method, 0), parts)
+        for key, change in changes.items() if parts < most else ():
+            if key not in self._told and isinstance(change, Change) and _adds_numbers(change, parts):
                 self._told.add(key)
                 warnings.warn(
-                    f"A step adds a number to {'.'.join(filter(None, ('self', *key)))} for each microbatch: {most} in"
+                    f"{method} adds a number to {'.'.join(filter(None, ('self', *key)))} for each microbatch: {most} in"
                     f" earlier batches, and {parts} in this smaller one. A mean over them counts this batch less than"
                     " one process would: use a torchmetrics MeanMetric, in which batches count alike, or"
                     " microbatches=1.",

@@ -33,7 +33,7 @@ from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.pipeline.stages.tied import Tie, TiedGradients
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.alike import Alike
-from lightning_shard.plugin.steps.batches import Batches
+from lightning_shard.plugin.steps.batches import Batches, Step
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows
 from lightning_shard.plugin.steps.checks.step_memory import ChangedBatches, StepMemory, steps_no_scheduler
 from lightning_shard.plugin.steps.direct_output import DirectOutput
@@ -47,7 +47,6 @@ from lightning_shard.plugin.steps.loop import Loop
 from lightning_shard.plugin.steps.loss_weight import Shares, UnevenLists, loss_of, weighted, weighted_for_backward
 from lightning_shard.plugin.steps.randomness import Seeds
 from lightning_shard.plugin.steps.redirect import call_through
-from lightning_shard.plugin.steps.schedule_choice import log_whole_backwards
 from lightning_shard.plugin.steps.state.after_network import KeptStates
 from lightning_shard.plugin.steps.state.per_stage import StatesApart
 
@@ -66,28 +65,6 @@ _CUT = (
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A step of the user's on one batch.
-
-    Attributes:
-        method: Its name.
-        call: The user's code.
-        parts: The batch's microbatches.
-        seeds: The seed of each.
-        samples: In each.
-        args: What it is given after the batch.
-    """
-
-    method: str
-    call: Callable[..., Any]
-    parts: Sequence[Any]
-    seeds: Sequence[int]
-    samples: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class _Begun:
     """An evaluation batch for which this rank has run its part.
 
@@ -98,7 +75,7 @@ class _Begun:
         logged: What blocks of this rank logged, on stages before the last.
     """
 
-    step: _Step
+    step: Step
     results: list[Any] | None
     sent: list[int]
     logged: set[InBlock]
@@ -144,10 +121,8 @@ class PipelinedSteps:
         self._units = units
         self._device = device = stages[0].device
         self._microbatches = cut.schedule.microbatches
-        self._logs_whole_backwards = cut.schedule.splits_backwards
         self._batches = Batches(loop, self._microbatches, groups.of_all_peers)
         self._seeds = Seeds(module, stages, device, layout.data_rank)
-        self._has_trained = False
         self._unused_results: set[str] = set()
         self._under_way: deque[_Begun] = deque()
         self._late_changes = False  # whether any step changes, after the network, what the next batch reads
@@ -157,7 +132,7 @@ class PipelinedSteps:
         self.reset_crossings()
         earlier = groups.backward.earlier
         self._ties = TiedGradients(module, cut.ties, layout.pipeline_rank, earlier, groups.control, device)
-        self._logs = HeldLogs(module, self._block)
+        self._logs = HeldLogs(module, self._block, self._is_silent)
         self._output = DirectOutput(module, self._is_silent)
         self._uneven_lists = UnevenLists()
         warns = stages.is_last and layout.data_rank == layout.tensor_rank == 0
@@ -176,10 +151,31 @@ class PipelinedSteps:
         self._crossings = self._step.crossings
         self._crossings.returns = self._returns
 
+    def look_again(self, method: str) -> None:
+        """Look anew at what crosses in the next step of this kind: it may depend on the epoch."""
+        self._crossings.look_again(method)
+
     def watch(self, watch: Watch | None) -> str:
         """Call ``watch``, if any, for each action of training steps from now on; returns the schedule's name."""
         self._step.watch = watch
         return self._schedule.name
+
+    def begin(self, method: str) -> None:
+        """Prepare for the first step of this kind; a collective call over the pipeline.
+
+        What steps return is sent to all stages only where a hook receives it. Batches left in flight by an interrupted
+        evaluation are dropped.
+        """
+        self._under_way.clear()
+        self.look_again(method)
+        hook, follows = _RESULT_HOOKS.get(method), self._loop.follows()
+        uses_results = hook is None or self._loop.receiver(hook) is not None
+        all_use, all_follow = zip(*self._groups.gather_over_stages((uses_results, follows)))
+        check_what_follows(follows, all_follow[-1])
+        if any(all_use):
+            self._unused_results.discard(method)
+        else:
+            self._unused_results.add(method)
 
     def train(self, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run all forwards and backwards of a batch; returns what ``training_step`` would have returned for it."""
@@ -229,10 +225,6 @@ class PipelinedSteps:
                 self._alike.begin(kind)
                 if self._rehearse(kind, step, run_again, is_known=shares.means.warn()):
                     reshard(module)  # the optimizer's step follows
-            if self._logs_whole_backwards and self._has_trained:  # the first batch runs its first backwards whole
-                log_whole_backwards(self._schedule, self._step)
-                self._logs_whole_backwards = False
-            self._has_trained = True
             losses = [of_parts[i] for i in sorted(of_parts)]
             # where no hook receives the other results, only the losses are shared
             results = losses if "training_step" in self._unused_results else with_losses(results, losses)
@@ -256,18 +248,7 @@ class PipelinedSteps:
             step, results, logged = begun.step, begun.results, begun.logged
             if results is None:
                 step = self._on_parts(method, draw(arguments), [batch], args, kwargs)
-                [seed] = step.seeds
-                for stage in self._stages:
-                    stage.seed = seed
-                run = partial(self._run_inside, self._stages[-1], step, 0, batch)
-                after_call = partial(self._seeds.after_call, seed)
-                of_any = self._groups.of_any_peer if self._layout.expert_parallel_size > 1 else bool
-                # data ranks may make more or fewer calls
-                with kept_gathered(self._module), self._around_steps(method, 1):
-                    what = run, self._apart.call, self._seeds.remember, after_call, of_any
-                    results = [call_through(self._module, partial(self._step.call_by_call, *what))]
-                self._apart.begin()  # the step ran once, not once per stage
-                logged = self._logs.in_blocks(of_last=False)
+                results, logged = self._call_by_call(step), self._logs.in_blocks(of_last=False)
             elif is_known and len(self._stages) == 1 and not self._alike.is_needed and not self._late_changes:
                 # with several stages on a rank, states are versioned per batch
                 self._look_ahead(method, draw, upcoming)
@@ -277,52 +258,6 @@ class PipelinedSteps:
         self._alike.begin(self._kind(method, args))
         self._step.flush(begun.sent if self._under_way else None)  # the last stage has received all of this batch
         return result
-
-    def begin(self, method: str) -> None:
-        """Prepare for the first step of this kind; a collective call over the pipeline.
-
-        What steps return is sent to all stages only where a hook receives it. Batches left in flight by an interrupted
-        evaluation are dropped.
-        """
-        self._under_way.clear()
-        self.look_again(method)
-        hook, follows = _RESULT_HOOKS.get(method), self._loop.follows()
-        uses_results = hook is None or self._loop.receiver(hook) is not None
-        all_use, all_follow = zip(*self._groups.gather_over_stages((uses_results, follows)))
-        check_what_follows(follows, all_follow[-1])
-        if any(all_use):
-            self._unused_results.discard(method)
-        else:
-            self._unused_results.add(method)
-
-    def look_again(self, method: str) -> None:
-        """Look anew at what crosses in the next step of this kind: it may depend on the epoch."""
-        self._crossings.look_again(method)
-
-    def _forget_others(self) -> None:
-        """After such a step: if it found something else, forget what is known of batches of other shapes."""
-        crossings = self._crossings
-        kind, crossings.looked_again_at = crossings.looked_again_at, None
-        if kind is None or not crossings.knows_others(kind):
-            return
-        if any(self._groups.gather_over_stages(crossings.found_other)):
-            crossings.forget(kind)
-
-    def _look_ahead(self, method: str, draw: Draw, upcoming: Iterable[Arguments]) -> None:
-        most = self._stages[0].network.stages - 1 - self._stages[0].index
-        for arguments in islice(upcoming, len(self._under_way), most):
-            batch, *args = arguments
-            kind = self._kind(method, args)
-            if not self._alike.knows(kind):  # nor what it changes that the next batch reads
-                return
-            parts = self._batches.split_evaluated(batch, alike=False)
-            if not self._crossings.knows([signature(part, kind) for part in parts]):
-                return
-            self._under_way.append(self._begin(method, draw, arguments, {}, waits=False))
-
-    def _kind(self, method: str, args: Sequence[Any]) -> str:
-        """A key of what a step may depend on, other than its batch."""
-        return " ".join(map(str, (method, self._loop.is_sanity_check, *args[1:])))
 
     def _begin(
         self, method: str, draw: Draw, arguments: Arguments, kwargs: dict[str, Any], *, waits: bool = True
@@ -346,81 +281,47 @@ class PipelinedSteps:
                 self._rehearse(kind, step, run)
         return _Begun(step, results, self._step.sent, self._logs.in_blocks(of_last=False))
 
+    def _call_by_call(self, step: Step) -> list[Any]:
+        """Run a step that calls the network several times, once on all ranks; the network's calls run on the stages."""
+        [seed], [batch] = step.seeds, step.parts
+        for stage in self._stages:
+            stage.seed = seed
+        run = partial(self._run_inside, self._stages[-1], step, 0, batch)
+        after_call = partial(self._seeds.after_call, seed)
+        of_any = self._groups.of_any_peer if self._layout.expert_parallel_size > 1 else bool
+        what = run, self._apart.call, self._seeds.remember, after_call, of_any
+        # data ranks may make more or fewer calls
+        with kept_gathered(self._module), self._around_steps(step.method, 1):
+            result = call_through(self._module, partial(self._step.call_by_call, *what))
+        self._apart.begin()  # the step ran once, not once per stage
+        return [result]
+
+    def _look_ahead(self, method: str, draw: Draw, upcoming: Iterable[Arguments]) -> None:
+        most = self._stages[0].network.stages - 1 - self._stages[0].index
+        for arguments in islice(upcoming, len(self._under_way), most):
+            batch, *args = arguments
+            kind = self._kind(method, args)
+            if not self._alike.knows(kind):  # nor what it changes that the next batch reads
+                return
+            parts = self._batches.split_evaluated(batch, alike=False)
+            if not self._crossings.knows([signature(part, kind) for part in parts]):
+                return
+            self._under_way.append(self._begin(method, draw, arguments, {}, waits=False))
+
+    def _kind(self, method: str, args: Sequence[Any]) -> str:
+        """A key of what a step may depend on, other than its batch."""
+        return " ".join(map(str, (method, self._loop.is_sanity_check, *args[1:])))
+
     def _on_parts(
         self, method: str, draw: int, parts: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Step:
+    ) -> Step:
         samples = tree.batch_size(parts[0]) if self._microbatches > 1 else 1
         seeds = self._seeds.of_parts(draw, len(parts))
-        return _Step(method, self._loop.step(method), parts, seeds, samples, args, kwargs)
-
-    def _rehearse(self, kind: str, step: _Step, run: RunOn, *, is_known: bool = False) -> bool:
-        broadcast = partial(self._groups.broadcast_from_last_stage, device=self._device)
-        carry = partial(self._kept.carry, broadcast, self._device)
-        uses_results = step.method not in self._unused_results
-        what = (self._step, kind, step.method, step.args, step.parts, run, self._remember, carry)
-        return self._first_batches.rehearse(*what, uses_results=uses_results, is_known=is_known)
+        return Step(method, self._loop.step(method), parts, seeds, samples, args, kwargs)
 
     def _order(self, microbatches: int) -> Row:
         """This rank's actions for this number of microbatches."""
         return self._schedule.first(microbatches).rows[self._layout.pipeline_rank]
-
-    def _run(self, stage: Stage, step: _Step, i: int, part: Any) -> Any:
-        """Run a microbatch in its own call of the root, so that the root's hooks see what is returned or sent."""
-
-        def inside() -> Any:
-            result = self._run_inside(stage, step, i, part)
-            if stage.passage.at_end is not None:
-                stage.passage.ends()
-            return result if stage.is_last else list(stage.passage.sent.values())
-
-        bypassed = self._units.bypassed
-        with bypassed.watched(stage.index) if bypassed is not None and i == 0 else nullcontext():
-            result = call_through(self._module, inside)
-        if bypassed is not None:
-            bypassed.gather(result, stage.index)
-        return result if stage.is_last else None
-
-    def _returns(self, stage: Stage, sent: list[Tensor]) -> None:
-        """Have the root's hooks see what a stage has sent after its run."""
-        if torch.is_grad_enabled():
-            call_through(self._module, lambda: sent)
-            if self._units.bypassed is not None:
-                self._units.bypassed.gather(sent, stage.index)
-
-    def _run_inside(self, stage: Stage, step: _Step, i: int, part: Any) -> Any:
-        """Call the user's step on a microbatch, inside a call of the root; returns its result on the last stage."""
-        method, stage.method, stage.seed = step.method, step.method, step.seeds[i]
-        self._seeds.seed(stage.seed)  # equal on every stage, for the code around the blocks
-        searching, several = stage.passage.searching, bool(self._stages.views)
-        samples = step.samples if part is step.parts[i] or self._microbatches == 1 else tree.batch_size(part)
-        if searching or several or method in self._changed_batches.changing:  # it may run again; hooks are given it
-            part = tree.copied(part)
-        looks = searching and stage.calls is None
-        looking = self._changed_batches.looking_at(method, part, warns=stage.is_last) if looks else nullcontext()
-        # call by call, a step runs whole on each rank
-        kept = self._kept.step(stage, searching=searching) if stage.calls is None else nullcontext()
-        # otherwise each stage's run on this rank would add to the logs
-        forget_logs = self._logs.remember() if several and not stage.is_last else None
-        self._logs.begin_microbatch()
-        self._shares.over_steps.begin_microbatch(samples)
-        try:
-            with kept, stage.running(self._module), looking:
-                result = step.call(part, *step.args, **step.kwargs)
-                if not stage.is_last:
-                    return None
-                refuse(result, "What the step returns")
-                if searching:
-                    self._kept.check_numbers(stage)
-                return result
-        except StageEnd:
-            return None
-        except (RuntimeError, ValueError, IndexError) as error:
-            if stage.calls is None and self._microbatches > 1 and not isinstance(error, ShardError):
-                error.add_note(_CUT.format(parts=self._microbatches))
-            raise
-        finally:
-            if forget_logs is not None:
-                forget_logs()
 
     @contextmanager
     def _around_steps(self, method: str, microbatches: int) -> Iterator[None]:
@@ -437,25 +338,83 @@ class PipelinedSteps:
             yield
         self._forget_others()
 
-    def _is_silent(self) -> bool:
-        """Whether a stage before the last runs: the last one's step does the same."""
-        stage = self._stages.current
-        return stage is not None and stage.in_step and not stage.is_last
+    def _forget_others(self) -> None:
+        """After such a step: if it found something else, forget what is known of batches of other shapes."""
+        crossings = self._crossings
+        kind, crossings.looked_again_at = crossings.looked_again_at, None
+        if kind is None or not crossings.knows_others(kind):
+            return
+        if any(self._groups.gather_over_stages(crossings.found_other)):
+            crossings.forget(kind)
+
+    def _run(self, stage: Stage, step: Step, i: int, part: Any) -> Any:
+        """Run a microbatch in its own call of the root, so that the root's hooks see what is returned or sent."""
+
+        def inside() -> Any:
+            result = self._run_inside(stage, step, i, part)
+            if stage.passage.at_end is not None:
+                stage.passage.ends()
+            return result if stage.is_last else list(stage.passage.sent.values())
+
+        bypassed = self._units.bypassed
+        with bypassed.watched(stage.index) if bypassed is not None and i == 0 else nullcontext():
+            result = call_through(self._module, inside)
+        if bypassed is not None:
+            bypassed.gather(result, stage.index)
+        return result if stage.is_last else None
+
+    def _run_inside(self, stage: Stage, step: Step, i: int, part: Any) -> Any:
+        """Call the user's step on a microbatch, inside a call of the root; returns its result on the last stage."""
+        method, stage.method, stage.seed = step.method, step.method, step.seeds[i]
+        self._seeds.seed(stage.seed)  # equal on every stage, for the code around the blocks
+        searching, several = stage.passage.searching, bool(self._stages.views)
+        samples = step.samples if part is step.parts[i] or self._microbatches == 1 else tree.batch_size(part)
+        if searching or several or method in self._changed_batches.changing:  # it may run again; hooks are given it
+            part = tree.copied(part)
+        looks = searching and stage.calls is None
+        looking = self._changed_batches.looking_at(method, part, warns=stage.is_last) if looks else nullcontext()
+        # call by call, a step runs whole on each rank
+        kept = self._kept.step(stage, searching=searching) if stage.calls is None else nullcontext()
+        self._logs.begin_microbatch()
+        self._shares.over_steps.begin_microbatch(samples)
+        try:
+            with stage.running(self._module), kept, looking:
+                result = step.call(part, *step.args, **step.kwargs)
+                if not stage.is_last:
+                    return None
+                refuse(result, "What the step returns")
+                return result
+        except StageEnd:
+            return None
+        except (RuntimeError, ValueError, IndexError) as error:
+            if stage.calls is None and self._microbatches > 1 and not isinstance(error, ShardError):
+                error.add_note(_CUT.format(parts=self._microbatches))
+            raise
+
+    def _returns(self, stage: Stage, sent: list[Tensor]) -> None:
+        """Have the root's hooks see what a stage has sent after its run."""
+        if torch.is_grad_enabled():
+            call_through(self._module, lambda: sent)
+            if self._units.bypassed is not None:
+                self._units.bypassed.gather(sent, stage.index)
+
+    def _rehearse(self, kind: str, step: Step, run: RunOn, *, is_known: bool = False) -> bool:
+        what = (self._step, kind, step, run, self._remember, self._carry)
+        uses_results = step.method not in self._unused_results
+        with self._logs.aside():
+            return self._first_batches.rehearse(*what, uses_results=uses_results, is_known=is_known)
+
+    def _carry(self) -> None:
+        """Have all stages go on from the state that the last one has left; a collective call over the pipeline."""
+        broadcast = partial(self._groups.broadcast_from_last_stage, device=self._device)
+        self._late_changes |= self._kept.carry(broadcast, self._device)
 
     def _remember(self, *, puts_back: bool = True) -> StepMemory:
         self._seeds.look_for_generators()  # a first step may make some
-        beside = (self._apart, self._logs, self._kept, self._output) if puts_back else ()
-        others = [each.remember() for each in beside]
+        others = [self._apart.begin, self._kept.forget, self._output.remember()] if puts_back else ()
         return StepMemory(self._module, len(self._stages), self._loop.observers, others, puts_back=puts_back)
 
-    def _block(self) -> tuple[str, bool] | None:
-        """The block that is being called, and whether the last stage calls it."""
-        stage = self._stages.current
-        if stage is None or stage.place is None or not stage.passage.active:  # a stage may end inside of a block
-            return None
-        return stage.blocks[stage.place], stage.is_last
-
-    def _share(self, results: list[Any], step: _Step, logged: set[InBlock]) -> Any:
+    def _share(self, results: list[Any], step: Step, logged: set[InBlock]) -> Any:
         """The last stage's merged result and logs, on every stage; no device is waited for.
 
         Args:
@@ -468,7 +427,7 @@ class PipelinedSteps:
             merged = tree.detached(merge(results, size, self._first_batches.lengths(step.method, step.args)))
             in_blocks = sorted(self._logs.in_blocks(of_last=True))  # the broadcaster takes no set for an equal value
             changes = self._kept.changes()
-            self._uneven_lists.look(changes, len(results))
+            self._uneven_lists.look(step.method, changes, len(step.parts))
             shared = (merged, self._logs.combined(), changes, in_blocks, follows)
         shared = self._groups.broadcast_from_last_stage(shared, self._device)
         result, logs, changes, logged_last, followed = shared
@@ -478,3 +437,15 @@ class PipelinedSteps:
         check_logged_by_last_stage(logged, set(logged_last))
         self._logs.emit(logs)
         return result
+
+    def _block(self) -> tuple[str, bool] | None:
+        """The block that is being called, and whether the last stage calls it."""
+        stage = self._stages.current
+        if stage is None or stage.place is None or not stage.passage.active:  # a stage may end inside of a block
+            return None
+        return stage.blocks[stage.place], stage.is_last
+
+    def _is_silent(self) -> bool:
+        """Whether a stage before the last runs: the last one's step does the same."""
+        stage = self._stages.current
+        return stage is not None and stage.in_step and not stage.is_last

@@ -2,16 +2,12 @@
 
 In a step, the generators are seeded from the run's seed, the step, the microbatch and the data rank. So every stage and
 tensor rank of one pipeline draws the same numbers, and a resumed run draws those that the uninterrupted one would have.
-After the step the generators are restored. In a pipeline, generators that a module itself holds are treated the same,
-each with its own seed, since stages would draw different amounts from them. Those that a step makes without a seed get
-one too.
+After the step the generators are restored. In a pipeline, blocks have seeds of their own, and generators that a module
+itself holds are treated the same, each with its own seed, since stages would draw different amounts from them.
 
-Seeds the generators for the parts of pipelined steps: microbatches, blocks, and calls of the network.
-
-Seeds the generators that a step makes without a seed, which would draw from the operating system.
-
-``np.random.default_rng()`` or ``random.Random()`` in a step would give each stage and tensor rank other numbers. Inside
-of :func:`seeded` they take their seeds, one after the other, from that of the microbatch or block.
+Generators that a step makes without a seed (``np.random.default_rng()``, ``random.Random()``) would draw from the
+operating system. Inside of :func:`seeded` they take their seeds, one after the other, from that of the microbatch or
+block.
 
 Private: ``numpy.random.bit_generator.randbits`` (seen in numpy 2.4), which a ``SeedSequence`` without entropy calls: so
 all bit generators, ``RandomState()`` and ``np.random.seed()``. Where numpy has no such name it is left alone. Public,
@@ -206,11 +202,7 @@ def restore(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 class Seeds:
-    """The seeds of one module's steps on this rank's stages.
-
-    A microbatch's seed is equal on every stage, for the code around the blocks. Blocks have seeds of their own, so that
-    it doesn't matter which stage runs them.
-    """
+    """The seeds of one module's steps on this rank's stages: a microbatch's, and of each block in it."""
 
     def __init__(self, module: nn.Module, stages: Iterable[Stage], device: torch.device, data_rank: int) -> None:
         self._module = module
@@ -246,21 +238,11 @@ class Seeds:
             yield
 
     def of_parts(self, draw: int, parts: int) -> list[int]:
-        """The seeds of a step's microbatches.
-
-        Args:
-            draw: The step's seed.
-            parts: The number of microbatches.
-        """
+        """The seeds of so many microbatches of the step with this seed."""
         return [derive(draw, part, self._data_rank) for part in range(parts)]
 
     def after_call(self, seed: int, calls: int) -> None:
-        """Seed the generators equally on all ranks, whatever each has drawn in its parts of the call.
-
-        Args:
-            seed: The microbatch's.
-            calls: The number of calls of the network so far.
-        """
+        """After so many calls of the network, seed the generators equally on all ranks, from the microbatch's seed."""
         self.seed(derive(seed, "call", calls))
 
     def _seed_block(self, stage: Stage, index: int) -> Callable[[], None] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +26,6 @@ _NOT_FOR_SHARDED = (
 """All of torch's messages about sharded parameters, including those for operations that DTensors don't support."""
 
 
-_IN_PLACE = re.compile(r"aten\.\w+_\.")
-"""An operation in torch's message that changes its first argument."""
 _OF_SHARDED = (
     "Outside of steps a parameter, and its gradient, is a DTensor of which each rank has a part: make what it is"
     " computed with from it (torch.ones_like(p), p.detach().clone() in on_train_start), have p.copy_() take a whole"
@@ -48,29 +45,26 @@ _FOR_SPARSE = "Could not run 'fsdp::chunk_cat' with arguments from the 'Sparse"
 
 def note_sharded(exception: BaseException) -> None:
     """Add a note to an exception of user code that used a sharded parameter, or gave it a sparse gradient."""
-    optimizer = _optimizer_that_raised(exception)
-    if optimizer is not None:
-        note = _IN_OPTIMIZER.format(kind=optimizer)
-    elif _is_about_sharded(exception):
-        note = _OF_SHARDED
-    elif str(exception).startswith(_FOR_SPARSE):
-        note = SPARSE_GRADIENT
-    else:
-        return
-    if note not in getattr(exception, "__notes__", ()):
+    note, _ = _why(exception)
+    if note and note not in getattr(exception, "__notes__", ()):
         exception.add_note(note)
 
 
 def sharded_refusal(error: Exception) -> StepError | None:
-    """The same explanation as a StepError; ``None`` for other exceptions."""
-    if str(error).startswith(_FOR_SPARSE):
-        return StepError(SPARSE_GRADIENT)
-    if not _is_about_sharded(error):
+    """The same explanation as a StepError; ``None`` for other exceptions, also an optimizer's of another kind."""
+    text, breaks = _why(error)
+    if not text or (breaks is not None and not _is_about_sharded(error)):
         return None
-    said, optimizer = f"torch said: {in_one_line(error)}", _optimizer_that_raised(error)
-    if optimizer is None:
-        return StepError(f"{_OF_SHARDED} {said}", breaks=9)
-    return StepError(f"{_IN_OPTIMIZER.format(kind=optimizer)} {said}", breaks=11)
+    return StepError(f"{text} torch said: {in_one_line(error)}", breaks=breaks)
+
+
+def _why(error: BaseException) -> tuple[str, int | None]:
+    """What an exception comes from, and the contract's sentence; an empty text for other exceptions."""
+    if str(error).startswith(_FOR_SPARSE):
+        return SPARSE_GRADIENT, None
+    if (optimizer := _optimizer_that_raised(error)) is not None:
+        return _IN_OPTIMIZER.format(kind=optimizer), 11
+    return (_OF_SHARDED, 9) if _is_about_sharded(error) else ("", None)
 
 
 def _optimizer_that_raised(error: BaseException) -> str | None:
@@ -130,21 +124,12 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
     except RuntimeError as error:
         if not any(text in str(error) for text in (_NOT_GATHERED, _AS_VALUES)):
             raise
-        if _IN_PLACE.search(str(error)):
-            remedy = (
-                "To change parameters, such as those of a momentum encoder, do so in on_train_batch_start or"
-                " on_train_batch_end, where each rank has its own part (with several pipeline stages that isn't"
-                " possible)."
-            )
-        else:
-            remedy = (
-                "Each of the model's repeated blocks is gathered while it is called: call block(x) and not"
-                " block.forward(x), and elsewhere take p.full_tensor() of its parameters that are DTensors. Or name"
-                " modules inside of them that are called, by pipeline_blocks: the others are gathered for a whole step."
-            )
         raise StepError(
-            f"The step computes with parameters that are sharded ({error}). {remedy} Or use one process, or another"
-            " strategy.",
+            f"The step computes with parameters that are sharded ({error}). Each of the model's repeated blocks is"
+            " gathered while it is called: call block(x) and not block.forward(x), and elsewhere take p.full_tensor()"
+            " of its parameters that are DTensors; or name modules inside of them that are called, by pipeline_blocks:"
+            " the others are gathered for a whole step. Change parameters in on_train_batch_start or"
+            " on_train_batch_end, where each rank has its own part. Or use one process, or another strategy.",
             breaks=8,
         ) from error
     finally:

@@ -3,8 +3,6 @@
 Private in Lightning 2.6, used here: each hook runs inside of ``profiler.profile("[Callback]<its key>.<hook>")``, or of
 ``[LightningModule]<its class>.<hook>``. ``profile`` is replaced on a run's own profiler. What a hook calls of
 Lightning's, such as a step or a save, has actions of its own.
-
-Finds out which hooks of a module and its callbacks run user code.
 """
 
 from __future__ import annotations

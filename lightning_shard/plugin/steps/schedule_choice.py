@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_shard.errors import ConfigurationError, PlacementError
 from lightning_shard.pipeline.placement import Placement, Policy
-from lightning_shard.pipeline.runtime.step import PipelinedStep
 from lightning_shard.pipeline.schedules.choice import Choice, best
 from lightning_shard.pipeline.schedules.named import SCHEDULES, build
 from lightning_shard.pipeline.schedules.schedule import Schedule, to_csv
@@ -35,7 +34,7 @@ def candidates(
     """
     if isinstance(setting, os.PathLike):
         setting = os.fspath(setting)
-    if isinstance(setting, str) and setting == "auto":
+    if setting == "auto":
         return [*_all(ranks, microbatches, placement)]
     if not isinstance(setting, str) or (setting not in SCHEDULES and not setting.endswith(".csv")):
         choices = f'{", ".join(map(repr, SCHEDULES))}, "auto", or the path of a .csv file'
@@ -65,11 +64,9 @@ def allowed(
         ConfigurationError: They can't work together.
     """
     ranks, tensor = sizes["pipeline_parallel_size"], sizes["tensor_parallel_size"]
-    experts = sizes["expert_parallel_size"]
     untried = {name: sizes[name] for name in ("expert_parallel_size", "context_parallel_size") if name in sizes}
     settings.check_beside(pipeline=ranks, tensor=tensor, **untried)
     found = candidates(schedule, ranks, microbatches, settings.placement)
-    settings.warn_beside(pipeline=ranks, tensor=tensor, experts=experts, schedule=schedule, microbatches=microbatches)
     check_counts(found, ranks, settings.placement)
     return found
 
@@ -151,16 +148,6 @@ def evaluation_schedules(schedules: Sequence[Schedule], placement: Policy) -> Se
     return [s for s in schedules if isinstance(placement, str) or len(placement) == s.stages][:1] or schedules
 
 
-def log_whole_backwards(schedule: Schedule, step: PipelinedStep) -> None:
-    """Log it if no weight's gradient could be postponed so far."""
-    if not step.has_split_backward:
-        rank_zero_info(
-            f"schedule={schedule.name!r}: on the stages of this rank no weight gradient is postponed. Those of matrix"
-            " products can (nn.Linear), but where the product's input is computed again (checkpointed), or the weight"
-            " has hooks or is used in other ways too"
-        )
-
-
 def fitting_schedules(schedules: Sequence[Schedule], blocks: int, placement: Policy) -> list[Schedule]:
     """The schedules for which there is a block for each stage, and which match explicit counts.
 
@@ -207,19 +194,14 @@ def agree(schedules: Sequence[Schedule], choice: Choice | None, groups: Groups) 
     Raises:
         ConfigurationError: The ranks have read different files.
     """
-    if choice is None:
-        _check_same(schedules[0], groups)
-        return schedules[0]
-    number = groups.from_first_rank(schedules.index(choice.schedule))
-    rank_zero_info(str(choice))
-    return schedules[number]
-
-
-def _check_same(schedule: Schedule, groups: Groups) -> None:
-    if schedule.name in SCHEDULES:
-        return
-    if len(set(groups.gather_over_stages(to_csv(schedule)))) > 1:
+    if choice is not None:
+        number = groups.from_first_rank(schedules.index(choice.schedule))
+        rank_zero_info(str(choice))
+        return schedules[number]
+    schedule = schedules[0]
+    if schedule.name not in SCHEDULES and len(set(groups.gather_over_stages(to_csv(schedule)))) > 1:
         raise ConfigurationError(
             f"schedule={schedule.name!r} is a file that differs between ranks, so they would wait for each other"
             " forever: give all ranks the same file."
         )
+    return schedule

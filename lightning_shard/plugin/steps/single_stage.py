@@ -102,7 +102,7 @@ class SingleStageSteps:
                 whole.gather(module)  # blocks may be recomputed; elsewhere FSDP2 gathers for the backward
             self._gradients.begin_backward()
         else:
-            self._means.note_next(loss)
+            self._means.note(loss, is_next=True)
         if self._bypassed is not None:
             self._bypassed.gather(loss)
         return weighted_for_backward(loss, self._weight.of_gradient)

@@ -165,7 +165,7 @@ def test_tolerance_is_that_of_allclose(data):
     b = torch.where(torch.rand(len(a)) < 0.5, a, torch.tensor(data.draw(floats)))
     rtol, atol = data.draw(st.sampled_from([(0, 0), (0.1, 0), (0, 1.0), (1e-3, 1e-6)]))
     count, _ = differing(a, b, rtol, atol)
-    assert count == int((~torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)).sum())
+    assert count == int((~torch.isclose(a.double(), b.double(), rtol=rtol, atol=atol, equal_nan=True)).sum())
 
 
 def reshard(source, target, cuts):

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.catalog import Earlier
-from lightning_shard.checkpoint.convert import outfile, write
+from lightning_shard.checkpoint.convert import write
 from lightning_shard.checkpoint.saving import accounts, commit, files, merge
+from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.checkpoint.store.remote import RemoteStore
 from lightning_shard.cli import main
 from lightning_shard.errors import (
@@ -66,17 +67,13 @@ def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
     shape, mesh_shape, placements = where
     folder = tmp_path_factory.mktemp("c")
     full = {"t": torch.randn(shape), "last": torch.arange(math.prod(shape)).view(shape)}
-    # blocks of 64 bytes, and pieces, bands and slabs that fit neither them nor rows
-    sizes = {write: ("COPY_BYTES", "COPY_SLAB_BYTES", "BUFFER_BYTES"), outfile: ("PIECE_BYTES", "BAND_BYTES")}
     with contextlib.ExitStack() as patches:
         for module in (merge, files, accounts):
             patches.enter_context(mock.patch.object(module, "BLOCK_BYTES", 64))
         store, manifest = save_simulated(folder, full, mesh_shape, dict.fromkeys(full, placements), copies)
         commit.commit(store, manifest, Earlier(), durable=False)
-    patches = [mock.patch.object(module, name, size) for module, names in sizes.items() for name in names]
-    for patch in patches:
-        patch.start()
-    try:
+    # blocks of 64 bytes, and steps and slabs that fit neither them nor rows
+    with mock.patch.object(write, "STEP_BYTES", size), mock.patch.object(write, "SLAB_BYTES", size):
         checkpoint.gather(folder, folder / "m.safetensors", dtype=dtype)
         checkpoint.gather(folder, f"memory://{folder}/m.safetensors", dtype=dtype)
         found = load_file(folder / "m.safetensors")
@@ -95,9 +92,7 @@ def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
             data[-1] ^= 1
             file.write_bytes(data)
         assert not list(folder.glob("damaged*"))
-    finally:
-        mock.patch.stopall()
-        fsspec.filesystem("memory").store.clear()
+    fsspec.filesystem("memory").store.clear()
 
 
 # -- names and dtypes -------------------------------------------------------------------------------------------------
@@ -130,6 +125,7 @@ def test_names_and_dtypes_can_be_changed(saved, tmp_path):
     [
         ({"rename": lambda name: "x"}, StateMismatchError, "would both be named 'x'"),
         ({"rename": {"net.": "", "head.": ""}}, StateMismatchError, "No tensor's name begins with 'net.' or 'head.'"),
+        ({"rename": {"model.": "", "modle.": ""}}, StateMismatchError, "No tensor's name begins with 'modle.'"),
         ({"rename": {"model.": ""}, "strip_prefix": "model."}, StateMismatchError, "name is 'n', for example"),
         ({"rename": lambda name: None}, StateMismatchError, "leaves out all tensors"),
         ({"rename": {"metric": "__metadata__"}}, UnsupportedStateError, "'__metadata__' can't be a tensor's name"),
@@ -165,14 +161,6 @@ def test_an_ending_that_readers_would_take_for_another_format_is_refused(saved, 
     with pytest.raises(CheckpointError, match=r"must end with \.safetensors, or with \.ckpt"):
         checkpoint.gather(saved, tmp_path / out, format=format)
     assert not (tmp_path / out).exists()
-
-
-@pytest.mark.parametrize("out", ["m.safetensors", "m.ckpt"])
-def test_a_prefix_to_rename_that_no_name_has_is_told(saved, tmp_path, out):
-    with pytest.warns(UserWarning, match="No tensor's name begins with 'modle.', which rename is to replace") as told:
-        checkpoint.gather(saved, tmp_path / out, rename={"model.": "net.", "modle.": "net."})
-    assert len(told) == 1
-    assert set(checkpoint.read(tmp_path / out)) == {"net.a", "net.b", "net.n", "metric"}
 
 
 def test_a_file_is_not_named_as_an_index(saved, tmp_path):
@@ -264,7 +252,7 @@ def test_a_ckpt_is_what_torch_reads_and_reads_back(saved, tmp_path):
 
 def test_torch_files_of_other_shapes(tmp_path):
     state = {
-        "net": {"w": torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last), "v": torch.randn(5, 6)[:, :3]},
+        "net": {"w": torch.randn(4, 3, 2, 2), "v": torch.randn(5, 6)[1:3]},
         "tied": torch.ones(3),
         "step": 3,
         "empty": torch.ones(0, 2),
@@ -274,11 +262,12 @@ def test_torch_files_of_other_shapes(tmp_path):
     stored = checkpoint.read(tmp_path / "s.pt")
     assert set(stored) == {"net.w", "net.v", "tied", "same", "empty"}
     assert torch.equal(stored["net.w"].full(), state["net"]["w"])
-    assert torch.equal(stored["net.v"][1:3], state["net"]["v"][1:3])
+    assert torch.equal(stored["net.v"][1:], state["net"]["v"][1:])
     assert stored.alias_of("same") == "tied"
-    torch.save({"w": torch.randn(300, 300).t()}, tmp_path / "t.pt")
-    with pytest.raises(UnsupportedStateError, match="transposed"):
-        checkpoint.read(tmp_path / "t.pt")
+    for tensor in (torch.randn(3, 5).t(), torch.randn(5, 6)[:, :3], torch.ones(1).expand(4)):
+        torch.save({"w": tensor}, tmp_path / "t.pt")
+        with pytest.raises(UnsupportedStateError, match="save it with contiguous tensors"):
+            checkpoint.read(tmp_path / "t.pt")
 
 
 class Custom:
@@ -333,8 +322,8 @@ def test_an_export_of_several_files_that_fails_midway_is_no_mixture_with_an_earl
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(write.os, "replace", failing(write.os.replace))
-        patch.setattr(RemoteStore, "publish", failing(RemoteStore.publish))
+        for store in (LocalStore, RemoteStore):
+            patch.setattr(store, "publish", failing(store.publish))
         with pytest.raises(CheckpointError, match="the disk is gone"):
             gather(2.0)
     with pytest.raises(CheckpointNotFoundError):

@@ -91,7 +91,7 @@ def table(request, tmp_path_factory):
 def test_rows_are_read_alone_and_with_digests_out_to_whole_blocks(table, index, rows, blocks, maps):
     path, digests = table
     stored = checkpoint.read(path)
-    stored.manifest.chunks.table.data()
+    assert stored.manifest.chunks.table.data
     asked = []
     reading, mapped = stored.store.reading, stored.store.mapped
 

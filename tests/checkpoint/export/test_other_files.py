@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor, distributed
 
 from lightning_shard import HybridShardStrategy, ShardedCheckpointIO, checkpoint
-from lightning_shard.checkpoint.convert import write
 from lightning_shard.errors import CheckpointError
 from lightning_shard.testing import run_ranks
 from tests.parity import GLOBAL_BATCH, NETWORKS, QUIET, Model, Tokens, layout, loader, world
@@ -79,9 +78,7 @@ def both_ways(name: str, folder: str, plain: str, pretrained: str) -> dict[str, 
             trainer.validate(Tuned(), loader(GLOBAL_BATCH, samples=GLOBAL_BATCH), ckpt_path=path, verbose=False)
         fit(loaded, strategy())
     saved = f"{folder}/step={SAVED}.ckpt"
-    write.COPY_BYTES = 10_000  # small steps, for each rank to have some
-    seen: list[tuple[int, int]] = []
-    checkpoint.gather(saved, f"{folder}/all.safetensors", optimizer=True, progress=lambda *at: seen.append(at))
+    checkpoint.gather(saved, f"{folder}/all.safetensors", optimizer=True)
     checkpoint.gather(saved, f"{folder}/plain.ckpt")
     checkpoint.gather(saved, f"{folder}/hf", format="transformers", max_shard_bytes=60_000)
     with pytest.raises(CheckpointError, match="dtype"):
@@ -90,7 +87,6 @@ def both_ways(name: str, folder: str, plain: str, pretrained: str) -> dict[str, 
         "own": own.losses,
         "resumed": [resumed.losses, *([of_one_process.losses] if is_long else [])],
         "started": [started.losses, *([loaded.losses] if is_long else [])],
-        "share": seen[-1][0],
     }
 
 
@@ -136,10 +132,7 @@ def test_plain_checkpoints_and_folders_go_in_and_come_out(
     assert ours.hparams["decay"] == 0.2
     assert all(torch.equal(value, ours.state_dict()[key]) for key, value in again.state_dict().items())
 
-    # the same bytes as one process gathers, of which each rank wrote a part
-    size = (tmp_path / "all.safetensors").stat().st_size
-    assert sum(seen["share"] for seen in ranks) == size
-    assert min(seen["share"] for seen in ranks) > 0.4 * size
+    # the same bytes as one process gathers
     stored = checkpoint.read(tmp_path / f"step={SAVED}.ckpt")
     checkpoint.gather(stored.path, tmp_path / "alone.safetensors", optimizer=True)
     assert (tmp_path / "all.safetensors").read_bytes() == (tmp_path / "alone.safetensors").read_bytes()

@@ -1,253 +1,96 @@
-"""Bad input is refused with value, constraint and remedy, on every rank, and nothing hangs."""
+"""Checkpoints that no run resumes from, and strategies that can't save: refused on every rank, and nothing hangs."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch import nn
 
 from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.errors import (
-    BatchError,
     CheckpointNotFoundError,
     ConfigurationError,
     CorruptCheckpointError,
     FormatVersionError,
-    LayoutError,
-    PlacementError,
-    PlanError,
+    ShardError,
     StateMismatchError,
 )
-from lightning_shard.testing import RanksFailed, run_ranks
+from lightning_shard.testing import run_ranks
 from tests.checkpoint.manifests import edit
-from tests.parity import QUIET, Model, layout, loader, world
-
-PIPELINE = layout(pipeline=2)
-TENSOR = layout(tensor=2)
-PLAN = {"mlp.up": "colwise", "mlp.down": "rowwise"}
+from tests.parity import QUIET, Model, loader
 
 
-def refused(
-    make: Callable[[], L.LightningModule],
-    sizes: dict[str, int],
-    error: type[Exception],
-    *,
-    batch: int = 16,
-    ranks: int | None = None,
-    trainer: dict[str, Any] | None = None,
-    resume: str | None = None,
-    **options: Any,
-) -> str:
-    """Fit on this rank; returns the message of the error it must raise."""
+class Net(Model):
+    def __init__(self) -> None:
+        super().__init__("gpt")
+
+
+class Extra(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[3].added = nn.Linear(32, 32)  # type: ignore[union-attr, index]
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head = nn.Linear(32, 65, bias=False)  # type: ignore[union-attr]
+
+
+class WiderAndLenient(Wider):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = False
+
+
+def trainer(steps: int) -> L.Trainer:
     L.seed_everything(3)
-
-    def fit() -> None:
-        made = L.Trainer(
-            strategy=HybridShardStrategy(**sizes, **options),
-            devices=ranks or world(sizes),
-            max_steps=2,
-            **{**QUIET, **(trainer or {})},
-        )
-        made.fit(make(), loader(batch), loader(batch, samples=32), ckpt_path=resume)
-
-    with pytest.raises(error) as caught:
-        fit()
-    return str(caught.value)
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A fit that every rank must refuse, by an error with the value, the constraint and the remedy.
-
-    Attributes:
-        says: A pattern that is in the error's message.
-        options: Of :func:`refused`.
-    """
-
-    sizes: dict[str, Any]
-    make: Callable[[], L.LightningModule]
-    error: type[Exception]
-    says: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-def refused_in_turn(cases: Mapping[str, Refusal]) -> dict[str, str]:
-    """On this rank, what each is refused with; where it isn't, why not."""
-    messages = {}
-    for name, case in cases.items():
-        try:
-            messages[name] = refused(case.make, case.sizes, case.error, **case.options)
-        except (Exception, pytest.fail.Exception):
-            messages[name] = traceback.format_exc()
-    return messages
-
-
-def on_every_rank(cases: Mapping[str, Refusal], ranks: int = 2) -> dict[str, list[str]]:
-    """Of each case the message of each rank. One after the other on the same ranks, whose start takes longest."""
-    of_ranks = run_ranks(refused_in_turn, ranks, cases, elastic=True, timeout_s=50 + 5 * len(cases))
-    return {name: [messages[name] for messages in of_ranks] for name in cases}
-
-
-def check(case: Refusal, messages: list[str]) -> None:
-    for message in messages:
-        assert re.search(case.says, message), message
-
-
-def gpt() -> L.LightningModule:
-    return Model("gpt")
-
-
-# -- settings
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (
-            {"schedule": "2F2B"},
-            "'2F2B' isn't one of 'GPipe', '1F1B', 'Eager1F1B', 'Interleaved1F1B', 'InterleavedZeroBubble',"
-            " 'ZBVZeroBubble', 'DualPipeV', \"auto\", or the path of a .csv file",
-        ),
-        (
-            {"pipeline_parallel_size": 2, "microbatches": 3, "schedule": "DualPipeV"},
-            r"microbatches \(3\) must be at least 2 × pipeline_parallel_size \(2\) for schedule='DualPipeV'",
-        ),
-        ({"schedule": "none.csv"}, "'none.csv' can't be read.*give the path of a CSV file"),
-        ({"tensor_parallel_size": 0}, r"tensor_parallel_size \(0\) must be an integer of at least 1"),
-        (
-            {"data_parallel_size": 4, "data_parallel_replicas": 3},
-            r"replicas \(3\) must divide data_parallel_size \(4\): use one of \[1, 2, 4\]",
-        ),
-        (
-            {"data_parallel_size": 3, "expert_parallel_size": 2},
-            r"expert_parallel_size \(2\) must divide data_parallel_size \(3\).*one of \[1, 3\]",
-        ),
-        (
-            {"activation_checkpointing": "all"},
-            r"activation_checkpointing='all' isn't known: use True \(every block\), a",
-        ),
-        ({"activation_checkpointing": -1}, "activation_checkpointing=-1 isn't known"),
-        ({"compile_blocks": "indutcor"}, "compile_blocks='indutcor' isn't known: use True, or a backend.*inductor"),
-        ({"cpu_offload": "yes"}, "cpu_offload='yes' is neither True nor False"),
-        ({"reduce_each_microbatch": 2}, "reduce_each_microbatch=2 is neither True nor False"),
-        ({"reshard_after_forward": 2}, "reshard_after_forward=2 is neither True nor False"),
-    ],
-)
-def test_settings_are_refused_before_any_process_starts(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
-        HybridShardStrategy(**options)
-
-
-# -- steps
-
-
-def fit_and_die(make: Callable[[], L.LightningModule], accounts: str) -> None:
-    """A fit that ends as a script does: an error ends the process, and with it its connections."""
-    L.seed_everything(3)
-    trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=2, **QUIET)
-    try:
-        trainer.fit(make(), loader(16))
-    except Exception:
-        Path(accounts, f"{trainer.global_rank}").write_text(traceback.format_exc())
-        os._exit(1)
-
-
-@pytest.mark.parametrize(
-    ("make", "fails", "says"),
-    [
-        ("CallsTwice", 0, r"The network \(\w+\) was called a second time within one step"),
-        pytest.param("NeverCalls", 1, "training_step returned without calling the network", marks=pytest.mark.long),
-        ("FailsOnLastStage", 0, "ZeroDivisionError"),
-        ("UsesItsHeadFirst", 1, r"takes what is computed from model\.head\.weight.*register parts in __init__"),
-        ("LoopsOverItsBlocks", 0, r"model\.layers\.0 ran 3 times within one step, and a pipeline expects it 2×"),
-        ("PenalizesItsParameters", 0, "goes over all parameters of the LightningModule"),
-        pytest.param("RecomputesReentrantly", 1, "use_reentrant=False", marks=pytest.mark.long),
-    ],
-)
-def test_a_step_that_one_stage_cant_run_stops_all_with_the_first_cause(
-    make: str, fails: int, says: str, tmp_path: Path
-) -> None:
-    with pytest.raises(RanksFailed):
-        run_ranks(fit_and_die, 2, globals()[make], str(tmp_path), elastic=True, timeout_s=50)
-    accounts = [(tmp_path / str(rank)).read_text() for rank in range(2)]
-    assert re.search(says, accounts[fails])
-    assert re.search(f"(?s)The first failure was on rank {fails}: .*{says}", accounts[1 - fails]), accounts[1 - fails]
-
-
-class DealsByGlobalRank(IterableDataset[dict[str, Tensor]]):
-    def __iter__(self) -> Any:
-        data: Any = loader(1).dataset
-        rank = dist.get_rank()
-        return (data[i] for i in range(rank * 32, rank * 32 + 32))
-
-
-def fit_on_a_stream(sizes: dict[str, int]) -> str:
-    L.seed_everything(3)
-    plan = {"0": "colwise_gather_output"}
-    strategy = HybridShardStrategy(**sizes, tensor_parallel_plan=plan)
-    trainer = L.Trainer(strategy=strategy, devices=world(sizes), max_steps=1, **QUIET)
-    with pytest.raises(BatchError) as caught:
-        trainer.fit(Plain(), DataLoader(DealsByGlobalRank(), batch_size=8))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("sizes", [PIPELINE, pytest.param(TENSOR, marks=pytest.mark.long)], ids=["pp2", "tp2"])
-def test_ranks_of_one_model_that_read_different_batches(sizes: dict[str, int]) -> None:
-    for message in run_ranks(fit_on_a_stream, 2, sizes, elastic=True, timeout_s=50):
-        assert re.search(r"Ranks 0 and 1 .* batches differ: .*layout\.data_rank.*Sentence 1 of", message)
-
-
-# -- checkpoints
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = str(tmp_path_factory.mktemp("saved") / "one.ckpt")
-    run_ranks(save, 2, path, elastic=True)
-    return path
+    return L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=steps, **QUIET)
 
 
 def save(path: str) -> None:
-    L.seed_everything(3)
-    trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=1, **QUIET)
-    trainer.fit(gpt(), loader(16))
-    trainer.save_checkpoint(path)
+    made = trainer(1)
+    made.fit(Net(), loader(16))
+    made.save_checkpoint(path)
 
 
-def copied(saved: str, folder: Path) -> Path:
-    return Path(shutil.copytree(saved, folder / "copy.ckpt"))
+def resume(paths: list[tuple[str, type[Net], type[ShardError]]]) -> list[str]:
+    """What each is refused with; where it isn't, why not."""
+    messages = []
+    for path, make, error in paths:
+        try:
+            trainer(2).fit(make(), loader(16), loader(16, samples=32), ckpt_path=path)
+            messages.append("not refused")
+        except error as refusal:
+            messages.append(str(refusal))
+        except Exception:
+            messages.append(traceback.format_exc())
+    return messages
 
 
-@pytest.fixture(scope="module")
-def resumes(saved: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Refusal]:
-    """From checkpoints that aren't there, aren't whole, or are of another model."""
-    folder = tmp_path_factory.mktemp("resumed")
-    (folder / "empty.ckpt").mkdir()
-
-    def resume(name: str, error: type[Exception], says: str, make: Callable[[], L.LightningModule] = gpt) -> Refusal:
-        return Refusal(PIPELINE, make, error, says, {"resume": str(folder / name)})
+def test_checkpoints_that_no_run_resumes_from(tmp_path: Path) -> None:
+    saved = tmp_path / "one.ckpt"
+    run_ranks(save, 2, str(saved), elastic=True)
 
     def copied(name: str) -> Path:
-        return Path(shutil.copytree(saved, folder / name))
+        return Path(shutil.copytree(saved, tmp_path / name))
 
     edit(copied("newer.ckpt"), lambda manifest: manifest.update(format_version=99))
-    cases = {
-        "no manifest": resume("empty.ckpt", CheckpointNotFoundError, "manifest"),
-        "a newer version": resume("newer.ckpt", FormatVersionError, "99"),
-    }
+    (tmp_path / "empty.ckpt").mkdir()
+    lacking = r"2 missing \(model\.blocks\.3\.added"
+    cases: list[tuple[str, type[Net], type[ShardError], str]] = [
+        ("empty.ckpt", Net, CheckpointNotFoundError, "manifest"),
+        ("newer.ckpt", Net, FormatVersionError, "99"),
+        ("one.ckpt", Extra, StateMismatchError, lacking),
+        ("one.ckpt", Wider, StateMismatchError, "shape"),
+        ("one.ckpt", WiderAndLenient, StateMismatchError, "shape"),  # as in torch
+    ]
     for fault in ("missing", "truncated", "changed"):
         file = sorted((copied(f"{fault}.ckpt") / "model").iterdir())[0]
         data = file.read_bytes()
@@ -255,36 +98,12 @@ def resumes(saved: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
             file.unlink()
         else:
             file.write_bytes(data[:-100] if fault == "truncated" else data[:-100] + bytes(100))
-        assert not checkpoint.verify(folder / f"{fault}.ckpt").ok
-        cases[f"a file that is {fault}"] = resume(f"{fault}.ckpt", CorruptCheckpointError, file.name)
-    copied("whole.ckpt")
-    lacking = r"2 missing \(model\.blocks\.3\.added"
-    cases["a missing tensor"] = resume("whole.ckpt", StateMismatchError, lacking, Extra)
-    cases["another shape"] = resume("whole.ckpt", StateMismatchError, "shape", Wider)
-    # as in torch
-    cases["another shape, not strict"] = resume("whole.ckpt", StateMismatchError, "shape", WiderAndLenient)
-    return cases
-
-
-def test_checkpoints_that_no_run_resumes_from(resumes: dict[str, Refusal]) -> None:
-    messages = on_every_rank(resumes)
-    for name, case in resumes.items():
-        check(case, messages[name])
-
-
-@pytest.mark.long
-def test_a_missing_tensor_where_loading_isnt_strict(saved: str) -> None:
-    loaded = run_ranks(fit_lenient, 2, saved, elastic=True)
-    assert loaded == [2, 2]
-
-
-def fit_lenient(path: str) -> int:
-    L.seed_everything(3)
-    module = Extra()
-    module.strict_loading = False
-    trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=2, **QUIET)
-    trainer.fit(module, loader(16), ckpt_path=path)
-    return trainer.global_step
+        assert not checkpoint.verify(tmp_path / f"{fault}.ckpt").ok
+        cases.append((f"{fault}.ckpt", Net, CorruptCheckpointError, file.name))
+    asked = [(str(tmp_path / name), make, error) for name, make, error, _ in cases]
+    for messages in run_ranks(resume, 2, asked, elastic=True, timeout_s=50 + 5 * len(cases)):
+        for (*_, says), message in zip(cases, messages, strict=True):
+            assert re.search(says, message), message
 
 
 def fit_with_ddp(path: str) -> str:
@@ -297,13 +116,13 @@ def fit_with_ddp(path: str) -> str:
         **{**QUIET, "enable_checkpointing": True},
     )
     with pytest.raises(ConfigurationError) as caught:
-        trainer.fit(gpt(), loader(8))
+        trainer.fit(Net(), loader(8))
     return str(caught.value)
 
 
 def save_with_ddp(path: str) -> str:
     trainer = L.Trainer(strategy="ddp", devices=2, max_steps=1, plugins=[ShardedCheckpointIO()], **QUIET)
-    trainer.fit(gpt(), loader(8))
+    trainer.fit(Net(), loader(8))
     if not trainer.is_global_zero:
         return "hybrid_shard"  # the strategy doesn't call it here
     with pytest.raises(ConfigurationError) as caught:
@@ -316,312 +135,3 @@ def test_a_strategy_that_saves_on_one_rank_only(run: Callable[[str], str], tmp_p
     for message in run_ranks(run, 2, str(tmp_path / "run"), elastic=True, timeout_s=50):
         assert "hybrid_shard" in message
     assert not (tmp_path / "run").exists()
-
-
-# -- modules that only look fine
-
-
-def test_a_plan_that_only_one_stage_could_see_to_be_wrong() -> None:
-    plan = {"tensor_parallel_plan": {"head": "colwise"}}
-    case = Refusal(layout(pipeline=2, tensor=2), OddHead, PlanError, "head.weight .* has 63 out features", plan)
-    check(case, on_every_rank({"it": case}, ranks=4)["it"])
-
-
-# -- modules
-
-
-class Net(nn.Module):
-    def __init__(self, layers: int = 4, width: int = 16) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, width)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.head = nn.Linear(width, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for layer in self.layers:
-            hidden = torch.tanh(layer(hidden))
-        return self.head(hidden)
-
-
-class Plain(L.LightningModule):
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        self.model: nn.Module = Net(layers)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.model(batch["x"]).flatten(0, 1), batch["y"].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-
-class OneBlock(Plain):
-    def __init__(self) -> None:
-        super().__init__(1)
-
-
-class NoBlocks(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.ModuleDict({"embed": nn.Embedding(64, 16)})
-
-
-class Lazy(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.head = nn.LazyLinear(16)
-
-
-class OddWidth(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.layers = nn.ModuleList(nn.ModuleDict({"mix": nn.Linear(16, 3)}) for _ in range(2))
-
-
-class Manual(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class NormalizesAgain(Plain):
-    """One block at four places, which keeps statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))] * 4)
-
-
-class CallsTwice(Plain):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.model(batch["x"])
-        return super().training_step(batch, batch_idx)
-
-
-class NeverCalls(Plain):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return torch.zeros((), requires_grad=True)
-
-
-class FailsOnLastStage(Plain):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss / (1 // 0)
-
-
-class HeadFirst(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x) + getattr(self, "head").weight[0]  # noqa: B009  (in a way that its code doesn't show)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(hidden)
-
-
-class UsesItsHeadFirst(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = HeadFirst()
-
-
-class Loops(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for layer in [*self.layers] * min(len(x) + 1, 3):  # an example has one sample
-            hidden = layer(hidden)
-        return self.head(hidden)
-
-
-class LoopsOverItsBlocks(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Loops()
-
-
-class PenalizesItsParameters(Plain):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + sum(p.square().sum() for p in self.parameters())
-
-
-class Recomputes(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        from torch.utils.checkpoint import checkpoint as recompute
-
-        hidden = self.embed(x)
-        for layer in self.layers:
-            hidden = recompute(layer, hidden, use_reentrant=True)
-        return self.head(hidden)
-
-
-class RecomputesReentrantly(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Recomputes()
-
-
-class StepsEarly(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.made = torch.optim.AdamW(self.parameters())
-        for parameter in self.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self.made.step()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.made
-
-
-class TrainsNothing(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.requires_grad_(False)
-
-
-class OddHead(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.head = nn.Linear(16, 63)
-
-
-class Places(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("places", torch.arange(8))
-
-
-class CountsOnMeta(Plain):
-    def configure_model(self) -> None:
-        with torch.device("meta"):
-            self.model.places = Places()
-
-
-class TiedByHand(Manual):
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(16, 64, bias=False)
-        self.other.weight = self.model.embed.weight  # type: ignore[union-attr]
-
-
-class Extra(Model):
-    def __init__(self) -> None:
-        super().__init__("gpt")
-        self.model.blocks[3].added = nn.Linear(32, 32)  # type: ignore[union-attr, index]
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return super().loss(batch)
-
-
-class Wider(Model):
-    def __init__(self) -> None:
-        super().__init__("gpt")
-        self.model.head = nn.Linear(32, 65, bias=False)  # type: ignore[union-attr]
-
-
-class WiderAndLenient(Wider):
-    def __init__(self) -> None:
-        super().__init__()
-        self.strict_loading = False
-
-
-# -- what is refused on two ranks before the first step
-
-DATA = layout(data=2)
-REFUSED = {
-    "an optimizer that stepped before the module was sharded": Refusal(
-        layout(data=2), StepsEarly, ConfigurationError, "made before the module was sharded: make it in configure_opt"
-    ),
-    "nothing to train": Refusal(PIPELINE, TrainsNothing, PlacementError, "No parameter requires gradients"),
-    "three stages": Refusal(
-        {**layout(pipeline=3), "data_parallel_size": "auto"},
-        gpt,
-        LayoutError,
-        r"\(3\).* must divide the number of processes \(2\).*\[1, 2\]",
-        {"ranks": 2},
-    ),
-    "four data ranks": Refusal(
-        layout(data=4),
-        gpt,
-        LayoutError,
-        r"data_parallel_size \(4\) = 4 must equal the number of processes \(2\).*data_parallel_size=2",
-        {"ranks": 2},
-    ),
-    "more stages than blocks": Refusal(
-        PIPELINE,
-        OneBlock,
-        PlacementError,
-        r"2 stages need at least 2 blocks.*has 1.*pipeline_parallel_size=1",
-        {"pipeline_blocks": "layers"},
-    ),
-    "no blocks": Refusal(PIPELINE, NoBlocks, PlacementError, r"no list of repeated blocks.*pipeline_blocks"),
-    "a lazy layer in stages": Refusal(PIPELINE, Lazy, ConfigurationError, r"model\.head\.weight has no shape yet"),
-    "blocks of another name": Refusal(
-        PIPELINE,
-        gpt,
-        PlacementError,
-        r"pipeline_blocks='model.layers' is not a list.*model\.blocks",
-        {"pipeline_blocks": "model.layers"},
-    ),
-    "too few counts": Refusal(PIPELINE, gpt, PlacementError, "2", {"placement": [4]}),
-    "counts of too few blocks": Refusal(PIPELINE, gpt, PlacementError, "4", {"placement": [1, 2]}),
-    "a stage without blocks": Refusal(PIPELINE, gpt, PlacementError, "block", {"placement": [4, 0]}),
-    "a pattern without a match": Refusal(
-        TENSOR,
-        gpt,
-        PlanError,
-        r"'blocks\.\*\.attention\.q' matches no module",
-        {"tensor_parallel_plan": {**PLAN, "blocks.*.attention.q": "colwise"}},
-    ),
-    "an unknown style": Refusal(
-        TENSOR,
-        gpt,
-        PlanError,
-        r"style 'columns'; known are \['colwise'",
-        {"tensor_parallel_plan": {"mlp.up": "columns"}},
-    ),
-    "no plan": Refusal(TENSOR, gpt, PlanError, r"needs a plan and Model brings none: pass tensor_parallel_plan"),
-    "a size that a plan can't split": Refusal(
-        TENSOR,
-        OddWidth,
-        PlanError,
-        r"3 out features, which tensor_parallel_size \(2\) must divide",
-        {"tensor_parallel_plan": {"0.mix": "colwise"}},
-    ),
-    "mixed precision with a loss scaler, on the CPU": Refusal(
-        PIPELINE, gpt, ConfigurationError, r"16-mixed.*bf16-mixed", {"trainer": {"precision": "16-mixed"}}
-    ),
-    "every fifth of four blocks": Refusal(
-        PIPELINE,
-        gpt,
-        ConfigurationError,
-        r"activation_checkpointing=5 is every 5th block, and there are 4: use a smaller number, or True",
-        {"activation_checkpointing": 5},
-    ),
-    "manual optimization": Refusal(
-        PIPELINE, Manual, ConfigurationError, r"manual optimization.*pipeline_parallel_size=1"
-    ),
-    "a block of two stages with statistics": Refusal(
-        PIPELINE,
-        NormalizesAgain,
-        PlacementError,
-        r"model\.layers\.0\.1 is in several places, on several pipeline stages, and has statistics",
-    ),
-    "a batch that can't be cut": Refusal(
-        PIPELINE, gpt, BatchError, r"batch of 6 samples can't be cut into 4.*multiple of 4.*drop_last", {"batch": 6}
-    ),
-    "numbers on meta that nothing sets": Refusal(
-        DATA, CountsOnMeta, ConfigurationError, "'places' of the .* nothing initialises it"
-    ),
-    "a tie over two modules with manual optimization": Refusal(
-        DATA, TiedByHand, ConfigurationError, "can't be one tied parameter of two modules"
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def messages() -> dict[str, list[str]]:
-    return on_every_rank(REFUSED)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_every_rank_refuses(name: str, messages: dict[str, list[str]]) -> None:
-    check(REFUSED[name], messages[name])

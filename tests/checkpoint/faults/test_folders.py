@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointError, CheckpointReplacedError
+from lightning_shard.testing import run_ranks
+from tests.checkpoint.manifests import edit
 
 STATE = {"w": torch.arange(12.0)}
 NEW = {"w": torch.zeros(5)}
@@ -184,3 +188,51 @@ def test_a_link_that_was_made_although_its_answer_was_lost_is_no_conflict(
         "manifest.json",
         "model",
     ]
+
+
+def test_only_our_own_leftovers_are_removed(saved: Path) -> None:
+    model = saved / "model"
+    keep = [saved / "notes.txt", model / "rank-00000.safetensors", model / "x-0123456789ab.safetensors"]
+    for file in keep:
+        file.write_text("mine")
+    # an old manifest that names a file of someone else's
+    edit(saved, lambda manifest: manifest["files"].append({"path": "notes.txt", "bytes": 4, "digest": "0" * 32}))
+    age(saved)
+    checkpoint.save(NEW, saved)
+    assert all(file.read_text() == "mine" for file in keep)
+
+
+def test_an_interruption_after_the_commit_takes_nothing_away(saved: Path) -> None:
+    with mock.patch.object(LocalStore, "names", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        checkpoint.save(NEW, saved)
+    assert checkpoint.verify(saved).ok
+    assert torch.equal(checkpoint.read(saved)["w"].full(), NEW["w"])
+
+
+def test_a_manifest_that_came_through_in_spite_of_an_error_keeps_its_files(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = os.replace
+
+    def replaced(*paths: str) -> None:
+        original(*paths)
+        if os.path.basename(paths[1]) == "manifest.json":
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", replaced)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        checkpoint.save(NEW, saved)
+    assert checkpoint.verify(saved).ok
+    assert torch.equal(checkpoint.read(saved)["w"].full(), NEW["w"])
+
+
+def save_where_links_fail(path: str) -> None:
+    state = {"w": torch.ones(6)}
+    fails = {"side_effect": PermissionError(13, "Permission denied")} if dist.get_rank() == 0 else {"wraps": os.link}
+    with mock.patch.object(os, "link", **fails), pytest.raises(CheckpointError, match="Permission denied"):
+        checkpoint.save(state, path)
+
+
+def test_a_failing_commit_raises_on_all(tmp_path: Path) -> None:
+    run_ranks(save_where_links_fail, 2, str(tmp_path / "c"))
+    assert not (tmp_path / "c").exists()

@@ -85,7 +85,7 @@ def fuzz(seeds: list[bytes], count: int, run: Callable[[bytes], Any], *, words: 
 
 def look_into(manifest: Manifest, table: bytes) -> None:
     """With a table whose digests fit."""
-    manifest.take_table(Table(table_file(manifest.table.path, table), "table", data=table))
+    manifest.take_table(Table(table_file(manifest.table.path, table), "table", lambda: table))
     for section in manifest.sections().values():
         for name in section:
             section.alias_of(name)

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from lightning_shard import checkpoint
-from lightning_shard.plugin.saving.uploads import put_link
 from lightning_shard.testing import run_ranks
-from tests.checkpoint.faults.calls import Call, met
+from tests.checkpoint.faults.calls import met
 from tests.checkpoint.faults.cuts import BESIDE, FIRST, IN_NEW_FOLDERS, Save, Tried, cut_after_every_call, recorded
 from tests.checkpoint.faults.disk import Log, Node, Recorder, images, put
 
@@ -113,26 +112,6 @@ def test_a_save_that_syncs_less_would_be_found_out(weaker: Callable[[Path], list
     """What ``fsync=False`` doesn't promise, too."""
     (tried,) = run_ranks(weaker, 1, tmp_path, init=False, timeout_s=LIMIT_S)
     assert all(one.faults for one in tried)
-
-
-def test_a_link_is_on_the_disk_before_what_it_led_to_is_removed(tmp_path: Path) -> None:
-    last, *steps = (str(tmp_path / name) for name in ("last.ckpt", "step=1.ckpt", "step=2.ckpt"))
-    for path in (last, *steps):
-        checkpoint.save({"t": torch.ones(1)}, path)
-    calls: list[tuple[str, str]] = []
-
-    def note(call: Call) -> Any:
-        calls.append((call.name, os.path.basename(call.path)))
-        return call.perform()
-
-    with met(tmp_path, note):
-        for path in steps:  # in place of a folder, then of a link
-            put_link(path, last, durable=True)
-    linked = [place for place, call in enumerate(calls) if call == ("replace", ".last.ckpt.new")]
-    assert len(linked) == 2
-    assert [calls[place + 1] for place in linked] == [("fsync", tmp_path.name)] * 2
-    assert calls.index(("unlink", "manifest.json")) > linked[0] + 1
-    assert Path(last).resolve().name == "step=2.ckpt"
 
 
 def test_a_power_cut_in_a_removal_leaves_the_whole_checkpoint_or_none(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor, distributed
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint import catalog
-from lightning_shard.checkpoint.convert import write
 from lightning_shard.checkpoint.store import calls, open_store, remote, s3
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError
 from lightning_shard.testing import run_ranks
@@ -47,7 +46,6 @@ def use_small_parts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(remote, "PUT_BYTES", 2**15)
     patch.setattr(remote, "RANGE_BYTES", 2**16)
     patch.setattr(remote.RemoteStore, "step_bytes", 2**16)
-    patch.setattr(write, "MIN_SHARED_BYTES", 2**16)
     patch.setattr(calls, "MAX_WAIT_S", 0.02)
     patch.setattr(calls, "ATTEMPTS", 4)
 
@@ -151,9 +149,8 @@ def entered(ledger: Ledger, fault: str, tried: int, lost: list[str], sample: boo
     ledger(GROUP, fault, tried=tried, lost=len(lost), sample=sample)
 
 
-def save_under(place: Place, faults: list[tuple[int, FaultOf]], saver: Place | None = None) -> list[str]:
+def save_under(place: Place, faults: list[tuple[int, FaultOf]], saver: Place, outlasted: bool) -> list[str]:
     """Overwrite a checkpoint once under each fault; returns what didn't hold."""
-    saver = saver or place
     lost = []
     place.proxy.arm(no_fault)
     place.save(0)
@@ -163,76 +160,49 @@ def save_under(place: Place, faults: list[tuple[int, FaultOf]], saver: Place | N
         error = attempt(lambda step=number: saver.save(step))
         place.proxy.arm(no_fault)
         there = place.step_there()
-        if there != number and (error is None or there != before):
+        if there != number and (outlasted or error is None or there != before):
             lost.append(f"request {at}: after saving {number} over {before}, {there} is there, {error!r}")
         before = number if there is None else there
-    # what the server didn't let go of, the next save frees, when it is old
+    return lost + left_over(place, before)
+
+
+def left_over(place: Place, step: int) -> list[str]:
+    """Uploads that the next save doesn't free, when they are old."""
     with mock.patch.object(catalog, "LEFTOVER_AGE_S", -3600.0):
-        place.save(before)
-    if uploads := place.uploads():
-        lost.append(f"uploads are left over: {uploads}")
-    return lost
+        place.save(step)
+    return [f"an upload is left over: {upload}" for upload in place.uploads()]
 
 
-@pytest.mark.parametrize("fault", in_ci("lost", of=PASSING))
-def test_a_save_outlasts_a_fault_at_any_request(fault: Fault, place: Place, ledger: Ledger, full_run: bool) -> None:
-    place.save(0)
-    total = count_requests(place, lambda: place.save(0))
-    numbers = sample_of(total, full_run, every=3)
-    lost = []
-    for number in numbers:
-        place.proxy.arm(once(number, fault))
-        error = attempt(lambda step=number: place.save(step))
-        assert place.proxy.faults
-        place.proxy.arm(no_fault)
-        if error is not None or place.step_there() != number:
-            lost.append(f"request {number}: {error!r}")
-    if uploads := place.uploads():
-        lost.append(f"uploads are left over: {uploads}")
-    what = f"S3, a save: {fault} at one request, each in turn"
-    entered(ledger, what, len(numbers), lost, sample=not full_run)
+def saves(ci: Fault, of: Sequence[Fault], lasts: bool, every: int, first: int = 1) -> list[Any]:
+    """Of these faults one is tried by default, at one of ``every`` requests; the others in the long run."""
+    marks = {fault: [] if fault == ci else [pytest.mark.long] for fault in of}
+    return [pytest.param(fault, lasts, every, first, marks=marks[fault]) for fault in of]
 
 
-@pytest.mark.parametrize("fault", in_ci("expired", of=[*PASSING, *FINAL]))
-def test_a_fault_that_stays_leaves_the_earlier_checkpoint_or_the_new_one(
-    fault: Fault, place: Place, ledger: Ledger, full_run: bool
+@pytest.mark.timeout(LONG_S)
+@pytest.mark.parametrize(
+    ("fault", "lasts", "every", "first"),
+    [
+        *saves("lost", PASSING, False, 3),
+        *saves("expired", [*PASSING, *FINAL], True, 3),
+        *saves("shifted", [*FINAL, *WRONG], False, 4),
+        *saves("stall", HANGING, False, 12, 4),
+        *saves("stall", ["stall"], True, 30, 15),
+    ],
+)
+def test_a_save_leaves_the_earlier_checkpoint_or_the_new_one(
+    fault: Fault, lasts: bool, every: int, first: int, place: Place, ledger: Ledger, full_run: bool
 ) -> None:
+    """One outlasts what passes at once. Under a stall it may fail on a busy machine, which answers no sooner."""
     place.save(0)
     total = count_requests(place, lambda: place.save(0))
-    faults = [(number, from_then_on(number, fault)) for number in sample_of(total, full_run, every=3)]
-    what = f"S3, a save: {fault} from one request on, each in turn"
-    entered(ledger, what, len(faults), save_under(place, faults), sample=not full_run)
-
-
-@pytest.mark.parametrize("fault", in_ci("shifted", of=[*FINAL, *WRONG, "cut"]))
-def test_answers_that_are_wrong_once(fault: Fault, place: Place, ledger: Ledger, full_run: bool) -> None:
-    place.save(0)
-    total = count_requests(place, lambda: place.save(0))
-    faults = [(number, once(number, fault)) for number in sample_of(total, full_run, every=4)]
-    lost = save_under(place, faults)
-    entered(ledger, f"S3, a save: {fault} at one request, each in turn", len(faults), lost, sample=not full_run)
-
-
-@pytest.mark.timeout(LONG_S)
-@pytest.mark.parametrize("fault", in_ci("stall", of=HANGING))
-def test_a_save_under_a_stall(fault: Fault, place: Place, ledger: Ledger, full_run: bool) -> None:
-    """It may fail on a busy machine, which answers no sooner than a stalled one."""
-    place.save(0)
-    total = count_requests(place, lambda: place.save(0))
-    faults = [(number, once(number, fault)) for number in sample_of(total, full_run, every=12, first=4)]
-    lost = save_under(place, faults, hasty(place))
-    entered(ledger, f"S3, a save: {fault} at one request, each in turn", len(faults), lost, sample=not full_run)
-
-
-@pytest.mark.timeout(LONG_S)
-def test_a_stall_that_stays_ends_in_time(place: Place, ledger: Ledger, full_run: bool) -> None:
-    place.save(0)
-    total = count_requests(place, lambda: place.save(0))
-    numbers = range(1, total + 1) if full_run else (total // 2,)
-    faults = [(number, from_then_on(number, "stall")) for number in numbers]
-    lost = save_under(place, faults, hasty(place))
-    what = "S3, a save: no answer from one request on, each in turn"
-    entered(ledger, what, len(faults), lost, sample=not full_run)
+    make = from_then_on if lasts else once
+    faults = [(number, make(number, fault)) for number in sample_of(total, full_run, every, first)]
+    assert faults
+    saver = hasty(place) if fault in HANGING else place
+    lost = save_under(place, faults, saver, outlasted=not lasts and fault in PASSING)
+    when = "from one request on" if lasts else "at one request"
+    entered(ledger, f"S3, a save: {fault} {when}, each in turn", len(faults), lost, sample=not full_run)
 
 
 @pytest.mark.parametrize("fault", in_ci("expired", of=["expired", 500, "reset"]))
@@ -292,6 +262,22 @@ def load_all(place: Place, step: int) -> None:
     into = {name: torch.zeros_like(tensor) for name, tensor in state(step).items()}
     checkpoint.load(place.path, into, storage_options=place.options)
     assert all(torch.equal(into[name], tensor) for name, tensor in state(step).items()), "a wrong value"
+
+
+def test_a_server_that_dies_in_mid_save_is_an_error_and_the_earlier_checkpoint_is_whole(tmp_path: Path) -> None:
+    with serve("s3", tmp_path / "data") as server:
+        path = f"{server.url}/c"
+        checkpoint.save(state(0), path, storage_options=server.options)
+
+        def die(number: int, method: str, url: str) -> None:
+            if "partNumber=2" in url:
+                server.kill()
+
+        with behind(server.endpoint, die) as proxy, pytest.raises((CheckpointError, OSError)):
+            checkpoint.save(state(1), path, storage_options=through(server.options, proxy))
+    with serve("s3", tmp_path / "data") as server:
+        assert torch.equal(checkpoint.read(path, storage_options=server.options)["large"].full(), state(0)["large"])
+        assert checkpoint.verify(path, storage_options=server.options).ok
 
 
 # -- gather ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""The chunks as columns: what is found, checked and read of them by arrays is what one finds one by one.
-
-A large table is read by blocks. What counts as large is set to nothing here.
-"""
+"""The chunks as columns: what is found, checked and read of them by arrays is what one finds one by one."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ from lightning_shard.checkpoint.boxes import Box, uncovered
 from lightning_shard.checkpoint.format import table as tables
 from lightning_shard.checkpoint.format.chunks import Chunk, TensorEntry, rows_of
 from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest, Section
-from lightning_shard.checkpoint.loading import open as opening
-from lightning_shard.checkpoint.loading.open import find, in_reach, open_found, to_tell
+from lightning_shard.checkpoint.loading.open import find, open_found, to_tell
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
@@ -118,13 +114,7 @@ def test_all_that_is_wrong_is_told_by_tensor() -> None:
         len(manifest.model["c"].chunks)
 
 
-# -- a large table, by blocks -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(tables, "BLOCK_BYTES", BLOCK_BYTES * 16)
+# -- its file ---------------------------------------------------------------------------------------------------------
 
 
 def save(path: Path, add: float = 0.0) -> Any:
@@ -147,13 +137,6 @@ def told(path: Path) -> Any:
     return pickle.loads(pickle.dumps(to_tell(find(str(path), None), None, Ranks(0, (0, 1)))))
 
 
-def opened(path: Path) -> Any:
-    """A checkpoint as another rank opens it."""
-    found = told(path)
-    assert found.table is None
-    return open_found(str(path), None, True, found)
-
-
 def entries(manifest: Manifest) -> dict[Any, Any]:
     return {
         (title, name): (entry.dtype, entry.shape, list(entry.chunks), section.alias_of(name))
@@ -162,34 +145,30 @@ def entries(manifest: Manifest) -> dict[Any, Any]:
     }
 
 
-@pytest.mark.usefixtures("everything_is_large")
-def test_a_table_that_is_read_by_blocks_is_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_first_rank_sends_is_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "BLOCK_BYTES", BLOCK_BYTES * 16)
     save(tmp_path)
-    data = (tmp_path / "manifest.json").read_bytes()
-    ours, whole = opened(tmp_path), checkpoint.read(tmp_path)
+    ours, whole = open_found(str(tmp_path), None, True, told(tmp_path)), checkpoint.read(tmp_path)
     assert ours.manifest.table.blocks > 3
     assert entries(ours.manifest) == entries(whole.manifest)
-    assert ours.manifest.to_bytes() == data
-    assert ours.manifest.chunks.table.data() == (tmp_path / ours.manifest.table.path).read_bytes()
+    assert ours.manifest.to_bytes() == (tmp_path / "manifest.json").read_bytes()
+    assert told(tmp_path).table == (tmp_path / ours.manifest.table.path).read_bytes()
     assert all(torch.equal(ours[name].full(), torch.arange(6.0) + number) for number, name in enumerate(NAMES))
     assert ours.rank_state(0) == {"seed": torch.tensor(5)}
     assert ours.rank_state(1) == {}
     assert torch.equal(ours.trainer_state()["of"], torch.ones(2))
     assert torch.equal(ours.optimizer["m"][1], torch.tensor([6.0, 8.0, 10.0]))
     assert checkpoint.verify(tmp_path).ok
-    monkeypatch.setattr(opening, "WHOLE_BYTES", 2**20)
-    assert told(tmp_path).table == (tmp_path / ours.manifest.table.path).read_bytes()
     checkpoint.gather(tmp_path, tmp_path / "out.safetensors")
     assert told(tmp_path / "out.safetensors").table
 
 
-@pytest.mark.usefixtures("everything_is_large")
 @pytest.mark.parametrize("how", ["flipped", "cut", "removed", "replaced", "fails"])
 def test_a_table_that_has_changed_since_the_manifest_was_read_is_told_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     save(tmp_path)
-    ours = opened(tmp_path)
+    ours = checkpoint.read(tmp_path)
     path = tmp_path / ours.manifest.table.path
     data = path.read_bytes()
     if how == "removed":
@@ -209,25 +188,6 @@ def test_a_table_that_has_changed_since_the_manifest_was_read_is_told_as_such(
     error: type[CheckpointError] = CheckpointReplacedError if how in ("removed", "replaced") else CorruptCheckpointError
     error = CheckpointError if how == "fails" else error
     with pytest.raises(CheckpointError) as caught:
-        ours.manifest.chunks.table.data()
+        assert ours.manifest.chunks.table.data
     assert type(caught.value) is error
     assert "table-" in str(caught.value) or error is CheckpointReplacedError
-
-
-@pytest.mark.usefixtures("everything_is_large")
-def test_ranks_that_do_not_see_a_large_table_are_sent_it(tmp_path: Path) -> None:
-    save(tmp_path / "here")
-    found = told(tmp_path / "here")
-
-    class TwoRanks(Ranks):
-        def any(self, *asked: bool) -> tuple[bool, ...]:
-            return asked
-
-        def gather(self, value: Any) -> list[Any]:
-            return [value]
-
-    assert in_reach(found, None, TwoRanks(0, (0, 1))) == found
-    (path,) = (tmp_path / "here").glob("table-*")
-    path.rename(tmp_path / "kept")
-    with pytest.raises(CheckpointError):
-        opened(tmp_path / "here").full()

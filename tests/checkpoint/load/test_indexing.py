@@ -41,7 +41,7 @@ INDICES = [
     (0, slice(None), [1, 2]),
     (slice(1, 4), [0, 3], slice(2, None)),
     ([0, 5], slice(None, None, 2), [3, 0]),
-    ([[0], [5]], [1, 2, 3]),
+    (torch.tensor([[0], [5]]), [1, 2, 3]),
     (..., torch.tensor([[0, 3], [1, 2]])),
     (slice(2, 2), [0]),
     ([], 4),
@@ -72,40 +72,21 @@ def test_the_result_is_torchs(stored: checkpoint.Checkpoint, index: Any) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_of_every_dtype_also_those_that_torch_does_not_index(stored: checkpoint.Checkpoint, dtype: torch.dtype) -> None:
-    found = stored[str(dtype)][[5, 0], ::-2]
-    expected = values(torch.int32)[[5, 0]].flip(1)[:, ::2].to(dtype)
+    found = stored[str(dtype)][[5, 0], ::2]
+    expected = values(torch.int32)[[5, 0]][:, ::2].to(dtype)
     assert found.dtype == dtype
     assert found.tolist() == expected.tolist() if dtype != torch.float8_e4m3fn else True
     assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.tuples(*[st.slices(size) for size in (6, 5, 4)]))
-def test_slices_are_numpys_with_steps_of_either_sign(stored: checkpoint.Checkpoint, index: tuple[slice, ...]) -> None:
-    found = stored["torch.int32"][index]
-    assert np.array_equal(found.numpy(), values(torch.int32).numpy()[index])
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        [[0, 1], [1, 2]],
-        [[0, 1]],
-        [(0, 1), range(2)],
-        [torch.tensor(1), torch.tensor(2)],
-        [[torch.tensor(1), torch.tensor(2)]],
-        [np.array([1, 2])],
-        [slice(0, 2), 1],
-        [0, None],
-        [..., 0],
-    ],
-    ids=str,
-)
-def test_a_list_that_numpy_takes_for_an_array_and_torch_for_a_tuple_is_refused(
-    stored: checkpoint.Checkpoint, index: Any
-) -> None:
-    with pytest.raises(IndexError, match=r"pass torch\.tensor\(list\); to index several dims pass a tuple"):
-        stored["torch.int32"][index]
+def test_slices_are_torchs(stored: checkpoint.Checkpoint, index: tuple[slice, ...]) -> None:
+    if any((item.step or 1) < 0 for item in index):
+        with pytest.raises(IndexError, match="flip what you read"):
+            stored["torch.int32"][index]
+    else:
+        assert torch.equal(stored["torch.int32"][index], values(torch.int32)[index])
 
 
 def test_a_scalar_has_no_dims(stored: checkpoint.Checkpoint) -> None:
@@ -123,23 +104,15 @@ def test_a_scalar_has_no_dims(stored: checkpoint.Checkpoint) -> None:
         ((0, 0, 0, 0), "too many indices"),
         ((..., 0, ...), "too many indices"),
         (torch.ones(5, dtype=torch.bool), r"mask of shape \(5,\)"),
-        ([0.5], "float64"),
-        (1.5, "float64"),
-        (True, "single bool"),
-        (torch.tensor(True), "single bool"),
-        (torch.tensor([1, 0, 1], dtype=torch.uint8), "convert to bool or int64"),
-        ("name", "can't be indexed with"),
-        ([slice(1), 2], "can't be indexed with"),
-        ([[1, 2], [3]], "can't be indexed with"),
+        *[(index, "can't be indexed with") for index in ([0.5], 1.5, True, torch.tensor(True), "name", [[0, 1]])],
+        (torch.tensor([1, 0, 1], dtype=torch.uint8), "signed integers or bools"),
+        *[(index, "can't be indexed with") for index in ([slice(1), 2], [0, None], [torch.tensor(1)], [range(2)])],
     ],
     ids=str,
 )
 def test_what_numpy_and_torch_do_not_agree_on_is_refused(stored: checkpoint.Checkpoint, index: Any, says: str) -> None:
     with pytest.raises(IndexError, match=says):
         stored["torch.int32"][index]
-
-
-ROWS, ROW_BYTES = 40_000, 2000
 
 
 def test_a_box_that_reaches_beyond_a_tensor_is_refused(tmp_path: Path) -> None:

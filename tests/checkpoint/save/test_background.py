@@ -169,17 +169,6 @@ def test_the_end_of_the_block_raises_a_failure_or_adds_it_to_the_error_that_ende
     assert "No space left" in caught.value.__notes__[0]
 
 
-def test_a_saver_that_is_dropped_with_a_save_under_way_warns(tmp_path, gate):
-    saver = checkpoint.AsyncSaver()
-    saver.save({"w": torch.ones(4)}, tmp_path / "c")
-    saving = saver._saving
-    with pytest.warns(ResourceWarning, match="before anybody waited"):
-        del saver
-    gate.set()
-    saving.result(30)
-    assert checkpoint.exists(tmp_path / "c")
-
-
 # Without the package's own __init__, which imports much that isn't needed here.
 ENDS_WITHOUT_WAITING = """
 import sys, time, torch, types

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint.convert import write
+from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -265,10 +265,10 @@ def test_nested_states_of_dtensors_need_no_mesh(tmp_path):
 
 
 def gather_to_a_full_disk(folder: str) -> str:
-    """Only the first rank makes room for the file, and meets the error itself; the other is told of it."""
+    """Only the first rank writes the file, and meets the error itself; the other is told of it."""
     checkpoint.save({"w": torch.arange(4.0)}, f"{folder}/c")
     full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(write, "_reserve", side_effect=full), pytest.raises(CheckpointError) as caught:
+    with mock.patch.object(LocalStore, "publish", side_effect=full), pytest.raises(CheckpointError) as caught:
         checkpoint.gather(f"{folder}/c", f"{folder}/model.safetensors")
     dist.barrier()
     return str(caught.value)

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,8 +19,6 @@ import torch.distributed as dist
 from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint import tiers
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.checkpoint.saving.accounts import Account
-from lightning_shard.checkpoint.saving.save import plan_part
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.checkpoint.store.s3 import S3Store
 from lightning_shard.checkpoint.tiers import LocalTier, Source
@@ -88,19 +85,13 @@ def curves(url: str, options: dict[str, Any], folder: str) -> tuple[list[str], l
     said = Said()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(said)
     local = run(STAGES, url, options, f"{folder}/disk", TRAINED, resume="last")
-    with as_a_machine_of_its_own():
-        own = run(STAGES, f"{url}-2", options, own_disk(folder, dist.get_rank()), TRAINED, resume="last")
+    own = run(STAGES, f"{url}-2", options, own_disk(folder, dist.get_rank()), TRAINED, resume="last")
     whole = train("gpt", STAGES, steps=TRAINED, shuffle=True, trainer={"limit_val_batches": 0})
     return said.lines, [local, own, whole]
 
 
 def own_disk(folder: str | Path, rank: int) -> str:
     return f"{folder}/disk-of-{rank}"
-
-
-def as_a_machine_of_its_own() -> Any:
-    """A rank's files are then looked for by itself alone, as where no other machine sees them."""
-    return mock.patch(f"{plan_part.__module__}.Account", partial(Account, host=f"machine-{dist.get_rank()}"))
 
 
 def tier_of(folder: str, rank: int) -> LocalTier:
@@ -230,11 +221,6 @@ def test_damage_that_one_rank_finds_is_raised_on_every_rank_and_passed_over_by_a
 
 
 def on_disks_of_their_own(folder: str) -> None:
-    with as_a_machine_of_its_own():
-        save_and_look_for(folder)
-
-
-def save_and_look_for(folder: str) -> None:
     rank, ranks = dist.get_rank(), Ranks.of()
     tier, path = tier_of(folder, rank), f"{folder}/store/last.ckpt"
     copy = Path(tier.copy_of(path))

@@ -11,9 +11,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torchmetrics import RunningMean
 
-from lightning_shard.errors import ConfigurationError, StepError
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
-from lightning_shard.plugin.limits import refuse, refuse_synced_generation
+from lightning_shard.plugin.limits import refuse
 
 
 def test_gradients_scaled_by_frequency_in_a_microbatch_are_warned_of() -> None:
@@ -52,32 +52,3 @@ def test_metrics_over_the_last_updates_are_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         refuse(trainer, module, Layout(pipeline_parallel_size=2), 1)
-
-
-class Generating(nn.Module):
-    def generate(self, tokens: int, *, synced_gpus: bool | None = None, more: int = 0) -> int:
-        return tokens + more + (synced_gpus is None)
-
-
-class GeneratesByPosition(nn.Module):
-    def generate(self, tokens: int = 0, more: int = 0, synced_gpus: bool | None = None) -> int:
-        return tokens + more + (synced_gpus is None)
-
-
-class GeneratesAlone(nn.Module):
-    def generate(self, tokens: int) -> int:
-        return tokens
-
-
-def test_synced_generation_on_stages_is_refused() -> None:
-    """Stages would wait for each other forever; and it is left out where FSDP would have it."""
-    module = nn.Sequential(Generating(), GeneratesAlone(), GeneratesByPosition())
-    refuse_synced_generation(module)
-    network, alone, by_position = copy.deepcopy(module)
-    assert alone.generate(1) == 1
-    assert network.generate(1, more=1) == network.generate(1, synced_gpus=False, more=1) == 2
-    with pytest.raises(StepError, match="leave it out"):
-        network.generate(1, synced_gpus=True)
-    assert by_position.generate(1, 1, False) == by_position.generate(1, 1, None) == by_position.generate(more=2) == 2
-    with pytest.raises(StepError, match="leave it out"):
-        by_position.generate(1, 1, True)

@@ -7,6 +7,7 @@ import io
 import logging
 import math
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -57,11 +58,6 @@ def monitor_devices(run: Run) -> Any:
     return seen, run.on_rank_zero(lambda: sorted({key for row in found for key in row}))
 
 
-@habit("GradientAccumulationScheduler", long=True)
-def scheduled_accumulation(run: Run) -> Any:
-    return run.fit(callbacks=[stock.GradientAccumulationScheduler({0: 2, 1: 4})], max_epochs=2)
-
-
 @habit("LambdaCallback: hooks, in their order", long=True)
 def lambdas(run: Run) -> Any:
     calls: list[str] = []
@@ -90,10 +86,10 @@ def keep_the_best(run: Run) -> Any:
     return seen, run.files(), best, Path(save.best_model_path).name, float(save.best_model_score)
 
 
-@habit("lightning_shard.ModelCheckpoint: by steps, all kept, weights only, a link", long=True)
+@habit("lightning_shard.ModelCheckpoint: by steps, all kept, weights only, last", long=True)
 def keep_by_steps(run: Run) -> Any:
     save = lightning_shard.ModelCheckpoint(
-        run.folder, every_n_train_steps=2, save_top_k=-1, save_weights_only=True, save_last="link"
+        run.folder, every_n_train_steps=2, save_top_k=-1, save_weights_only=True, save_last=True
     )
     return run.fit(callbacks=[save], enable_checkpointing=True), run.files()
 
@@ -154,14 +150,14 @@ def keep_on_exception_too(run: Run) -> Any:
 # -- what people look at
 
 
-def printed(run: Run, parts: list[str], **options: Any) -> Any:
+def printed(parts: list[str], flag: str, make: Any, run: Run) -> Any:
     """A fit, and which of ``parts`` it showed on rank 0; the others show nothing."""
     shown = io.StringIO()
     handler = logging.StreamHandler(shown)
     logger = logging.getLogger("lightning.pytorch.callbacks.model_summary")
     logger.addHandler(handler)
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-        seen = run.fit(num_sanity_val_steps=1, **options)
+        seen = run.fit(num_sanity_val_steps=1, callbacks=[make()], **{flag: True})
     logger.removeHandler(handler)
     found = [part for part in parts if part in shown.getvalue()]
     assert found == run.on_rank_zero(lambda: found) or not found
@@ -171,37 +167,17 @@ def printed(run: Run, parts: list[str], **options: Any) -> Any:
 BAR = ["Sanity", "Epoch 0", "4/4", "Validation", "train_loss"]
 
 
-@habit("TQDMProgressBar", long=True)
-def bar(run: Run) -> Any:
-    return printed(run, BAR, callbacks=[stock.TQDMProgressBar(1, leave=True)], enable_progress_bar=True)
-
-
-@habit("RichProgressBar", long=True)
-def rich_bar(run: Run) -> Any:
-    return printed(run, BAR, callbacks=[stock.RichProgressBar(1, leave=True)], enable_progress_bar=True)
-
-
 SUMMARY = [
-    "net.blocks",
-    "Block",
-    "ModuleList",
-    "FSDP",
-    "Later",
-    "346",
-    "288",
-    "Trainable params",
-    "Non-trainable params",
+    *("net.blocks", "Block", "ModuleList", "FSDP", "Later", "346", "288", "Trainable params", "Non-trainable params")
 ]
-
-
-@habit("ModelSummary")
-def summary(run: Run) -> Any:
-    return printed(run, SUMMARY, callbacks=[stock.ModelSummary(3)], enable_model_summary=True)
-
-
-@habit("RichModelSummary", long=True)
-def rich_summary(run: Run) -> Any:
-    return printed(run, SUMMARY, callbacks=[stock.RichModelSummary(3)], enable_model_summary=True)
+SHOWING: dict[str, tuple[list[str], str, Any]] = {
+    "TQDMProgressBar": (BAR, "enable_progress_bar", partial(stock.TQDMProgressBar, 1, leave=True)),
+    "RichProgressBar": (BAR, "enable_progress_bar", partial(stock.RichProgressBar, 1, leave=True)),
+    "ModelSummary": (SUMMARY, "enable_model_summary", partial(stock.ModelSummary, 3)),
+    "RichModelSummary": (SUMMARY, "enable_model_summary", partial(stock.RichModelSummary, 3)),
+}
+for _name, _shown in SHOWING.items():
+    habit(_name, long=_name != "ModelSummary")(partial(printed, *_shown))
 
 
 @habit("Timer", long=True)
@@ -242,19 +218,18 @@ def throughput(run: Run) -> Any:
 # -- what changes the training
 
 
-@habit("StochasticWeightAveraging", long=True)
-def average_late(run: Run) -> Any:
-    return run.fit(callbacks=[stock.StochasticWeightAveraging(0.05, swa_epoch_start=1)], max_epochs=3)
+def with_callback(make: Any, epochs: int, run: Run) -> Any:
+    return run.fit(callbacks=[make()], max_epochs=epochs)
 
 
-@habit("WeightAveraging", long=True)
-def average(run: Run) -> Any:
-    return run.fit(callbacks=[stock.WeightAveraging()], max_epochs=2)
-
-
-@habit("EMAWeightAveraging", long=True)
-def average_exponentially(run: Run) -> Any:
-    return run.fit(callbacks=[stock.EMAWeightAveraging(decay=0.9)], max_epochs=2)
+CHANGING: dict[str, tuple[Any, int]] = {
+    "GradientAccumulationScheduler": (partial(stock.GradientAccumulationScheduler, {0: 2, 1: 4}), 2),
+    "StochasticWeightAveraging": (partial(stock.StochasticWeightAveraging, 0.05, swa_epoch_start=1), 3),
+    "WeightAveraging": (stock.WeightAveraging, 2),
+    "EMAWeightAveraging": (partial(stock.EMAWeightAveraging, decay=0.9), 2),
+}
+for _name, _changing in CHANGING.items():
+    habit(_name, long=True)(partial(with_callback, *_changing))
 
 
 class Tuned(Module):

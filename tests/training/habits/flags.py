@@ -23,56 +23,45 @@ habit = Habits("Flags of the Trainer")
 logging_habit = Habits("Logging")
 
 
-# -- how gradients are used
+ACROSS = {"val_check_interval": 3, "check_val_every_n_epoch": None, "max_epochs": 2}
+ON_THE_MACHINE = {"deterministic": True, "benchmark": False, "inference_mode": False, "sync_batchnorm": True}
+FLAGS: dict[str, list[dict[str, Any]]] = {
+    "accumulate_grad_batches, that doesn't divide an epoch": [{"accumulate_grad_batches": 3, "max_epochs": 2}],
+    "gradient_clip_val": [{"gradient_clip_val": 0.05}],
+    'gradient_clip_algorithm="value"': [{"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}],
+    "detect_anomaly": [{"detect_anomaly": True}],
+    "val_check_interval, in batches, of an epoch and across epochs": [
+        *({"val_check_interval": 3}, {"val_check_interval": 0.5}, ACROSS)
+    ],
+    "check_val_every_n_epoch": [{"check_val_every_n_epoch": 2, "max_epochs": 3}],
+    "limit_train_batches, limit_val_batches as numbers": [
+        *({"limit_train_batches": 3, "limit_val_batches": 1}, {"limit_train_batches": 1, "limit_val_batches": 0})
+    ],
+    "limit_train_batches, limit_val_batches as fractions": [{"limit_train_batches": 0.5, "limit_val_batches": 0.5}],
+    "max_steps, min_steps, min_epochs, max_epochs=0": [
+        *({"max_steps": 3}, {"min_steps": 6}, {"min_epochs": 2, "max_epochs": 3}, {"max_epochs": 0})
+    ],
+    "max_time": [{"max_time": {"microseconds": 1}}],
+    "num_sanity_val_steps": [{"num_sanity_val_steps": -1}],
+    "overfit_batches": [{"overfit_batches": 2, "max_epochs": 2}],
+    "fast_dev_run": [{"fast_dev_run": 2}],
+    "deterministic, benchmark, inference_mode=False, sync_batchnorm without BatchNorm": [ON_THE_MACHINE],
+}
 
 
-@habit("accumulate_grad_batches, that doesn't divide an epoch", long=True)
-def accumulate(run: Run) -> Any:
-    return run.fit(accumulate_grad_batches=3, max_epochs=2)
+def fits(each: list[dict[str, Any]], run: Run) -> Any:
+    return [run.fit(**flags) for flags in each]
 
 
-@habit("accumulate_grad_batches, with a validation in its middle")
-def validate_while_accumulating(run: Run) -> Any:
-    return run.fit(accumulate_grad_batches=4, val_check_interval=2)
-
-
-@habit("gradient_clip_val", long=True)
-def clip(run: Run) -> Any:
-    return run.fit(gradient_clip_val=0.05)
-
-
-@habit('gradient_clip_algorithm="value"', long=True)
-def clip_values(run: Run) -> Any:
-    return run.fit(gradient_clip_val=0.001, gradient_clip_algorithm="value")
-
-
-@habit("detect_anomaly", long=True)
-def detect_anomaly(run: Run) -> Any:
-    return run.fit(detect_anomaly=True)
-
-
-# -- when to validate, and how long to train
-
-
-@habit("val_check_interval, in batches, of an epoch and across epochs", long=True)
-def validate_in_an_epoch(run: Run) -> Any:
-    across = {"val_check_interval": 3, "check_val_every_n_epoch": None, "max_epochs": 2}
-    return run.fit(val_check_interval=3), run.fit(val_check_interval=0.5), run.fit(**across)
-
-
-@habit("check_val_every_n_epoch", long=True)
-def validate_after_epochs(run: Run) -> Any:
-    return run.fit(check_val_every_n_epoch=2, max_epochs=3)
-
-
-@habit("limit_train_batches, limit_val_batches as numbers", long=True)
-def limit_by_number(run: Run) -> Any:
-    return run.fit(limit_train_batches=3, limit_val_batches=1), run.fit(limit_train_batches=1, limit_val_batches=0)
-
-
-@habit("limit_train_batches, limit_val_batches as fractions", long=True)
-def limit_by_fraction(run: Run) -> Any:
-    return run.fit(limit_train_batches=0.5, limit_val_batches=0.5)
+for _name, _each in FLAGS.items():
+    habit(_name, long=True)(partial(fits, _each))
+habit("accumulate_grad_batches, with a validation in its middle")(
+    partial(fits, [{"accumulate_grad_batches": 4, "val_check_interval": 2}])
+)
+habit("precision=bf16-mixed, as near as bf16 is", tolerance=0.05, long=True)(
+    partial(fits, [{"precision": "bf16-mixed"}])
+)
+habit("precision=64-true", tolerance=1e-12, long=True)(partial(fits, [{"precision": "64-true"}]))
 
 
 @habit("limit_test_batches, limit_predict_batches; Trainer.test, validate, predict")
@@ -83,32 +72,6 @@ def evaluate(run: Run) -> Any:
     validated = trainer.validate(module, run.loader(16), verbose=False)
     [predicted] = trainer.predict(module, run.loader(16))
     return tested, validated, run.in_order(list(predicted))
-
-
-@habit("max_steps, min_steps, min_epochs, max_epochs=0", long=True)
-def how_long(run: Run) -> Any:
-    ends = {"max_steps": 3}, {"min_steps": 6}, {"min_epochs": 2, "max_epochs": 3}, {"max_epochs": 0}
-    return [run.fit(**end) for end in ends]
-
-
-@habit("max_time", long=True)
-def max_time(run: Run) -> Any:
-    return run.fit(max_time={"microseconds": 1})
-
-
-@habit("num_sanity_val_steps", long=True)
-def sanity(run: Run) -> Any:
-    return run.fit(num_sanity_val_steps=-1)
-
-
-@habit("overfit_batches", long=True)
-def overfit(run: Run) -> Any:
-    return run.fit(overfit_batches=2, max_epochs=2)
-
-
-@habit("fast_dev_run", long=True)
-def fast_dev_run(run: Run) -> Any:
-    return run.fit(fast_dev_run=2)
 
 
 @habit("reload_dataloaders_every_n_epochs", long=True)
@@ -149,40 +112,33 @@ def new_head_between_fits(run: Run) -> Any:
     return run.fit(module)
 
 
-@habit("a new head in on_train_epoch_start", refused={"pp2": LATE, "dp2": LATE}, long=True)
-def new_head_in_a_fit(run: Run) -> Any:
-    class Grows(Module):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                self.net.head = torch.nn.Linear(WIDTH, 2)
-
-    return run.fit(Grows(), max_epochs=2)
+@habit.of_module("a new head in on_train_epoch_start", {"max_epochs": 2}, refused={"pp2": LATE, "dp2": LATE}, long=True)
+class Grows(Module):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net.head = torch.nn.Linear(WIDTH, 2)
 
 
 GAIN = r"ConfigurationError: The parameter 'gain' was added to the module, or replaced, after"
 
 
-@habit("add_param_group of a new parameter in the middle of an epoch", refused={"pp2": GAIN, "dp2": GAIN}, long=True)
-def new_parameter_in_an_epoch(run: Run) -> Any:
-    class Grows(Module):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 2:
-                self.gain = torch.nn.Parameter(torch.ones(()))
-                self.optimizers().add_param_group({"params": [self.gain]})
-
-    return run.fit(Grows())
+@habit.of_module(
+    "add_param_group of a new parameter in the middle of an epoch", refused={"pp2": GAIN, "dp2": GAIN}, long=True
+)
+class NewParameterInAnEpoch(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.gain = torch.nn.Parameter(torch.ones(()))
+            self.optimizers().add_param_group({"params": [self.gain]})
 
 
 COPY = r"StepError: copy.deepcopy of a \w+ .*EMAWeightAveraging"
 
 
-@habit("copy.deepcopy of the network in on_fit_start", refused={"pp2": COPY, "dp2": COPY}, long=True)
-def copy_in_a_fit(run: Run) -> Any:
-    class Keeps(Module):
-        def on_fit_start(self) -> None:
-            self.kept = [copy.deepcopy(self.net)]
-
-    return run.fit(Keeps())
+@habit.of_module("copy.deepcopy of the network in on_fit_start", refused={"pp2": COPY, "dp2": COPY}, long=True)
+class Keeps(Module):
+    def on_fit_start(self) -> None:
+        self.kept = [copy.deepcopy(self.net)]
 
 
 @habit("load_state_dict of a whole module, layers unfrozen and frozen, between fits")
@@ -281,22 +237,7 @@ def restored_before(run: Run) -> Any:
     return run.fit(Continues(), datamodule=InParts(run), limit_val_batches=0, **resumed), counts.begins_at
 
 
-# -- the machine, and what is shown
-
-
-@habit("deterministic, benchmark, inference_mode=False, sync_batchnorm without BatchNorm", long=True)
-def of_the_machine(run: Run) -> Any:
-    return run.fit(deterministic=True, benchmark=False, inference_mode=False, sync_batchnorm=True)
-
-
-@habit("precision=bf16-mixed, as near as bf16 is", tolerance=0.05, long=True)
-def bf16_mixed(run: Run) -> Any:
-    return run.fit(precision="bf16-mixed")
-
-
-@habit("precision=64-true", tolerance=1e-12, long=True)
-def in_64_bits(run: Run) -> Any:
-    return run.fit(precision="64-true")
+# -- what is shown
 
 
 @habit("profiler=simple, advanced", long=True)

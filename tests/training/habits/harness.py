@@ -20,7 +20,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
@@ -287,6 +289,19 @@ class Habits(list[Habit]):
             return function
 
         return add
+
+    def of_module(self, name: str, fit: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> Any:
+        """Decorator of a module's class: a habit that is one fit of it."""
+
+        def add(kind: Any) -> Any:
+            self(name, **options)(partial(_fit_of, kind, dict(fit)))
+            return kind
+
+        return add
+
+
+def _fit_of(kind: Any, options: dict[str, Any], run: Run) -> Any:
+    return run.fit(kind(), **options)
 
 
 @dataclass(frozen=True)

@@ -48,58 +48,43 @@ def in_order(run: Run) -> Any:
     return run.fit(kind(), num_sanity_val_steps=1, accumulate_grad_batches=2), calls
 
 
-@habit("on_train_batch_start that ends the epoch by -1", long=True)
-def ends_the_epoch(run: Run) -> Any:
-    class Ends(Module):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-            return -1 if batch_idx == 2 else None
-
-    return run.fit(Ends(), max_epochs=2)
+@habit.of_module("on_train_batch_start that ends the epoch by -1", {"max_epochs": 2}, long=True)
+class Ends(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == 2 else None
 
 
-@habit("trainer.should_stop in a step", long=True)
-def stops(run: Run) -> Any:
-    class Stops(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.trainer.should_stop |= batch_idx == 2
-            return super().training_step(batch, batch_idx)
-
-    return run.fit(Stops(), max_epochs=2)
+@habit.of_module("trainer.should_stop in a step", {"max_epochs": 2}, long=True)
+class Stops(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trainer.should_stop |= batch_idx == 2
+        return super().training_step(batch, batch_idx)
 
 
 # -- gradients and optimizers
 
 
-@habit("on_before_optimizer_step: grad_norm, and gradients looked at", long=True)
-def looks_at_gradients(run: Run) -> Any:
-    class Looks(Module):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.log_dict(grad_norm(self, 2))
-
-    return run.fit(Looks())
+@habit.of_module("on_before_optimizer_step: grad_norm, and gradients looked at", long=True)
+class Looks(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, 2))
 
 
-@habit("configure_gradient_clipping", long=True)
-def clips_itself(run: Run) -> Any:
-    class Clips(Module):
-        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-            self.clip_gradients(optimizer, gradient_clip_val=0.03, gradient_clip_algorithm="norm")
-
-    return run.fit(Clips())
+@habit.of_module("configure_gradient_clipping", long=True)
+class Clips(Module):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.03, gradient_clip_algorithm="norm")
 
 
-@habit("optimizer_step: warming up, leaving steps out", long=True)
-def steps_itself(run: Run) -> Any:
-    class WarmsUp(Module):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            if batch_idx == 2:
-                optimizer_closure()
-            else:
-                optimizer.step(closure=optimizer_closure)
-            for group in optimizer.param_groups:
-                group["lr"] = 0.01 * (batch_idx + 1)
-
-    return run.fit(WarmsUp())
+@habit.of_module("optimizer_step: warming up, leaving steps out", long=True)
+class WarmsUp(Module):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx == 2:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (batch_idx + 1)
 
 
 class ByPlace(Module):
@@ -128,13 +113,10 @@ def by_place(run: Run) -> Any:
     return run.fit(ByPlace()), run.fit(ByModule())
 
 
-@habit("configure_optimizers that returns None", long=True)
-def no_optimizer(run: Run) -> Any:
-    class Looks(Module):
-        def configure_optimizers(self) -> Any:
-            return None
-
-    return run.fit(Looks())
+@habit.of_module("configure_optimizers that returns None", long=True)
+class NoOptimizer(Module):
+    def configure_optimizers(self) -> Any:
+        return None
 
 
 MANUAL = {"pp2": "ConfigurationError: .*manual optimization"}
@@ -146,87 +128,72 @@ class ByHand(Module):
         self.automatic_optimization = False
 
 
-@habit("manual optimization", refused=MANUAL)
-def manual(run: Run) -> Any:
-    class Manual(ByHand):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            loss = super().training_step(batch, batch_idx)
+@habit.of_module("manual optimization", refused=MANUAL)
+class Manual(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+@habit.of_module("manual optimization of a number that the module itself holds", refused=MANUAL, long=True)
+class Tempered(ByHand):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = torch.nn.Parameter(torch.tensor(0.5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        network, temperature = self.optimizers()
+        loss = F.mse_loss(self.net(batch["x"]) * self.temperature, batch["y"])
+        self.manual_backward(0.5 * loss, retain_graph=True)
+        self.manual_backward(0.5 * loss)
+        network.step()
+        network.zero_grad()
+        if batch_idx % 2:  # accumulates
+            temperature.step()
+            temperature.zero_grad()
+        self.log("train_loss", loss, sync_dist=True)
+        self.log("temperature", self.temperature.detach().clone())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.02), torch.optim.SGD([self.temperature], lr=0.1)
+
+
+@habit.of_module("two optimizers, toggled", refused=MANUAL, long=True)
+class Rivals(ByHand):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Net()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        one, two = self.optimizers()
+        for optimizer, sign in ((one, 1), (two, -1)):
+            self.toggle_optimizer(optimizer)
+            loss = (self.net(batch["x"]) + sign * self.other(batch["x"]) - batch["y"]).square().mean()
             self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
             optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+            self.log(f"loss{sign}", loss.detach(), sync_dist=True)
 
-    return run.fit(Manual())
-
-
-@habit("manual optimization of a number that the module itself holds", refused=MANUAL, long=True)
-def manual_temperature(run: Run) -> Any:
-    class Tempered(ByHand):
-        def __init__(self) -> None:
-            super().__init__()
-            self.temperature = torch.nn.Parameter(torch.tensor(0.5))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            network, temperature = self.optimizers()
-            loss = F.mse_loss(self.net(batch["x"]) * self.temperature, batch["y"])
-            self.manual_backward(0.5 * loss, retain_graph=True)
-            self.manual_backward(0.5 * loss)
-            network.step()
-            network.zero_grad()
-            if batch_idx % 2:  # accumulates
-                temperature.step()
-                temperature.zero_grad()
-            self.log("train_loss", loss, sync_dist=True)
-            self.log("temperature", self.temperature.detach().clone())
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.net.parameters(), lr=0.02), torch.optim.SGD([self.temperature], lr=0.1)
-
-    return run.fit(Tempered())
+    def configure_optimizers(self) -> Any:
+        of_other = torch.optim.Adam(self.other.parameters(), lr=0.01)
+        return torch.optim.SGD(self.net.parameters(), lr=0.02), of_other
 
 
-@habit("two optimizers, toggled", refused=MANUAL, long=True)
-def toggled(run: Run) -> Any:
-    class Rivals(ByHand):
-        def __init__(self) -> None:
-            super().__init__()
-            self.other = Net()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            one, two = self.optimizers()
-            for optimizer, sign in ((one, 1), (two, -1)):
-                self.toggle_optimizer(optimizer)
-                loss = (self.net(batch["x"]) + sign * self.other(batch["x"]) - batch["y"]).square().mean()
-                self.manual_backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                self.untoggle_optimizer(optimizer)
-                self.log(f"loss{sign}", loss.detach(), sync_dist=True)
-
-        def configure_optimizers(self) -> Any:
-            of_other = torch.optim.Adam(self.other.parameters(), lr=0.01)
-            return torch.optim.SGD(self.net.parameters(), lr=0.02), of_other
-
-    return run.fit(Rivals())
+@habit.of_module("LBFGS", {"max_steps": 2}, refused={"pp2": "ConfigurationError: LBFGS"}, long=True)
+class Searches(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
 
-@habit("LBFGS", refused={"pp2": "ConfigurationError: LBFGS"}, long=True)
-def lbfgs(run: Run) -> Any:
-    class Searches(Module):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
-
-    return run.fit(Searches(), max_steps=2)
-
-
-@habit("backward of one's own", refused={"pp2": "ConfigurationError: .*backward of its own"}, long=True)
-def own_backward(run: Run) -> Any:
-    class Goes(Module):
-        def backward(self, loss: Tensor) -> None:
-            loss.backward()
-
-    return run.fit(Goes())
+@habit.of_module("backward of one's own", refused={"pp2": "ConfigurationError: .*backward of its own"}, long=True)
+class Goes(Module):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
 
 # -- schedulers
@@ -280,22 +247,19 @@ def own_scheduler_step(run: Run) -> Any:
 # -- steps and their batches
 
 
-@habit("training_step that returns a dict; outputs in on_train_batch_end", long=True)
-def returns_a_dict(run: Run) -> Any:
-    class Returns(Module):
-        kept: tuple[Tensor, ...] = ()
+@habit.of_module("training_step that returns a dict; outputs in on_train_batch_end", long=True)
+class Returns(Module):
+    kept: tuple[Tensor, ...] = ()
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": super().training_step(batch, batch_idx), "x": batch["x"]}
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "x": batch["x"]}
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            assert torch.equal(outputs["x"], batch["x"])
-            self.kept += (outputs["loss"],)
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert torch.equal(outputs["x"], batch["x"])
+        self.kept += (outputs["loss"],)
 
-        def on_train_epoch_end(self) -> None:
-            self.log("kept", torch.stack(self.kept).mean(), sync_dist=True)
-
-    return run.fit(Returns())
+    def on_train_epoch_end(self) -> None:
+        self.log("kept", torch.stack(self.kept).mean(), sync_dist=True)
 
 
 @habit("validation_step that returns; outputs in on_validation_batch_end", long=True)
@@ -312,56 +276,49 @@ def returns_in_validation(run: Run) -> Any:
     return run.fit(Returns()), seen
 
 
-@habit("on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer", long=True)
-def transfers(run: Run) -> Any:
-    class Transfers(Module):
-        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return {**batch, "x": batch["x"] * 2}
+@habit.of_module("on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer", long=True)
+class Transfers(Module):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "x": batch["x"] * 2}
 
-        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-            return {key: value.to(device) for key, value in batch.items()}
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return {key: value.to(device) for key, value in batch.items()}
 
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return {**batch, "y": batch["y"] + 1}
-
-    return run.fit(Transfers())
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "y": batch["y"] + 1}
 
 
-@habit("training_step that takes dataloader_iter", refused={"pp2": "ConfigurationError: .*dataloader_iter"}, long=True)
-def takes_an_iterator(run: Run) -> Any:
-    class Takes(Module):
-        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-            batch, _, _ = next(dataloader_iter)
-            return self.loss(batch)
-
-    return run.fit(Takes(), limit_val_batches=0)
+@habit.of_module(
+    "training_step that takes dataloader_iter",
+    {"limit_val_batches": 0},
+    refused={"pp2": "ConfigurationError: .*dataloader_iter"},
+    long=True,
+)
+class Takes(Module):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
 
 
 # -- how it is made
 
 
-@habit("configure_callbacks", long=True)
-def brings_callbacks(run: Run) -> Any:
-    class Brings(Module):
-        def configure_callbacks(self) -> Any:
-            return [EarlyStopping("val_loss", patience=0, min_delta=10)]
-
-    return run.fit(Brings(), max_epochs=4)
+@habit.of_module("configure_callbacks", {"max_epochs": 4}, long=True)
+class Brings(Module):
+    def configure_callbacks(self) -> Any:
+        return [EarlyStopping("val_loss", patience=0, min_delta=10)]
 
 
-@habit("configure_model", long=True)
-def made_late(run: Run) -> Any:
-    class Late(Module):
-        def __init__(self) -> None:
-            L.LightningModule.__init__(self)
-            self.lr = 0.02
+@habit.of_module("configure_model", long=True)
+class Late(Module):
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.lr = 0.02
 
-        def configure_model(self) -> None:
-            if not hasattr(self, "net"):
-                torch.manual_seed(1)
-                self.net = Net()
-
-    return run.fit(Late())
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            torch.manual_seed(1)
+            self.net = Net()
 
 
 @habit("example_input_array, parts in eval mode, a buffer that a hook changes", long=True)

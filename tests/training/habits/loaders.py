@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -47,23 +48,17 @@ class Joined(Module):
         return super().training_step({key: torch.cat([part[key] for part in parts]) for key in "xy"}, batch_idx)
 
 
-def combined(run: Run, mode: Any) -> Any:
+def combined(mode: Any, run: Run) -> Any:
     return run.fit(Joined(), CombinedLoader({"a": run.loader(32), "b": run.loader(16)}, mode), max_epochs=2)
-
-
-@habit("CombinedLoader min_size", long=True)
-def shortest(run: Run) -> Any:
-    return combined(run, "min_size")
 
 
 @habit("CombinedLoader max_size_cycle, also as a dict of loaders", long=True)
 def cycled(run: Run) -> Any:
-    return combined(run, "max_size_cycle"), run.fit(Joined(), {"a": run.loader(32), "b": run.loader(16)})
+    return combined("max_size_cycle", run), run.fit(Joined(), {"a": run.loader(32), "b": run.loader(16)})
 
 
-@habit("CombinedLoader max_size", long=True)
-def longest(run: Run) -> Any:
-    return combined(run, "max_size")
+habit("CombinedLoader min_size", long=True)(partial(combined, "min_size"))
+habit("CombinedLoader max_size", long=True)(partial(combined, "max_size"))
 
 
 # -- their ends

@@ -21,13 +21,13 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from datetime import date
 from functools import partial
 from importlib import metadata
+from multiprocessing import get_context
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from lightning_shard.errors import ConfigurationError, ShardError
@@ -150,22 +150,20 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock = Lock()
         self.rows: dict[str, Row] = json.loads(path.read_text())["rows"] if path.exists() else {}
 
     def put(self, row: Row) -> None:
-        with self._lock:
-            was = self.rows.get(row["class"], {})
-            if "layouts" in row:  # what was compared on other layouts stays
-                both = was.get("layouts", {}) | row["layouts"]
-                if both.keys() != row["layouts"].keys():
-                    row["date"] = was["date"]
-                row["layouts"] = {name: both[name] for name in DEFAULT if name in both}
-            self.rows[row["class"]] = row
-            partial_file = self._path.with_suffix(".partial")
-            rows = dict(sorted(self.rows.items()))
-            partial_file.write_text(json.dumps({"made": made(), "rows": rows}, indent=1, ensure_ascii=False) + "\n")
-            os.replace(partial_file, self._path)
+        was = self.rows.get(row["class"], {})
+        if "layouts" in row:  # what was compared on other layouts stays
+            both = was.get("layouts", {}) | row["layouts"]
+            if both.keys() != row["layouts"].keys():
+                row["date"] = was["date"]
+            row["layouts"] = {name: both[name] for name in DEFAULT if name in both}
+        self.rows[row["class"]] = row
+        partial_file = self._path.with_suffix(".partial")
+        rows = dict(sorted(self.rows.items()))
+        partial_file.write_text(json.dumps({"made": made(), "rows": rows}, indent=1, ensure_ascii=False) + "\n")
+        os.replace(partial_file, self._path)
 
 
 def made() -> dict[str, str]:
@@ -205,29 +203,34 @@ def main() -> None:
     results = Results(arguments.results)
     only = [part for part in arguments.only.split(",") if part]
     if not arguments.page:
-        preload("transformers", "tests.training.models.networks", "tests.training.models.transformers_models")
-        preload("lightning_shard.testing.recorder", "tests.training.models.all_of_transformers")
-        processes.FAILURE_GRACE_S = 1.0  # type: ignore[misc]  # most failures here are of all ranks at once
         tasks = {
             name: task
             for name, task in all_of_it().items()
             if wanted(task, only) and _is_due(results.rows.get(name), arguments, bool(only))
         }
-        started, done = time.monotonic(), 0
-
-        def run(name: str, task: partial[Row]) -> None:
-            nonlocal done
-            begun = time.monotonic()
-            row = task(layouts=arguments.layouts.split(","))
-            row |= {"seconds": round(time.monotonic() - begun, 1), "date": date.today().isoformat()}
-            results.put(row)
-            done += 1
-            print(f"{done}/{len(tasks)} {time.monotonic() - started:.0f} s  {name}: {in_short(row)}", flush=True)
-
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            list(pool.map(run, tasks.keys(), tasks.values()))
+        started, layouts = time.monotonic(), arguments.layouts.split(",")
+        # processes: of multiprocessing's fork server, exit codes reach one thread alone
+        with ProcessPoolExecutor(arguments.jobs, get_context("spawn"), _prepare) as pool:
+            names = {pool.submit(_timed, task, layouts): name for name, task in tasks.items()}
+            for done, future in enumerate(as_completed(names), 1):
+                row = future.result()
+                results.put(row)
+                since = time.monotonic() - started
+                print(f"{done}/{len(tasks)} {since:.0f} s  {names[future]}: {in_short(row)}", flush=True)
     path = PAGE if arguments.results == RESULTS else arguments.results.with_suffix(".md")
     path.write_text(page.page(json.loads(arguments.results.read_text())))
+
+
+def _prepare() -> None:
+    preload("transformers", "tests.training.models.networks", "tests.training.models.transformers_models")
+    preload("lightning_shard.testing.recorder", "tests.training.models.all_of_transformers")
+    processes.FAILURE_GRACE_S = 1.0  # type: ignore[misc]  # most failures here are of all ranks at once
+
+
+def _timed(task: partial[Row], layouts: list[str]) -> Row:
+    begun = time.monotonic()
+    row = task(layouts=layouts)
+    return row | {"seconds": round(time.monotonic() - begun, 1), "date": date.today().isoformat()}
 
 
 def _is_due(row: Row | None, arguments: argparse.Namespace, is_named: bool) -> bool:

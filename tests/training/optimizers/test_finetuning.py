@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 
 from lightning_shard.testing import run_ranks
 from tests.parity import Model, Seen, combine, largest_difference, layout, train, world
+from tests.training.parallel.small import SaveAtEnd
 
 
 class HeadOnly(Model):
@@ -64,17 +65,9 @@ class Finetuned(Model):
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
 
 
-class Save(L.Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 def finetune(sizes: dict[str, int] | None, epochs: int, path: str, resume: bool) -> Seen:
     settings = {"max_epochs": epochs, "val_check_interval": 1.0, "limit_train_batches": 2}
-    callbacks = [Unfreeze(), *([Save(path)] if sizes and not resume else [])]
+    callbacks = [Unfreeze(), *([SaveAtEnd(path)] if sizes and not resume else [])]
     resumed = path if resume else None
     return train(
         "gpt", sizes, module=Finetuned, trainer=settings, callbacks=callbacks, steps=-1, samples=32, resume=resumed

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
+from tests.training.parallel.small import Descends, random_batches
 
 WIDTH = 8
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
         return output
 
 
-class Module(L.LightningModule):
+class Module(Descends):
     """Its loss is of what blocks keep; of the last block's output there is none."""
 
     def __init__(self) -> None:
@@ -52,9 +52,6 @@ class Module(L.LightningModule):
     def loss(self, batch: Tensor) -> Tensor:
         self.run(batch)
         return F.mse_loss(self.head(sum(block.kept for block in self.blocks)), batch)  # type: ignore[misc, arg-type]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Late(Module):
@@ -79,8 +76,7 @@ class Begins(Module):
         return loss
 
 
-def batches() -> list[Tensor]:
-    return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+batches = partial(random_batches, 8, WIDTH)
 
 
 @pytest.mark.parametrize("kind", [Module, Late])

@@ -16,13 +16,14 @@ from lightning_shard.errors import StepError
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET
+from tests.training.parallel.small import Descends
 
 WIDTH = 16
 DATA = {"data_parallel_size": 2}
 PLAN = {"layers.*.0": "colwise", "layers.*.2": "rowwise"}
 
 
-class Model(L.LightningModule):
+class Model(Descends):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
@@ -40,9 +41,6 @@ class Model(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return F.mse_loss(self(batch), torch.ones_like(batch))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def samples() -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_shard.testing import assert_trains_alike
+from tests.training.parallel.small import random_batches
 
 WIDTH = 8
 
@@ -48,8 +49,7 @@ class Module(L.LightningModule):
         self.look("on_train_start")
 
 
-def batches() -> list[Tensor]:
-    return list(torch.randn(3, 8, WIDTH, generator=torch.Generator().manual_seed(1)))
+batches = partial(random_batches, 8, WIDTH)
 
 
 @pytest.mark.parametrize("at", ["configure_optimizers", "on_train_start"])

@@ -1,128 +1,50 @@
-"""Parts of sharded blocks that a step calls by themselves, as diffusers' DiT does for its conditioning."""
+"""Parts of sharded blocks that a step uses outside of the blocks' calls: refused, or gathered if they are named."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
+from tests.training.parallel.small import Descends, random_batches
 
 WIDTH = 8
 
 
-class Embedding(nn.Module):
-    """Two layers, so that its backward needs a parameter."""
+batches = partial(random_batches, 8, WIDTH)
 
+
+class Conditioned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = weight_norm(nn.Linear(WIDTH, WIDTH))
-        self.second = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh())
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layer = Embedding(), nn.Linear(WIDTH, WIDTH)
+        self.embed, self.layer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         return x + self.layer(x * self.embed(condition)).tanh()
 
 
-class Module(L.LightningModule):
-    """Calls a part of its first block: before the blocks, after them, or both."""
+class CallsAPart(Descends):
+    """As diffusers' DiT, which calls a part of its first block for its conditioning."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.before, self.after = True, True
+        self.blocks = nn.ModuleList(Conditioned() for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        condition, part = x.roll(1, -1), self.blocks[0].embed  # type: ignore[union-attr]
-        if self.before:
-            x = x + part(condition)
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = condition = batch.roll(1, -1)
         for block in self.blocks:
             x = block(x, condition)
-        return self.head(x * part(condition) if self.after else x)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return F.mse_loss(self(batch), batch)
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", F.mse_loss(self(batch), batch), sync_dist=True)
-
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self(batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return (x * self.blocks[0].embed(condition)).square().mean()  # type: ignore[union-attr, operator]
 
 
-class Before(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.after = False
-
-
-class ByHand(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        loss = F.mse_loss(self(batch), batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        self.log("loss", loss)
-
-
-class Late(Module):
-    """Calls the part in its second step for the first time."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.before = self.after = batch_idx > 0
-        return super().training_step(batch, batch_idx)
-
-
-def batches() -> list[Tensor]:
-    return [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-
-
-@pytest.mark.parametrize("kind", [Module, *(pytest.param(kind, marks=pytest.mark.long) for kind in (Before, ByHand))])
-def test_a_part_that_a_step_calls_gathers_its_block(kind: Any) -> None:
-    both = [{"data_parallel_size": 2, "reshard_after_forward": reshards} for reshards in (True, False)]
-    assert_trains_alike(kind, batches, both)
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings", "trainer"),
-    [
-        ("dp2", {"activation_checkpointing": True}, {"accumulate_grad_batches": 2}),
-        pytest.param("dp2", {"cpu_offload": True}, {}, marks=pytest.mark.long),
-        pytest.param("pp2 x dp2", {"reshard_after_forward": True}, {}, marks=pytest.mark.long),
-    ],
-)
-def test_with_other_settings(layout: str, settings: dict[str, Any], trainer: dict[str, Any]) -> None:
-    kind = Before if "pp" in layout else Module  # the last stage doesn't hold the first block
-    assert_trains_alike(kind, batches, [layout], trainer=trainer, **settings)
-
-
-def test_a_part_that_no_first_step_calls_is_refused() -> None:
-    with pytest.raises(StepError, match="computes with parameters that are sharded"):
-        assert_trains_alike(Late, batches, ["dp2"])
+def test_a_part_of_a_block_that_a_step_calls_by_itself_is_refused_unless_what_runs_in_blocks_is_named() -> None:
+    with pytest.raises(StepError, match=r"computes with parameters that are sharded .* by pipeline_blocks: "):
+        assert_trains_alike(CallsAPart, batches, "dp2")
+    assert_trains_alike(CallsAPart, batches, "dp2", pipeline_blocks=[f"blocks.{i}.layer" for i in range(2)])
 
 
 class Residual(nn.Module):
@@ -139,7 +61,7 @@ class Residual(nn.Module):
         return x + self.after(y)
 
 
-class Prepared(L.LightningModule):
+class Prepared(Descends):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(WIDTH, WIDTH), Residual()]) for _ in range(4))
@@ -149,9 +71,6 @@ class Prepared(L.LightningModule):
         for layer, residual in self.layers:  # type: ignore[misc]
             x = residual(layer(residual.prepare(x)).tanh(), x)
         return x.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_of_blocks_whose_modules_are_named_the_others_are_gathered_for_the_whole_step() -> None:

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_shard.testing import assert_trains_alike
+from tests.training.parallel.small import Descends, random_batches
 
 WIDTH = 8
 INTERLEAVED = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
@@ -52,7 +52,7 @@ class Network(nn.Module):
         return y
 
 
-class Module(L.LightningModule):
+class Module(Descends):
     def __init__(self, what: str) -> None:
         super().__init__()
         RUNS.clear()
@@ -83,13 +83,8 @@ class Module(L.LightningModule):
     def on_train_end(self) -> None:
         assert RUNS
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-def batches() -> list[Tensor]:
-    made = torch.Generator().manual_seed(0)
-    return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
+batches = partial(random_batches, 8, WIDTH)
 
 
 @pytest.mark.parametrize(

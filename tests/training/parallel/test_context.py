@@ -146,7 +146,7 @@ class Cache:
         ((example(), object()), "is given a object"),
         ((example(), torch.ones(LENGTH, 3, 2)), r"shape \(16, 3, 2\) beside sequences of 16"),
         ((example()[0],), r"shape \(16, 8\) first"),
-        ((example(), Cache(3)), "keys and values of an earlier call.*generate"),
+        ((example(), Cache(3)), "keys and values of an earlier call, as by generate"),
     ],
 )
 def test_arguments_that_arent_known_to_be_of_sequences_are_refused(given: tuple[Any, ...], says: str) -> None:

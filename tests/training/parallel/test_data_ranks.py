@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, train, world
+from tests.training.parallel.small import Descends
 
 DATA = layout(data=2)
 
@@ -235,7 +236,7 @@ def test_it_is_synchronized_within_a_stage() -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-class Normalized(L.LightningModule):
+class Normalized(Descends):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)))
@@ -246,9 +247,6 @@ class Normalized(L.LightningModule):
         return loss
 
     validation_step = training_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def validated(folder: Path, sizes: dict[str, int]) -> list[float]:

@@ -18,6 +18,7 @@ from lightning_shard.errors import PlanError
 from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.parity import GLOBAL_BATCH, QUIET, Seen, combine, largest_difference, layout, loader, train, world
 from tests.training.mixtures import MixtureModel, OnMeta, assert_alike, trained
+from tests.training.parallel.small import Descends
 
 EP2 = {**layout(data=2), "expert_parallel_size": 2}
 SAFE = "own, all tokens to one expert"
@@ -55,7 +56,7 @@ class Experts(nn.Module):
         return results
 
 
-class OfDropped(L.LightningModule):
+class OfDropped(Descends):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Dropped() for _ in range(2))
@@ -64,9 +65,6 @@ class OfDropped(L.LightningModule):
         for block in self.blocks:
             batch = block(batch)
         return batch.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Capped(Experts):

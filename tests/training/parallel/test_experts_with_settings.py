@@ -36,39 +36,23 @@ SCHEDULES: dict[str, Way] = {
     "dual": (["mixtral", "own"], {"schedule": "DualPipeV"}),
     "dual, recomputed": (["mixtral"], {"schedule": "DualPipeV", "activation_checkpointing": 2}),
 }
-OF_STAGES = ("recomputed", "selective", "offloaded", "together")
-
-
-def each_way(sizes: dict[str, int], ways: dict[str, Way]) -> dict[str, dict[str, Mixed]]:
-    return {way: trained(sizes, kinds, trainer=CLIPPED, **options) for way, (kinds, options) in ways.items()}
-
-
-def assert_all_alike(sizes: dict[str, int], ways: dict[str, Way]) -> None:
-    ours = run_ranks(each_way, world(sizes), sizes, ways, elastic=True, timeout_s=400)
-    every = sorted({kind for kinds, _ in ways.values() for kind in kinds})
-    plain = trained(None, every, trainer=CLIPPED)
-    for way, (kinds, _) in ways.items():
-        for kind in kinds:
-            assert_same([rank[way][kind] for rank in ours], plain[kind], sizes, f"{way}: {kind}")
+ON_STAGES_TOO = ("recomputed", "selective", "offloaded", "together")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", MEMORY)
-def test_settings_of_memory(way: str) -> None:
-    assert_all_alike(EP2, {way: MEMORY[way]})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("way", SCHEDULES)
-def test_schedules_of_stages(way: str) -> None:
-    assert_all_alike(ON_STAGES, {way: SCHEDULES[way]})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("way", OF_STAGES)
-def test_settings_of_memory_on_stages(way: str) -> None:
-    kinds, options = MEMORY[way]
-    assert_all_alike(ON_STAGES, {way: (kinds[:1], options)})
+@pytest.mark.parametrize(
+    ("sizes", "kinds", "options"),
+    [
+        *(pytest.param(EP2, *of, id=way) for way, of in MEMORY.items()),
+        *(pytest.param(ON_STAGES, *of, id=f"stages: {way}") for way, of in SCHEDULES.items()),
+        *(pytest.param(ON_STAGES, MEMORY[way][0][:1], MEMORY[way][1], id=f"stages: {way}") for way in ON_STAGES_TOO),
+    ],
+)
+def test_settings_of_memory_and_schedules(sizes: dict[str, int], kinds: list[str], options: Mapping[str, Any]) -> None:
+    ours = run_ranks(trained, world(sizes), sizes, kinds, trainer=CLIPPED, elastic=True, timeout_s=400, **options)
+    plain = trained(None, kinds, trainer=CLIPPED)
+    for kind in kinds:
+        assert_same([rank[kind] for rank in ours], plain[kind], sizes, kind)
 
 
 def in_halves(sizes: dict[str, int] | None) -> dict[str, Mixed]:

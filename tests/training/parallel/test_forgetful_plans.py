@@ -19,6 +19,7 @@ from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import PlanError
 from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.parity import QUIET, like_llama
+from tests.training.parallel.small import Descends, random_batches
 
 WIDTH = 16
 SPLIT = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -36,7 +37,7 @@ class Feed(nn.Module):
         return x + self.down(self.between(self.up(x)))
 
 
-class Model(L.LightningModule):
+class Model(Descends):
     def __init__(self, between: Callable[[], nn.Module] = nn.PReLU) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Feed(between) for _ in range(2))
@@ -46,14 +47,8 @@ class Model(L.LightningModule):
             batch = layer(batch)
         return F.mse_loss(batch, torch.ones_like(batch))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-def batches() -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(2):
-        yield torch.randn(8, WIDTH, generator=generator)
+batches = partial(random_batches, 8, WIDTH, count=2)
 
 
 def test_what_runs_on_split_features_is_summed_where_the_plan_says_so_and_refused_where_it_forgets() -> None:
@@ -73,7 +68,7 @@ NORMS_ON_HEADS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class OnHeads(L.LightningModule):
+class OnHeads(Descends):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.model = NORMS_ON_HEADS[kind]()
@@ -83,9 +78,6 @@ class OnHeads(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.model(input_ids=batch, labels=batch).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def texts() -> Iterator[Tensor]:
@@ -183,14 +175,11 @@ class WatchedLate(Watched):
         return loss if batch_idx > 4 else loss - 0.1 * self.penalty
 
 
-def eight_batches() -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    yield from torch.randn(8, 8, WIDTH, generator=generator)
-
-
 def test_what_begins_to_count_after_some_steps_is_refused_too() -> None:
     with pytest.raises(PlanError, match="The tensor ranks have different losses"):
-        assert_trains_alike(WatchedLate, eight_batches, "tp2", steps=8, tensor_parallel_plan=SPLIT)
+        assert_trains_alike(
+            WatchedLate, partial(random_batches, 8, WIDTH, count=8), "tp2", steps=8, tensor_parallel_plan=SPLIT
+        )
 
 
 class Kept(Watched):
@@ -324,9 +313,7 @@ def of_whole() -> Model:
     return model
 
 
-def sequences() -> Iterator[Tensor]:
-    for batch in batches():
-        yield batch.view(4, 2, WIDTH)
+sequences = partial(random_batches, 4, 2, WIDTH, count=2)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET
 from tests.training.mixtures import EXPERTS, NOISY, ListedMixture, Noisy
+from tests.training.parallel.small import Descends
 
 PLAN = {"experts": "experts"}
 WIDTH = 6
@@ -159,7 +160,7 @@ def test_random_numbers_are_those_of_one_process() -> None:
     run_ranks(noisy, 2)
 
 
-class Branching(L.LightningModule):
+class Branching(Descends):
     """Each sample goes to one of two experts, and an expert without samples isn't called."""
 
     def __init__(self) -> None:
@@ -176,9 +177,6 @@ class Branching(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.seen = {name: full_tensor(p.grad).clone() for name, p in self.named_parameters() if p.grad is not None}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Branches(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import lightning as L
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.testing import assert_trains_alike
+from tests.training.parallel.small import Descends, random_batches
 
 WIDTH = 8
 T = TypeVar("T")
@@ -55,9 +57,7 @@ class OfMarked(Module):
         self.last.weight = Marked(torch.eye(WIDTH))
 
 
-def batches() -> list[Tensor]:
-    made = torch.Generator().manual_seed(0)
-    return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
+batches = partial(random_batches, 8, WIDTH)
 
 
 def test_code_that_asks_for_classes_does_what_it_does_on_one_process() -> None:
@@ -128,7 +128,7 @@ def test_registries_of_subclasses_know_the_users_classes_only() -> None:
     assert_trains_alike(Registered, batches, layouts=["dp2"], trainer={"sync_batchnorm": True})
 
 
-class OfBases(ABC, L.LightningModule):
+class OfBases(ABC, Descends):
     """Objects of a class whose first base is another than a module have another memory layout in Python."""
 
     def __init__(self) -> None:
@@ -140,9 +140,6 @@ class OfBases(ABC, L.LightningModule):
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return (x - batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Typed(Generic[T], nn.Module):

@@ -17,6 +17,7 @@ from lightning_shard.errors import PlanError
 from lightning_shard.testing import assert_trains_alike
 from tests.parity import VOCABULARY, layout
 from tests.training.mixtures import NETWORKS, assert_alike
+from tests.training.parallel.small import Descends, random_batches
 
 
 def test_packed_experts_and_tied_weights(tmp_path: Path) -> None:
@@ -76,8 +77,7 @@ class OfFused(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def batches() -> list[Tensor]:
-    return [torch.randn(8, 6, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+batches = partial(random_batches, 8, 6, 16, count=2)
 
 
 def test_a_plan_that_takes_one_thing_for_another_is_refused() -> None:
@@ -88,14 +88,10 @@ def test_a_plan_that_takes_one_thing_for_another_is_refused() -> None:
         assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=wrong)
 
 
-def of_five_positions() -> list[Tensor]:
-    return [batch[:, :5] for batch in batches()]
-
-
 def test_sequences_that_the_tensor_ranks_dont_divide_are_refused() -> None:
     plan = {"blocks.0": "scatter_sequence", "blocks.*.qkv": "colwise_sequence", "blocks.*.out": "rowwise_sequence"}
     with pytest.raises(PlanError, match=r"Sequences of 5 positions can't be split over tensor_parallel_size=2 ranks"):
-        assert_trains_alike(OfFused, of_five_positions, ["tp2"], tensor_parallel_plan=plan)
+        assert_trains_alike(OfFused, partial(random_batches, 8, 5, 16), ["tp2"], tensor_parallel_plan=plan)
 
 
 class Hidden(OfFused):
@@ -209,7 +205,7 @@ def tokens() -> list[dict[str, Tensor]]:
     return [{"x": ids, "y": ids}]
 
 
-class Slopes(L.LightningModule):
+class Slopes(Descends):
     """A penalty on slopes: gradients of gradients through what a plan splits."""
 
     def __init__(self, network: str) -> None:
@@ -225,9 +221,6 @@ class Slopes(L.LightningModule):
         (slope,) = torch.autograd.grad(each.sum(), x, create_graph=True)
         return each.mean() + slope.square().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 @pytest.mark.long
 @pytest.mark.parametrize("network", ["mixtral", "deepseek"])
@@ -235,7 +228,7 @@ def test_gradients_of_gradients_are_those_of_one_process(network: str) -> None:
     assert_trains_alike(partial(Slopes, network), tokens, ["tp2"])
 
 
-class HeldTwice(L.LightningModule):
+class HeldTwice(Descends):
     """Its network is an attribute of its own, and of another module that it holds."""
 
     def __init__(self) -> None:
@@ -245,9 +238,6 @@ class HeldTwice(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch).square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Feed(nn.Module):
@@ -259,8 +249,7 @@ class Feed(nn.Module):
         return x + self.down(self.up(x).tanh())
 
 
-def vectors() -> list[Tensor]:
-    return [torch.randn(8, 16, generator=torch.Generator().manual_seed(number)) for number in range(2)]
+vectors = partial(random_batches, 8, 16, count=2)
 
 
 @pytest.mark.parametrize("first", [pytest.param("wrapper.net", marks=pytest.mark.long), "net"])

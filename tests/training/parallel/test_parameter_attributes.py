@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.parity import QUIET
+from tests.training.parallel.small import random_batches
 
 WIDTH = 8
 
@@ -61,9 +63,7 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def batches() -> list[Tensor]:
-    made = torch.Generator().manual_seed(0)
-    return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
+batches = partial(random_batches, 8, WIDTH)
 
 
 def test_they_are_kept() -> None:

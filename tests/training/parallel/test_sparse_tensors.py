@@ -1,12 +1,16 @@
 """Modules that hold sparse tensors, such as a graph's adjacency, and others that torch can't compare."""
 
-import lightning as L
+from functools import partial
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.init import agree_on_weights
 from lightning_shard.testing import assert_trains_alike, ranks
+from tests.training.parallel.small import Descends, random_batches
 
 NODES = 8
 
@@ -26,7 +30,7 @@ class Convolution(nn.Module):
         return out
 
 
-class Graphs(L.LightningModule):
+class Graphs(Descends):
     """Features of a graph's nodes, and of a batch several graphs."""
 
     def __init__(self) -> None:
@@ -51,13 +55,8 @@ class Graphs(L.LightningModule):
     def on_train_batch_end(self, outputs: object, batch: Tensor, batch_idx: int) -> None:
         self.adjacency = (ring() * 0.5 / (batch_idx + 1)).to_sparse()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(8, NODES, 3, generator=generator) for _ in range(3)]
+batches = partial(random_batches, 8, NODES, 3)
 
 
 def test_sparse_and_nested_tensors_train_as_in_one_process() -> None:
@@ -67,13 +66,12 @@ def test_sparse_and_nested_tensors_train_as_in_one_process() -> None:
 
 
 @ranks(2)
-def test_sparse_buffers_are_the_first_ranks() -> None:
-    """Also where ranks have other numbers of entries."""
-    own = torch.eye(3 + dist.get_rank()).roll(1, 0)[:3, :3]
-    module = nn.Module()
-    module.register_buffer("listed", own.to_sparse())
-    module.register_buffer("compressed", own.to_sparse_csr())
-    assert agree_on_weights(module)
-    for buffer in module.buffers():
-        assert torch.equal(buffer.to_dense(), torch.eye(3).roll(1, 0))
-    assert not agree_on_weights(module)
+def test_processes_agree_on_weights_and_must_have_built_the_same_sparse_buffers() -> None:
+    module = nn.Linear(3, 3)
+    nn.init.constant_(module.weight, float(dist.get_rank()))
+    module.register_buffer("listed", ring().to_sparse())
+    agree_on_weights(module)
+    assert not module.weight.any()
+    module.register_buffer("compressed", (ring() * dist.get_rank()).to_sparse_csr())
+    with pytest.raises(ConfigurationError, match="different sparse buffers"):
+        agree_on_weights(module)

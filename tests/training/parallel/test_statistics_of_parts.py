@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
+from tests.training.parallel.small import Descends
 
 WIDTH = 8
 
@@ -23,7 +24,7 @@ class Block(nn.Module):
         return x + self.layer(self.norm(x)).tanh()
 
 
-class Module(L.LightningModule):
+class Module(Descends):
     """As torch_geometric's DeepGCN: the first block's layer begins, and its norm ends."""
 
     def __init__(self) -> None:
@@ -37,9 +38,6 @@ class Module(L.LightningModule):
         for block in self.blocks[1:]:
             x = block(x)
         return (self.head(first.norm(x)) - batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def batches() -> list[Tensor]:

@@ -353,6 +353,23 @@ def test_what_is_kept_and_added_to_between_calls_is_as_in_one_process(
     assert_evaluates_alike(make, step, vectors, 2, schedule=schedule)
 
 
+class Replaces(Net):
+    """Leaves its first states in the cache, and then its last ones in their place."""
+
+    def forward(self, x: Tensor, cache: Any = None, keeps: bool = False) -> Output:
+        cache.states = hidden = self.embed(x).repeat(1, 4, 1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        cache.states = hidden
+        return Output(self.head(hidden), cache)
+
+
+def with_states_of_before(root: Any, tokens: Tensor) -> Tensor:
+    cache: Any = Cache(0)
+    first = root.net(tokens, cache).logits
+    return first * float(cache.states.mean()) + root.net(tokens, cache).logits
+
+
 class HeadBeside(nn.Module):
     """What returns states; the step has them go through a part that the last stage holds."""
 
@@ -399,6 +416,7 @@ def part_by_part(root: Any, tokens: Tensor) -> Tensor:
     ("make", "step", "says"),
     [
         (HeadBeside, beside, r"words\.weight.* have forward compute it"),
+        (Replaces, with_states_of_before, "what a cache holds of another stage's blocks"),
         (Net, later_than_the_first, r"called once in the first batch.*batch_idx == 0"),
         (Net, stages_part, r"went different ways.*rank 0 calls .*rank 1 returns"),
         (Net, values_part, "went different ways"),

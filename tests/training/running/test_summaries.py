@@ -1,4 +1,4 @@
-"""ModelSummary on layouts: the table of one process, and this rank's part beside it."""
+"""ModelSummary on layouts: the table of one process."""
 
 from __future__ import annotations
 
@@ -37,28 +37,22 @@ class Told(ModelSummary):
 
 
 def summarized(sizes: dict[str, int] | None) -> list[Any]:
-    """What summaries of two Trainers of one module show, of different depths."""
+    """What summaries of two Trainers of one module show."""
     devices, data = (1, 1) if sizes is None else (world(sizes), sizes["data_parallel_size"])
     settings: dict[str, Any] = {**QUIET, "enable_model_summary": True, "devices": devices, "max_steps": 1}
     module, shown = Summarized(), []
-    for depth in (2, 4):
+    for _ in range(2):
         options: dict[str, Any] = {**(sizes or {}), "tensor_parallel_plan": PLANS["gpt"]}
         strategy: Any = "auto" if sizes is None else HybridShardStrategy(**options)
-        trainer = L.Trainer(strategy=strategy, callbacks=[Told(max_depth=depth)], limit_val_batches=0, **settings)
+        trainer = L.Trainer(strategy=strategy, callbacks=[Told(max_depth=2)], limit_val_batches=0, **settings)
         trainer.fit(module, loader(GLOBAL_BATCH // data))
         shown.append(Told.told)
     return shown
 
 
-@pytest.mark.parametrize(
-    ("sizes", "of_head"),
-    [(PIPELINE, "2.0 K"), pytest.param(TENSOR, "2.0 K", marks=pytest.mark.long)],
-    ids=["pp2", "tp2"],
-)
-def test_summaries_of_an_example_are_those_of_one_process(sizes: dict[str, int], of_head: str) -> None:
+@pytest.mark.parametrize("sizes", [PIPELINE, pytest.param(TENSOR, marks=pytest.mark.long)], ids=["pp2", "tp2"])
+def test_summaries_of_an_example_are_those_of_one_process(sizes: dict[str, int]) -> None:
     ours, plain = run_ranks(summarized, 2, sizes, elastic=True)[0], summarized(None)
     for (columns, *counts), (expected, *counts_of_one) in zip(ours, plain, strict=True):
         assert counts == counts_of_one
-        own = dict(zip(columns["Name"], columns.pop("Params per Device")))
-        assert own["model.head"].strip() == of_head
         assert columns == expected

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint import StoredTensor
-from lightning_shard.plugin.saving import own_loading
 from lightning_shard.plugin.saving.own_loading import LazyTensor
 
 
@@ -39,10 +35,3 @@ def test_what_is_computed_is_plain_and_in_place_is_itself() -> None:
     given[1:].add_(1)
     assert (given + 0)[:, 0].tolist() == [5, 3, 3]
     assert stored.reads == 1
-
-
-def test_each_rank_tells_of_what_it_converts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning.pytorch.utilities.rank_zero.rank_zero_only.rank", 1)
-    pairs: Any = [(Stored(2, dtype=torch.bfloat16), torch.zeros(2))]
-    with pytest.warns(UserWarning, match="weight is torch.bfloat16 in the checkpoint and torch.float32"):
-        own_loading._tell_of_types(pairs)

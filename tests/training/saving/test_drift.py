@@ -119,14 +119,13 @@ def check(said: list[str], folder: str, name: str, rounds: bool, *, saves: int =
     """What rank 0 has said of drift in one tensor."""
     if rounds:
         assert len(said) == 1, said
-        assert said[0].startswith("1 replica differs between ranks by rounding, as where sums have no fixed order")
+        assert said[0].startswith("1 replicas differ between ranks by rounding, as where sums have no fixed order")
         assert f"most {name!r}" in said[0]
         return
-    assert len(said) == saves + 1, said
-    for step, text in enumerate(said[:-1], STEPS - saves + 1):
+    assert len(said) == saves, said
+    for step, text in enumerate(said, STEPS - saves + 1):
         assert f"{folder}/step={step}.ckpt, step {step}: {name!r} (rank" in text
         assert "differed between ranks by more than rounding" in text
-    assert said[-1].startswith(f"In this run {name!r} (rank")
 
 
 def on_one_rank(
@@ -141,7 +140,7 @@ def on_one_rank(
             continue
         check(said, path, name, change is ulp)
         assert all("0.01 of its largest element" in text for text in said if change is percent)
-        assert all("(rank 1 from rank 0: NaN or infinite on one" in text for text in said if change is nan)
+        assert all("(rank 1 from rank 0: by up to inf" in text for text in said if change is nan)
         saved = checkpoint.read(f"{path}/step={STEPS}.ckpt").full()[name]
         held = module.state_dict()[name]
         assert torch.equal(saved.view_as(local_tensor(held)), local_tensor(held))
@@ -159,7 +158,7 @@ def tensor_ranks(folder: str) -> None:
     stored = checkpoint.read(f"{folder}/first/step=3.ckpt").full()
     assert all(tensor.isfinite().all() for tensor in stored.values())
     if torch.distributed.get_rank() == 0:
-        assert all("(rank 0 from rank 1: NaN or infinite on one of them only)" in text for text in said)
+        assert all("(rank 0 from rank 1: by up to inf" in text for text in said)
     # what was saved is resumed from
     said, _ = fit(sizes, f"{folder}/on", resume=f"{folder}/norm/1/step=2.ckpt")
     assert not said
@@ -200,7 +199,6 @@ def stages(folder: str) -> None:
         assert any("scale is a buffer that every pipeline stage holds" in text for text in said)
         for step in (5, 6):
             assert any(f"step {step}: 'scale' (rank 1 from rank 0" in text for text in said)
-        assert said[-1].startswith("In this run 'scale' (rank 1 from rank 0")
         saved = checkpoint.read(f"{folder}/nan/step={steps}.ckpt").full()["scale"]
         assert torch.equal(saved, module.get_buffer("scale"))
         assert saved.isfinite().all()
@@ -216,11 +214,7 @@ def test_copies_of_stages_are_saved_as_the_last_stages(tmp_path: Any) -> None:
 def test_rounding_is_told_from_other_differences_by_the_dtype(dtype: torch.dtype) -> None:
     saved = torch.linspace(-3, 5, 100, dtype=torch.float64)
     rounded = saved.to(dtype) * (1 + 2 * torch.finfo(dtype).eps)
-    found = measured("w", 0, 1, saved.to(dtype), rounded)
-    assert found is not None
-    assert found.is_rounding
-    assert found.absolute == pytest.approx(5 * found.relative)
-    other = measured("w", 0, 1, saved.to(dtype), saved.to(dtype) * 1.05)
-    assert other is not None
-    assert not other.is_rounding
-    assert other.relative == pytest.approx(0.05, rel=0.1)
+    assert measured(saved.to(dtype), rounded)[1]
+    relative, is_rounding = measured(saved.to(dtype), saved.to(dtype) * 1.05)
+    assert not is_rounding
+    assert relative == pytest.approx(0.05, rel=0.1)

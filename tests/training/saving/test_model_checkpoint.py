@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +22,6 @@ from torch.utils.data import DataLoader
 from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.errors import CheckpointError, ConfigurationError
 from lightning_shard.plugin.saving.model_checkpoint import save_as_last
-from lightning_shard.plugin.saving.uploads import put_link
 from tests.parity import QUIET
 from tests.servers import KEY, SECRET, Server, let_servers_forget, serve
 
@@ -248,18 +246,6 @@ def test_what_a_run_was_resumed_from_is_not_saved_again_while_gradients_are_accu
     assert batches == [3, 3, 6, 6]  # of each step, and as last
 
 
-def test_checkpoints_that_are_gone_do_not_count_among_the_best(place: Place) -> None:
-    """As after a run that died between the removal of one of the best and the next save of last."""
-    keep = place.keep(**BEST_TWO)
-    place.fit(keep, 3)
-    assert sorted(relative(keep.best_k_models, place.dirpath)) == ["/step=2.ckpt", "/step=3.ckpt"]
-    place.tear("step=2.ckpt")
-    with pytest.warns(UserWarning, match=r"gone since: .*step=2\.ckpt"):
-        place.fit(keep := place.keep(**BEST_TWO), 4, resume="last")
-    assert sorted(relative(keep.best_k_models, place.dirpath)) == ["/step=3.ckpt", "/step=4.ckpt"]
-    assert place.names() == ["last.ckpt", "step=2.ckpt", "step=3.ckpt", "step=4.ckpt"]
-
-
 class Signalled(Scripted):
     """Asks for a checkpoint before the fourth step, as a signal does."""
 
@@ -277,14 +263,13 @@ def test_what_is_saved_out_of_turn_is_not_saved_over_the_best(tmp_path: Path, wh
             local.fit(
                 ModelCheckpoint(local.dirpath, save_on_exception=True, **settings), 6, module=Scripted(fails_at=3)
             )
-        kept = ["best-v1.ckpt", "best.ckpt"]
+        saved = "best-v1.ckpt"
     else:
-        local.fit(ModelCheckpoint(local.dirpath, save_last="link", **settings), 4, module=Signalled())
-        kept = ["best-v1.ckpt", "best.ckpt", "last.ckpt"]
-    assert local.names() == kept
-    steps = {name: checkpoint.read(local.folder / name).trainer_state()["global_step"] for name in kept}
-    assert steps["best.ckpt"] == 1
-    assert steps["best-v1.ckpt"] == 3
+        local.fit(ModelCheckpoint(local.dirpath, **settings), 4, module=Signalled())
+        saved = "last.ckpt"
+    assert local.names() == sorted(["best.ckpt", saved])
+    steps = {name: checkpoint.read(local.folder / name).trainer_state()["global_step"] for name in local.names()}
+    assert steps == {"best.ckpt": 1, saved: 3}
 
 
 def test_credentials_are_seen_nowhere(on_s3: Place, caplog: pytest.LogCaptureFixture) -> None:
@@ -309,81 +294,10 @@ def test_credentials_are_seen_nowhere(on_s3: Place, caplog: pytest.LogCaptureFix
     assert SECRET not in str(refusal.value)
 
 
-def test_a_link_to_the_newest_is_for_the_local_disk(tmp_path: Path, on_s3: Place) -> None:
-    for make in (lambda: on_s3.keep(save_last="link"), lambda: default_root(on_s3)):
-        with pytest.raises(ConfigurationError, match="save_last=True"):
-            make()
+def test_a_link_to_the_newest_is_refused(tmp_path: Path) -> None:
     local = Place(str(tmp_path / "run"), tmp_path / "run")
-    local.fit(local.keep(save_last="link", every_n_train_steps=1), 2)
-    assert local.names() == ["last.ckpt", "step=2.ckpt"]
-    assert (local.folder / "last.ckpt").resolve() == local.folder / "step=2.ckpt"
-    # resumed by the link, what it points to is as safe as if it had been named
-    local.fit(local.keep(save_last="link", every_n_train_steps=1), 4, resume="last")
-    assert local.names() == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
-
-
-def test_what_an_earlier_run_s_link_leads_to_is_not_saved_over(tmp_path: Path) -> None:
-    local = Place(str(tmp_path / "run"), tmp_path / "run")
-    kept = local.folder / "step=2.ckpt"
-    local.fit(local.keep(save_last="link", every_n_train_steps=1), 2)
-    before = {file: file.read_bytes() for file in kept.rglob("*.*")}
-    local.fit(local.keep(save_last=True, every_n_train_steps=1), 3, resume="last")
-    assert local.names() == ["last-v1.ckpt", "last.ckpt", "step=2.ckpt", "step=3.ckpt"]
-    assert {file: file.read_bytes() for file in kept.rglob("*.*")} == before
-    assert checkpoint.read(local.folder / "last-v1.ckpt").trainer_state()["global_step"] == 3
-    # what the link led to is gone
-    shutil.rmtree(kept)
-    keep = local.keep(save_last=True, every_n_train_steps=1)
-    local.fit(keep, 4, resume="last")
-    assert checkpoint.read(keep.last_model_path).trainer_state()["global_step"] == 4
-
-
-def test_a_link_leads_to_a_checkpoint_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local = Place(str(tmp_path / "run"), tmp_path / "run")
-    last, seen = local.folder / "last.ckpt", []
-
-    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-        def watch(*args: Any, **kwargs: Any) -> Any:
-            result = call(*args, **kwargs)
-            seen.append(checkpoint.exists(last))
-            return result
-
-        return watch
-
-    for where, name in ((os, "symlink"), (ShardedCheckpointIO, "remove_checkpoint")):
-        monkeypatch.setattr(where, name, watched(getattr(where, name)))
-    local.fit(local.keep(save_last="link", every_n_train_steps=1), 4)
-    assert seen[0] is False  # when the first was made
-    assert len(seen) > 6
-    assert all(seen[1:])
-    assert local.names() == ["last.ckpt", "step=4.ckpt"]
-    assert last.resolve().name == "step=4.ckpt"
-
-
-def test_a_run_that_is_killed_while_a_link_replaces_a_folder_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Killed(BaseException):
-        pass
-
-    def kill(new: str, link: str) -> None:
-        raise Killed
-
-    local = Place(str(tmp_path / "run"), tmp_path / "run")
-    local.fit(local.keep(save_last=True, every_n_train_steps=1), 3)
-    with monkeypatch.context() as patches:
-        patches.setattr(os, "replace", kill)
-        with pytest.raises(Killed):
-            put_link(str(local.folder / "step=3.ckpt"), str(local.folder / "last.ckpt"), durable=False)
-    keep = local.keep(save_last="link", every_n_train_steps=1)
-    assert local.fit(keep, 3, resume="last").global_step == 3
-    assert not (local.folder / "last.ckpt").exists()
-    local.fit(keep, 4, resume="last")
-    assert checkpoint.read(keep.last_model_path).trainer_state()["global_step"] == 4
-
-
-def default_root(place: Place) -> None:
-    place.fit(ModelCheckpoint(save_last="link"), 1, default_root_dir=place.dirpath)
+    with pytest.raises(ConfigurationError, match="save_last=True"):
+        local.fit(local.keep(save_last="link"), 1)
 
 
 def test_a_url_is_a_str() -> None:

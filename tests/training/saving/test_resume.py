@@ -198,31 +198,3 @@ def test_what_is_saved_after_a_fit_goes_on_where_it_was(tmp_path: Path) -> None:
     assert Counter(first) == Counter(second) == Counter(set(first))
     assert len(third) == GLOBAL_BATCH
     assert first != second
-
-
-def test_a_removed_checkpoint_and_the_best_one(tmp_path: Path) -> None:
-    for _, best, remaining, tested in run_ranks(keep_two, 2, str(tmp_path), elastic=True):
-        assert sorted(remaining) == ["best", "last"]
-        assert best == pytest.approx(tested, rel=1e-6)
-
-
-def keep_two(folder: str) -> tuple[int, float, list[str], float]:
-    L.seed_everything(3)
-    keep = ModelCheckpoint(
-        folder, filename="best", monitor="val_loss", save_top_k=1, save_last=True, enable_version_counter=False
-    )
-    trainer = L.Trainer(
-        strategy=HybridShardStrategy(),
-        devices=2,
-        max_steps=4,
-        val_check_interval=1,
-        callbacks=[keep],
-        **{**QUIET, "enable_checkpointing": True},
-    )
-    module = Model("gpt")
-    batch = GLOBAL_BATCH // 2
-    trainer.fit(module, loader(batch), loader(batch, samples=32))
-    tested = trainer.test(module, loader(batch, samples=32), ckpt_path="best", verbose=False)
-    trainer.strategy.barrier()
-    names = [path.stem for path in Path(folder).iterdir()]
-    return trainer.global_rank, float(keep.best_model_score), names, tested[0]["val_loss"]

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import time
-import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint as LightningsOwn
 from safetensors.torch import load_file
 
-from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
-from lightning_shard.checkpoint.store import LocalStore
+from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET, Model, Seen, combine, layout, loader, train
+from tests.parity import Seen, combine, layout, train
 from tests.servers import SECRET, serve
 
 STOPPED, TRAINED = 3, 5  # of the six steps of an epoch
@@ -98,75 +92,3 @@ def test_every_rank_is_told_at_once_that_the_keys_are_wrong(tmp_path: Path) -> N
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-class WhereLastLeads(L.Callback):
-    """After every step: the checkpoint that the link leads to, if it is one."""
-
-    def __init__(self, link: Path) -> None:
-        self.link = link
-        self.seen: list[str] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        if self.link.exists():
-            self.seen.append(self.link.resolve().name if checkpoint.exists(self.link) else "nothing")
-
-
-def link_in_the_background(folder: str) -> list[str]:
-    seen = WhereLastLeads(Path(folder, "last.ckpt"))
-    keep = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_last="link", every_n_train_steps=1)
-    with mock.patch.object(LocalStore, "publish", slow_publish):
-        train(
-            "gpt",
-            layout(),
-            callbacks=[seen, keep],
-            trainer={"enable_checkpointing": True},
-            checkpoint_io=ShardedCheckpointIO(asynchronous=True, fsync=False),
-        )
-    return seen.seen
-
-
-def slow_publish(self: LocalStore, *args: Any, original: Any = LocalStore.publish, **kwargs: Any) -> None:
-    time.sleep(0.2)
-    original(self, *args, **kwargs)
-
-
-def test_a_link_never_leads_to_a_save_that_is_under_way(tmp_path: Path) -> None:
-    (tmp_path / "last.ckpt").mkdir()  # as an earlier run without links leaves it
-    (seen,) = run_ranks(link_in_the_background, 1, str(tmp_path), elastic=True)
-    assert seen == ["nothing", "step=1.ckpt", "step=2.ckpt"]
-
-
-def warned_of(callbacks: list[L.Callback], root: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            trainer = L.Trainer(
-                strategy=HybridShardStrategy(),
-                devices=1,
-                max_steps=1,
-                callbacks=callbacks,
-                default_root_dir=root,
-                **{**QUIET, "enable_checkpointing": True},
-            )
-            trainer.fit(Model("gpt"), loader(16))
-    return [str(warning.message) for warning in told if "lightning_shard.ModelCheckpoint" in str(warning.message)]
-
-
-def stock_and_ours(local: str) -> dict[str, list[str]]:
-    # the process's own memory stands for a remote store: Lightning's callback can reach it without options
-    return {
-        "ours below a remote root": warned_of([ModelCheckpoint()], "memory://root"),
-        "made by the Trainer": warned_of([], "memory://root"),
-        "stock": warned_of([LightningsOwn("memory://run")], local),
-    }
-
-
-def test_taking_over_lightnings_own_callback_on_a_remote_store_is_told_once(tmp_path: Path) -> None:
-    (told,) = run_ranks(stock_and_ours, 1, str(tmp_path), elastic=True)
-    assert {name: len(warnings) for name, warnings in told.items()} == {
-        "ours below a remote root": 0,
-        "made by the Trainer": 1,
-        "stock": 0,  # it has been said
-    }
-    assert "memory://" in told["made by the Trainer"][0]

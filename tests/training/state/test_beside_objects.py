@@ -18,14 +18,11 @@ from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, loader
 WIDTH = 8
 LOSSES: list[Tensor] = []
 TABLE: dict[str, Any] = {"sum": 0.0}
-TOTAL: Any = 0.0
 CACHE: dict[int, Tensor] = {}
 CALLS = 0
 
 
 class Block(nn.Module):
-    losses: list[Tensor] = []  # noqa: RUF012
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -65,20 +62,6 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class TellsClass(Block):
-    def tell(self, loss: Tensor) -> None:
-        self.losses.append(loss)
-
-
-class ListOfClass(Model):
-    kind = TellsClass
-
-    def beside(self) -> Any:
-        loss = sum(Block.losses)
-        Block.losses.clear()
-        return loss
-
-
 class TellsGlobal(Block):
     def tell(self, loss: Tensor) -> None:
         add_loss(loss)
@@ -97,19 +80,6 @@ class GlobalList(Model):
 
     def beside(self) -> Any:
         return sum(LOSSES)
-
-
-class AddsToGlobal(Block):
-    def tell(self, loss: Tensor) -> None:
-        global TOTAL  # noqa: PLW0603
-        TOTAL = TOTAL + loss
-
-
-class GlobalSum(Model):
-    kind = AddsToGlobal
-
-    def beside(self) -> Any:
-        return TOTAL
 
 
 class GlobalTable(Model):
@@ -204,12 +174,7 @@ STAGES = {"pipeline_parallel_size": 2, "microbatches": 2}
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [
-        pytest.param(ListOfClass, "changes the list .*Block.losses", marks=pytest.mark.long),
-        (GlobalList, "changes the list .*LOSSES"),
-        pytest.param(GlobalSum, "sets .*TOTAL", marks=pytest.mark.long),
-        (GlobalTable, "what the step before has left"),
-    ],
+    [(GlobalList, "changes the list .*LOSSES"), (GlobalTable, "what the step before has left")],
 )
 def test_what_other_stages_do_not_see_is_refused(kind: type[Model], said: str) -> None:
     with pytest.raises(RanksFailed, match=said):

@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_shard import HybridShardStrategy
-from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import QUIET
+from lightning_shard.errors import StepError
+from lightning_shard.testing import assert_trains_alike
 
 WIDTH = 8
 
@@ -41,7 +39,6 @@ class Module(L.LightningModule):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.head = Head()
-        self.sizes: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -58,8 +55,7 @@ class Module(L.LightningModule):
         size = float(self.head.total) / self.head.samples
         self.head.total.zero_()
         self.head.samples = 0
-        self.sizes.append(size)
-        self.log("size", size)
+        self.log_dict({"size": size, "rate": self.trainer.optimizers[0].param_groups[0]["lr"]})
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -90,27 +86,15 @@ class Seeing(Head):
         return super().forward(x)
 
 
-def fit(kind: type[Module], stages: int) -> tuple[list[float], float]:
-    torch.manual_seed(1)
-    module = kind()
-    settings: dict[str, Any] = {"devices": 1, "strategy": "auto"}
-    if stages > 1:
-        strategy = HybridShardStrategy(pipeline_parallel_size=stages, microbatches=4)
-        settings = {"devices": stages, "strategy": strategy}
-    data = TensorDataset(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(2)))
-    trainer = L.Trainer(max_epochs=4, **settings, **QUIET)
-    trainer.fit(module, DataLoader(data, batch_size=8), DataLoader(data, batch_size=8))
-    return module.sizes, trainer.optimizers[0].param_groups[0]["lr"]
+def batches() -> list[list[Tensor]]:
+    samples = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(2))
+    return [[part] for part in samples.split(8)]
 
 
 def test_hooks_on_all_stages_read_what_the_head_has_kept() -> None:
-    sizes, rate = fit(Module, 1)
-    assert rate < 0.1
-    for seen, own_rate in run_ranks(fit, 2, Module, 2, elastic=True):
-        assert seen == pytest.approx(sizes, rel=1e-5)
-        assert own_rate == rate
+    assert_trains_alike(Module, batches, "pp2", steps=16, trainer={"val_check_interval": 4}, microbatches=4)
 
 
 def test_code_before_the_network_that_reads_it_is_refused() -> None:
-    with pytest.raises(RanksFailed, match=r"head\.seen changes|changes self\.head\.seen after"):
-        run_ranks(fit, 2, ReadsBefore, 2, elastic=True)
+    with pytest.raises(StepError, match=r"head\.seen changes|changes self\.head\.seen after"):
+        assert_trains_alike(ReadsBefore, batches, "pp2", microbatches=4)

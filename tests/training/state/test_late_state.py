@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
-from lightning_shard.testing import run_ranks
-from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, loader, whole
+from lightning_shard.testing import assert_trains_alike, run_ranks
+from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, loader
 
 WIDTH = 8
 
@@ -46,32 +46,15 @@ class Counts(L.LightningModule):
         self.shadows["of the head"][0].fill_(self.last)
         return F.cross_entropy(self.head(hidden.detach()).flatten(0, 1), batch["y"].flatten())
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log_dict({"last": float(self.last), "shadow": float(self.shadows["of the head"][0])})
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
 
 
-def fit(sizes: dict[str, int] | None) -> tuple[tuple[int, float], dict[str, Tensor]]:
-    L.seed_everything(3)
-    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
-    trainer = L.Trainer(strategy=strategy, devices=2 if sizes else 1, max_steps=3, **QUIET)
-    module = Counts()
-    trainer.fit(module, loader(GLOBAL_BATCH))
-    return (module.last, float(module.shadows["of the head"][0])), whole(module)
-
-
-class InPlace(Counts):
-    """A codebook, or a momentum encoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.codes.mean()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.codes.data.mul_(0.5)
-        return self(super().training_step(batch, batch_idx))
+def batches() -> list[dict[str, Tensor]]:
+    return [*loader(GLOBAL_BATCH, samples=4 * GLOBAL_BATCH)]
 
 
 class Normed(nn.Linear):
@@ -89,31 +72,13 @@ class InPlaceInABlock(Counts):
         self.blocks = nn.ModuleList(Normed(WIDTH, WIDTH) for _ in range(2))
 
 
-def fit_in_place() -> list[str]:
-    said = []
-    for kind in (InPlace, InPlaceInABlock):
-        trainer = L.Trainer(strategy=HybridShardStrategy(), devices=2, max_steps=1, **QUIET)
-        try:
-            trainer.fit(kind(), loader(GLOBAL_BATCH // 2))
-        except StepError as error:
-            said.append(str(error))
-    return said
-
-
-def test_a_change_of_a_gathered_parameter_is_refused() -> None:
-    for said in run_ranks(fit_in_place, 2, elastic=True):
-        for name, error in zip(("codes", "blocks.0.weight"), said, strict=True):
-            assert f"The parameter {name} " in error
-            assert "changed in place" in error
-            assert "Sentence 8" in error
+def test_a_change_of_a_blocks_parameter_in_its_call_is_refused() -> None:
+    with pytest.raises(StepError, match=r"The parameter blocks\.0\.weight .*changed in place.*Sentence 8"):
+        assert_trains_alike(InPlaceInABlock, batches, "dp2")
 
 
 def test_late_state_and_untrained_parameters_are_as_in_one_process() -> None:
-    last, expected = fit(None)
-    ranks = run_ranks(fit, 2, {"pipeline_parallel_size": 2, "microbatches": 2}, elastic=True)
-    assert [own for own, _ in ranks] == [last, last]
-    for name, value in {**ranks[0][1], **ranks[1][1]}.items():
-        torch.testing.assert_close(value, expected[name], msg=name)
+    assert_trains_alike(Counts, batches, "pp2", microbatches=2)
 
 
 class KeepsLoss(Counts):
@@ -150,14 +115,13 @@ class Evaluator:
 
 
 class Confuses(Counts):
-    """Its confusion matrices were zero where the last stage isn't: early stopping ended training too soon."""
+    """In arrays, of its own and of an object, and in a list of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.matrix = np.zeros((VOCABULARY, VOCABULARY), dtype=np.int64)
         self.evaluator = Evaluator()
         self.listed = [torch.zeros(VOCABULARY), torch.zeros(VOCABULARY)]
-        self.seen: list[float] = []
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         hidden = self.embed(batch["x"])
@@ -169,29 +133,17 @@ class Confuses(Counts):
         self.listed[1] += torch.bincount(found, minlength=VOCABULARY)
 
     def on_validation_epoch_end(self) -> None:
-        for each in (self.matrix, self.evaluator.matrix):
-            self.seen.append(float(np.trace(each) / each.sum()) + each.argmax())
+        for name, each in {"own": self.matrix, "object's": self.evaluator.matrix}.items():
+            self.log_dict({f"{name} trace": float(np.trace(each) / each.sum()), f"{name} most": float(each.argmax())})
             each[:] = 0
-        self.seen += [*self.listed[1].tolist()]
-
-
-def confuse(sizes: dict[str, int] | None) -> list[float]:
-    L.seed_everything(3)
-    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
-    module = Confuses()
-    settings = {"max_steps": 4, "val_check_interval": 2, "devices": 2 if sizes else 1}
-    L.Trainer(strategy=strategy, **settings, **QUIET).fit(module, loader(GLOBAL_BATCH), loader(GLOBAL_BATCH))
-    return module.seen
+        self.log_dict({f"listed {place}": value for place, value in enumerate(self.listed[1])})
 
 
 def test_arrays_that_steps_count_in_are_on_all_stages_as_in_one_process() -> None:
-    expected = confuse(None)
-    assert run_ranks(confuse, 2, {"pipeline_parallel_size": 2}, elastic=True) == [expected, expected]
+    assert_trains_alike(Confuses, batches, "pp2", steps=4, trainer={"val_check_interval": 2})
 
 
 class Changes(Counts):
-    """In ways that other stages were blind to."""
-
     def __init__(self) -> None:
         super().__init__()
         self.save_hyperparameters({"scale": 1.0})
@@ -199,7 +151,6 @@ class Changes(Counts):
         self.turns = {"a": 1.0, "b": 2.0, "c": 3.0}
         self.ring = [0.0] * 200
         self.register_buffer("mean", torch.zeros(()))
-        self.seen: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -214,21 +165,11 @@ class Changes(Counts):
 
     def on_train_batch_end(self, *_: Any) -> None:
         held = (self.hparams.scale, hasattr(self, "first"), [*self.turns].index("a"), sum(self.ring), self.mean)
-        self.seen += map(float, held)
-
-
-def change(sizes: dict[str, int] | None) -> list[float]:
-    L.seed_everything(3)
-    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
-    module = Changes()
-    L.Trainer(strategy=strategy, devices=2 if sizes else 1, max_steps=3, **QUIET).fit(module, loader(GLOBAL_BATCH))
-    return module.seen
+        self.log_dict({f"{place}": float(value) for place, value in enumerate(held)})
 
 
 def test_every_kind_of_change_after_the_network_is_on_all_stages() -> None:
-    expected = change(None)
-    for own in run_ranks(change, 2, {"pipeline_parallel_size": 2, "microbatches": 1}, elastic=True):
-        assert own == pytest.approx(expected, rel=1e-5)
+    assert_trains_alike(Changes, batches, "pp2", microbatches=1)
 
 
 class BeginsLater(L.LightningModule):

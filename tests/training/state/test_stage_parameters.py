@@ -13,12 +13,7 @@ from torch import nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.taint import Hollow
-from lightning_shard.plugin.steps.checks.stage_parameters import (
-    StageParameters,
-    guard_of,
-    missing_parameter,
-    seen_as_parts,
-)
+from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters, guard_of, seen_as_parts
 from lightning_shard.plugin.steps.running_hooks import HookCall, RunningHooks
 
 
@@ -46,17 +41,6 @@ def total(module: nn.Module) -> int:
 
 def fail(*_: object) -> NoReturn:
     raise AssertionError
-
-
-def test_who_looks_up_another_stages_parameter_is_told_where_it_is() -> None:
-    module = nn.Module()
-    module.net = nn.Linear(2, 2)
-    hollow = Hollow.of(module.net.weight, torch.device("cpu"), "net.weight", 1, fail)
-    del module.net._parameters["weight"]
-    vars(module.net)["weight"] = hollow
-    for key, refused in (("weight", False), ("net.weight", True), ("bias", False), ("t.weight", False)):
-        refusal = missing_parameter(KeyError(key), module)
-        assert (refusal is not None and f"another one holds {key}" in str(refusal)) == refused
 
 
 def test_before_training_parameters_shows_those_of_other_stages_without_values() -> None:
@@ -128,9 +112,13 @@ def test_each_hook_that_takes_a_part_is_told_once_and_its_errors_have_it_in_a_no
         for old, new in zip([torch.ones(2, 2), torch.ones(3)], [*module.parameters()]):
             old.add_(new)
 
-    with pytest.raises(RuntimeError) as caught, guarded.hook():
-        average_whole()
-    assert "iterates over parameters() of net. With pipeline stages" in caught.value.__notes__[0]
+    def look_up() -> None:
+        dict(module.named_parameters())["1.weight"]
+
+    for code, what in ((average_whole, "parameters()"), (look_up, "named_parameters()")):
+        with pytest.raises((RuntimeError, KeyError)) as caught, guarded.hook():
+            code()
+        assert f"iterates over {what} of net. With pipeline stages" in caught.value.__notes__[0]
 
 
 def test_after_a_run_all_code_is_told_until_the_next_is_set_up() -> None:

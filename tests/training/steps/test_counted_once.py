@@ -33,23 +33,8 @@ def counted(named: dict[str, Tensor], given: list[Tensor]) -> list[int]:
     return [i for i, tensor in enumerate(given) if id(tensor) in found]
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda p: p.grad,
-        lambda p: p.grad.detach(),
-        lambda p: p.grad.float().clone(),
-        lambda p: p.grad * -1e-6,
-        lambda p: p.grad.bfloat16(),
-        lambda p: p.grad.half() / 1024,
-        lambda p: p,
-        lambda p: p.detach().clone(),
-        lambda p: p.grad.clamp(-0.1, 0.1),  # by their order
-        lambda p: p.grad.sign() * 3,
-        lambda p: p.grad.norm(),
-    ],
-)
-def test_what_is_computed_from_each_gradient_counts_once(made: Callable[[Any], Tensor]) -> None:
+@pytest.mark.parametrize("made", [lambda p: p.grad, lambda p: p])
+def test_each_gradient_and_each_weight_counts_once(made: Callable[[Any], Tensor]) -> None:
     named = stage()
     left_out = list(named).index(TIED)
     everyone = [made(p) for p in named.values()]
@@ -60,24 +45,13 @@ def test_some_gradients_count_in_any_order() -> None:
     named = stage()
     given = [cast(Tensor, named[name].grad) for name in ("output.weight", TIED, "inner.bias")]
     assert counted(named, given) == [0, 2]
+    assert counted(named, given[::2]) == [0, 1]
 
 
-def test_copies_of_other_shapes_than_a_tied_weights_count() -> None:
-    named = stage()
-    assert counted(named, [cast(Tensor, named["inner.weight"].grad) / 7]) == [0]
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda p: p.grad / 7,
-        lambda p: p.grad + 0.1 * p,
-        lambda p: p.grad.norm(),
-        lambda p: p.grad.flatten(),
-    ],
-)
+@pytest.mark.parametrize("made", [lambda p: p.grad / 7, lambda p: p.grad.half(), lambda p: p.grad.norm()])
 def test_what_may_be_computed_from_a_tied_weight_is_refused(made: Callable[[Any], Tensor]) -> None:
     named = stage()
-    said = r"norm is given a tensor of shape .* may be computed from that of embedding\.weight, .*pass the gradients"
-    with pytest.raises(StepError, match=said):
-        counted(named, [made(named[name]) for name in (TIED, "inner.bias")])
+    said = r"tensors that are no parameters' gradients.* from that of embedding\.weight, .*pass the gradients"
+    for names in ((TIED, "inner.bias"), named):
+        with pytest.raises(StepError, match=said):
+            counted(named, [made(named[name]) for name in names])

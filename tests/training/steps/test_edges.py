@@ -9,11 +9,10 @@ from typing import Any, cast
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint as recompute
-from torchmetrics import MeanMetric, MinMaxMetric
+from torchmetrics import MeanMetric
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
@@ -130,28 +129,6 @@ def test_all_gather_is_over_the_data_ranks() -> None:
     assert stages[:2] == ([row[-2:] for row in expected],) * 2
 
 
-class Extremes(Model):
-    def __init__(self) -> None:
-        super().__init__("gpt")
-        self.extremes = MinMaxMetric(MeanMetric())
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self.extremes.update(batch["x"].float())
-
-    def on_validation_epoch_end(self) -> None:
-        self.log_dict(self.extremes.compute())
-
-
-def extremes(sizes: dict[str, int] | None) -> Seen:
-    return train("gpt", sizes, module=Extremes, steps=2)
-
-
-@pytest.mark.long
-def test_metrics_that_hold_metrics() -> None:
-    assert on(PIPELINE, extremes).metrics == pytest.approx(extremes(None).metrics, rel=1e-5)
-
-
 class BreaksOff(L.Callback):
     """Leaves the first epoch in the middle of an accumulation."""
 
@@ -248,146 +225,47 @@ def test_sequence_parallelism_from_a_plan(pipeline: int) -> None:
     assert largest_difference(ours.parameters, plain.parameters) < 2e-5
 
 
-class Viewing(nn.Linear):
-    """Returns a view of what it computes, or all of it."""
+class Stops(Model):
+    """In a step of the last data rank, or in a hook on rank 0 only, as one does that looks at what only rank 0 has."""
 
-    def __init__(self, views: bool) -> None:
-        super().__init__(16, 16)
-        self.views = views
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = super().forward(x)
-        return result.transpose(0, 1).transpose(0, 1) if self.views else result
-
-
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 16)
-        self.layers = nn.ModuleList(Viewing(number % 2 == 0) for number in range(4))
-        self.head = nn.Linear(16, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for layer in self.layers:
-            hidden = layer(hidden)
-            hidden += 1
-            torch.relu_(hidden)
-        return self.head(hidden)
-
-
-class ChangesInPlace(Model):
-    """Code between blocks that writes into what a block returned, as residual networks do."""
-
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__("gpt")
-        torch.manual_seed(1)
-        self.model = InPlace()
+        self.where = where
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(self.model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+    def stop(self, where: str, here: bool) -> None:
+        if where == self.where and here:
+            self.trainer.should_stop = True
 
-
-def train_in_place(sizes: dict[str, int] | None = None) -> Seen:
-    return train("gpt", sizes, module=ChangesInPlace)
-
-
-def test_code_that_changes_a_blocks_output_in_place() -> None:
-    plain, ours = train_in_place(), on(PIPELINE, train_in_place)
-    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
-    assert ours.metrics == pytest.approx(plain.metrics, rel=2e-6)
-    assert largest_difference(ours.gradients, plain.gradients) < 2e-7
-
-
-class StopsOnOneRank(Model):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        trainer = self.trainer
-        if (
-            batch_idx == self.stops_at
-            and trainer.strategy.layout.data_rank == trainer.strategy.layout.data_parallel_size - 1
-        ):
-            trainer.should_stop = True
-        return loss
+        layout = cast(HybridShardStrategy, self.trainer.strategy).layout
+        self.stop("step", batch_idx == 1 and layout.data_rank == layout.data_parallel_size - 1)
+        return super().training_step(batch, batch_idx)
 
-    stops_at = 1
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.stop("batch", self.trainer.is_global_zero)
+
+    def on_validation_epoch_end(self) -> None:
+        self.stop("validation", self.trainer.is_global_zero)
+
+    def on_train_epoch_end(self) -> None:
+        self.stop("epoch", self.trainer.is_global_zero)
 
 
-def stop(sizes: dict[str, int], accumulate: int) -> int:
-    module = StopsOnOneRank("gpt")
-    trainer = {"accumulate_grad_batches": accumulate, "val_check_interval": 6}
-    return len(train("gpt", sizes, steps=6, module=lambda: module, trainer=trainer).losses)
+def stop(sizes: dict[str, int], where: list[str], steps: int, settings: dict[str, Any]) -> list[int]:
+    return [len(train("gpt", sizes, steps=steps, module=partial(Stops, w), trainer=settings).losses) for w in where]
 
 
 def test_a_rank_that_stops_stops_all() -> None:
-    assert run_ranks(stop, 2, layout(data=2), 4, elastic=True) == [4, 4]
-
-
-class StopsInAHook(Model):
-    """On rank 0 only, as a hook does that looks at what only rank 0 has."""
-
-    def __init__(self, hook: str) -> None:
-        super().__init__("gpt")
-        self.hook = hook
-
-    def stop(self, hook: str) -> None:
-        if hook == self.hook and self.trainer.is_global_zero and self.global_step:
-            self.trainer.should_stop = True
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.stop("batch")
-
-    def on_validation_epoch_end(self) -> None:
-        self.stop("validation")
-
-    def on_train_epoch_end(self) -> None:
-        self.stop("epoch")
-
-
-def stop_in_hooks(sizes: dict[str, int]) -> list[int]:
-    counts = []
-    for hook in ("batch", "validation", "epoch"):
-        settings = {"val_check_interval": 2, "limit_train_batches": 3, "max_epochs": 3}
-        seen = train("gpt", sizes, steps=9, module=partial(StopsInAHook, hook), trainer=settings)
-        counts.append(len(seen.losses))
-    return counts
+    settings = {"accumulate_grad_batches": 4, "val_check_interval": 6}
+    assert run_ranks(stop, 2, layout(data=2), ["step"], 6, settings, elastic=True) == [[4], [4]]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [PIPELINE, layout(data=2)], ids=["pp2", "dp2"])
 def test_a_hook_of_the_module_that_stops_one_rank_stops_all(sizes: dict[str, int]) -> None:
-    assert run_ranks(stop_in_hooks, 2, sizes, elastic=True) == [[1, 2, 3]] * 2
-
-
-class Predicts(Model):
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> list[int]:
-        self.model(batch["x"])
-        return [int(x[0] + 64 * x[1] + 64**2 * x[2]) for x in batch["x"]]
-
-
-UNEVEN = (5, 7)
-"""Samples, of which a rank repeats a whole batch; or a rank's last batch is smaller."""
-
-
-def predict(sizes: dict[str, int]) -> list[tuple[int, list[int]]]:
-    found = []
-    for samples in UNEVEN:
-        strategy = HybridShardStrategy(**sizes)
-        trainer = L.Trainer(strategy=strategy, devices=world(sizes), **QUIET)
-        predictions: Any = trainer.predict(Predicts("gpt"), loader(2, samples=samples))
-        found.append((strategy.layout.data_rank, [sample for batch in predictions for sample in batch]))
-    return found
-
-
-def test_each_sample_is_predicted_once_where_data_ranks_dont_divide_them() -> None:
-    sizes = layout(pipeline=2, data=2)
-    found = run_ranks(predict, 4, sizes, elastic=True)
-    for place, samples in enumerate(UNEVEN):
-        expected = [int(x[0] + 64 * x[1] + 64**2 * x[2]) for x in loader(1, samples=samples).dataset.x]  # type: ignore[attr-defined]
-        by_data_rank: dict[int, list[int]] = {}
-        for data_rank, own in (rank[place] for rank in found):
-            assert by_data_rank.setdefault(data_rank, own) == own
-        assert by_data_rank == {rank: expected[rank::2] for rank in range(2)}
+    settings = {"val_check_interval": 2, "limit_train_batches": 3, "max_epochs": 3}
+    hooks = ["batch", "validation", "epoch"]
+    assert run_ranks(stop, 2, sizes, hooks, 9, settings, elastic=True) == [[1, 2, 3]] * 2
 
 
 class Dropping(nn.Module):

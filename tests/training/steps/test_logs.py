@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import lightning as L
@@ -37,10 +36,23 @@ def _combined(values: list[Any], **options: Any) -> list[tuple[str, Any, dict[st
     return logs.combined()
 
 
-def test_floats_are_means_over_samples() -> None:
-    assert combined([1.0, 2.0]) == 1.5
-    assert combined([torch.tensor([1.0]), torch.tensor([2.0])], reduce_fx=torch.mean) == 1.5
-    assert combined([torch.tensor(1.0, dtype=torch.float64)] * 3).dtype == torch.float64
+@pytest.mark.parametrize(
+    ("values", "reduce_fx", "of_batch"),
+    [
+        ([1.0, 2.0], "mean", 1.5),
+        ([torch.tensor([1.0]), torch.tensor([2.0])], torch.mean, 1.5),
+        ([4, torch.tensor(6)], "avg", 5.0),
+        ([3, 4], "sum", 7.0),
+        ([torch.tensor(0.5), torch.tensor(0.25)], torch.sum, 0.75),
+        ([torch.tensor(0.5), 0.25], torch.max, 0.5),
+        ([4, 3], "MIN", 3.0),
+    ],
+)
+def test_values_are_combined_as_they_would_be_reduced(values: list[Any], reduce_fx: Any, of_batch: float) -> None:
+    assert combined(values, reduce_fx=reduce_fx) == of_batch
+    assert combined(values[:1], reduce_fx=reduce_fx) == values[0]
+    doubles = [torch.tensor(float(value), dtype=torch.float64) for value in values]
+    assert reduce_fx in ("sum", torch.sum) or combined(doubles, reduce_fx=reduce_fx).dtype == torch.float64
 
 
 def test_a_batch_size_of_some_microbatches_only_is_not_taken_for_the_batchs() -> None:
@@ -69,40 +81,6 @@ def test_a_mean_over_nothing_is_what_one_process_has_for_it(value: float) -> Non
     [(_, logged, options)] = _combined([value] * 2, batch_size=0)
     assert str(float(logged)) == str(value)
     assert options == {"batch_size": 0}
-
-
-def test_integers_that_are_summed_count_samples() -> None:
-    assert combined([3, 4], reduce_fx="sum") == 7
-    assert combined([torch.tensor(3), torch.tensor(4)], reduce_fx=torch.sum) == 7
-
-
-@pytest.mark.parametrize(
-    ("value", "reduce_fx"),
-    [
-        (4, "mean"),  # len(batch), or the epoch's number
-        (torch.tensor(4), "avg"),
-        (True, "mean"),
-        (0.5, "sum"),  # a sum over samples, or their mean
-        (torch.tensor(0.5), torch.max),  # the largest of samples, or of their means
-        (4, "MIN"),
-    ],
-)
-def test_what_may_be_of_the_batch_or_of_its_samples_is_refused(value: Any, reduce_fx: Any) -> None:
-    with pytest.raises(StepError, match=r"'x'.* for each microbatch, .*log .*on_train_batch_end"):
-        combined([value, value], reduce_fx=reduce_fx)
-    assert combined([value], reduce_fx=reduce_fx) == value  # the batch is one microbatch
-
-
-def test_sums_of_integers_are_told_once_to_be_over_microbatches() -> None:
-    module = Module()
-    logs = HeldLogs(module)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            with logs.holding(2):
-                pass
-            logs.emit([("x", torch.tensor(7.0), {"reduce_fx": "sum"})])
-    assert sum("adds up what the microbatches log" in str(warning.message) for warning in caught) == 1
 
 
 @pytest.mark.parametrize(("metric", "of_batch"), [("total", 7.0), ("highest", 4.0)])
@@ -141,15 +119,3 @@ def test_a_log_of_the_users_own_is_told_once_of_the_batch(on_object: bool) -> No
     logs.emit(logs.combined())
     assert own.__self__.said == ("val/x", 1.5, {})  # type: ignore[attr-defined]
     assert module.log == own
-
-
-@pytest.mark.parametrize("name", ["step", "epoch"])
-def test_where_a_log_stands_may_be_an_integer(name: str) -> None:
-    logs = HeldLogs(module := Module())
-    with logs.holding(2):
-        for _ in range(2):
-            logs.begin_microbatch()
-            module.log(name, 7)
-    assert logs.combined()[0][:2] == (name, 7.0)
-    with logs.holding(2), pytest.raises(StepError, match="can't be combined"):
-        module.log("samples", 7)

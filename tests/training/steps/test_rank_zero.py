@@ -6,20 +6,14 @@ import contextlib
 import io
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy, checkpoint
-from lightning_shard.testing import run_ranks
-from tests.parity import GLOBAL_BATCH, QUIET, Model, Tokens, layout, train
+from lightning_shard.testing import assert_trains_alike, run_ranks
+from tests.parity import GLOBAL_BATCH, Model, layout, loader, train
 
 
 class ByHand(Model):
@@ -47,38 +41,21 @@ class ByHand(Model):
         self.log("by_kinds", sum(self.of_kinds["right"]) / sum(self.of_kinds["seen"]))
         self.log("samples", float(self.samples))
         if self.trainer.is_global_zero:
-            self.logger.log_metrics({"by_hand": float(accuracy)}, step=7)
+            assert sum(map(len, self.kept)) == len(BATCHES) * GLOBAL_BATCH
         self.kept.clear()
         self.of_kinds = {"right": [], "seen": []}
         self.samples = 0
 
 
-def fit(folder: Path, sizes: dict[str, int] | None) -> tuple[dict[str, float], str]:
-    L.seed_everything(3)
-    options: dict[str, Any] = {**QUIET, "logger": CSVLogger(folder), "max_steps": 2, "limit_val_batches": 2}
-    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
-    stopping = EarlyStopping("accuracy", patience=9)  # fails where a rank hasn't logged it
-    trainer = L.Trainer(
-        strategy=strategy, devices=2 if sizes else 1, val_check_interval=2, callbacks=[stopping], **options
-    )
-    loader = DataLoader(Tokens(), batch_size=GLOBAL_BATCH)
-    module = ByHand()
-    trainer.fit(module, loader, loader)
-    if sizes:
-        trainer.save_checkpoint(folder / "saved.ckpt")
-    written = (Path(trainer.logger.log_dir) / "metrics.csv").read_text() if trainer.is_global_zero else ""
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}, written
+BATCHES = [*loader(GLOBAL_BATCH, samples=2 * GLOBAL_BATCH)]
 
 
-def test_what_a_step_keeps_by_hand_is_whole_where_lightning_logs(tmp_path: Path) -> None:
-    expected, _ = fit(tmp_path / "plain", None)
-    sizes = {"pipeline_parallel_size": 2}
-    (seen, written), (on_first_stage, _) = run_ranks(fit, 2, tmp_path / "ours", sizes, elastic=True)
-    assert seen == on_first_stage == expected
-    assert 0 < expected["accuracy"] < 1
-    assert f"{expected['accuracy']}" in written
-    saved = checkpoint.read(tmp_path / "ours" / "saved.ckpt")
-    assert saved["seen"].full() == 2 * GLOBAL_BATCH
+def batches() -> list[dict[str, Tensor]]:
+    return BATCHES
+
+
+def test_what_a_step_keeps_by_hand_is_whole_where_lightning_logs() -> None:
+    assert_trains_alike(ByHand, batches, "pp2", steps=2, trainer={"val_check_interval": 2})
 
 
 class Printing(Model):

@@ -72,5 +72,5 @@ def test_a_smaller_batch_counts_as_in_one_process() -> None:
     for found in (first, second):
         assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
         assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
-    assert [text[:41] for text in told] == ["A step adds a number to self.outputs for "]
+    assert [text[:43] for text in told] == ["validation_step adds a number to self.outpu"]
     assert first["listed"] != pytest.approx(expected["listed"], rel=1e-5)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -26,7 +23,6 @@ from tests.parity import (
     VOCABULARY,
     Model,
     Seen,
-    Tokens,
     combine,
     largest_difference,
     layout,
@@ -85,9 +81,6 @@ def accumulate(sizes: dict[str, int] | None, settings: dict[str, Any]) -> Seen:
 )
 def test_accumulation_clipping_schedulers_and_groups(sizes: dict[str, int], settings: dict[str, Any]) -> None:
     check(on(sizes, accumulate, settings), accumulate(None, settings))
-
-
-# -- modules of other forms
 
 
 # -- logs and metrics
@@ -234,65 +227,6 @@ def test_means_over_unequal_numbers_are_told_of_once_where_nothing_weighs_them(
     assert [*nothing, *others] == [[]] * 5
 
 
-# -- stopping, testing, predicting
-
-
-class Predicting(Model):
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        return {"first": batch["x"][:, 0], "logits": self.model(batch["x"])}
-
-
-class Stream(IterableDataset[dict[str, Tensor]]):
-    """A data rank's part of the samples."""
-
-    def __init__(self, places: range) -> None:
-        self.places = places
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        samples = Tokens()
-        return (samples[i] for i in self.places)
-
-
-def stop_test_predict(sizes: dict[str, int] | None) -> tuple[int, list[float], Any]:
-    strategy: Any = (
-        HybridShardStrategy(**sizes, tensor_parallel_plan={"mlp.up": "colwise", "mlp.down": "rowwise"})
-        if sizes
-        else "auto"
-    )
-    data = sizes["data_parallel_size"] if sizes else 1
-    L.seed_everything(3)
-    stop = EarlyStopping("val_loss", patience=0, min_delta=10.0)
-    trainer = L.Trainer(
-        strategy=strategy,
-        devices=world(sizes) if sizes else 1,
-        max_steps=20,
-        val_check_interval=2,
-        callbacks=[stop],
-        **QUIET,
-    )
-    module = Predicting("gpt")
-    trainer.fit(module, loader(GLOBAL_BATCH // data), loader(GLOBAL_BATCH // data, samples=32))
-    tested = trainer.test(module, loader(GLOBAL_BATCH // data, samples=32), verbose=False)
-    stream = Stream(range(strategy.layout.data_rank if sizes else 0, 32, data))
-    streamed = trainer.test(module, DataLoader(stream, batch_size=GLOBAL_BATCH // data), verbose=False)
-    predictions = trainer.predict(module, loader(GLOBAL_BATCH // data, samples=32))
-    assert predictions is not None
-    return trainer.global_step, [tested[0]["val_loss"], streamed[0]["val_loss"]], predictions[0]
-
-
-@pytest.mark.parametrize("sizes", [pytest.param(PIPELINE, marks=pytest.mark.long), SHARDED], ids=["pp2×dp2", "dp2×tp2"])
-def test_all_ranks_stop_at_once_and_evaluate_alike(sizes: dict[str, int]) -> None:
-    steps, losses, predictions = stop_test_predict(None)
-    for rank, (own_steps, own_losses, own) in enumerate(
-        run_ranks(stop_test_predict, world(sizes), sizes, elastic=True)
-    ):
-        assert own_steps == steps == 4
-        assert own_losses == pytest.approx(losses, rel=2e-6)
-        data_rank = rank // sizes["tensor_parallel_size"] % 2
-        assert torch.equal(own["first"], predictions["first"][data_rank::2])
-        assert torch.allclose(own["logits"], predictions["logits"][data_rank::2], atol=1e-5)
-
-
 # -- precision, replicas
 
 
@@ -368,9 +302,6 @@ def manual(sizes: dict[str, int] | None) -> Seen:
 
 def test_manual_optimization_with_gradients_synchronized_by_hand() -> None:
     check(on(layout(data=2), manual), manual(None))
-
-
-# -- batches
 
 
 # -- modules that bring their own sharding

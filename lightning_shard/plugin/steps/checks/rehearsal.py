@@ -33,6 +33,7 @@ from lightning_shard import tree
 from lightning_shard.arguments import few
 from lightning_shard.errors import WHOLE_BATCHES, StepError
 from lightning_shard.parallel.batch_norm import batch_norms
+from lightning_shard.parallel.rank_compare import Fingerprint, differing, fingerprints
 from lightning_shard.pipeline.dataflow.draws import DrawsByRow
 from lightning_shard.pipeline.dataflow.search import Memory
 from lightning_shard.pipeline.runtime.step import PipelinedStep, RunOn
@@ -42,48 +43,46 @@ from lightning_shard.plugin.steps import randomness
 from lightning_shard.state.walk import children, reachable
 
 _OF_KEPT = 1e-6
-"""Of numbers and sums, relative."""
+"""Of numbers and fingerprints, relative to the norm."""
 _LARGEST = 2**24
 """Elements of a tensor that is looked at: statistics are small, larger tensors are data."""
 
 
 @torch.no_grad()
-def numbers_kept(module: nn.Module) -> dict[str, Any]:
-    """The numbers that a module, what it holds, and globals keep; of tensors and arrays of floats shape, sum and norm.
+def numbers_kept(module: nn.Module) -> dict[str, Fingerprint]:
+    """The numbers that a module, what it holds, and globals keep, and the fingerprints of tensors and arrays of floats.
 
     Version counters don't show changes made through ``.data``, and arrays have none.
     """
     norms, found = {id(part) for part in batch_norms(module).values()}, [*reachable(module)]
     known = tuple(f"{path}." for path, part in found if isinstance(part, Metric) or id(part) in norms)
     lists = {path for path, part in found if isinstance(part, Sequence)}
-    kept: dict[str, Any] = {}
+    numbers: dict[str, Fingerprint] = {}
+    tensors: dict[str, Tensor] = {}
     for path, value in found:
         if path in lists or path.rpartition(".")[0] in lists or f"{path}.".startswith(known):
             continue
-        if isinstance(value, (Tensor, np.ndarray)):
-            if (sums := _sums(value)) is not None:
-                kept[path.replace("_buffers.", "")] = sums
-            continue
+        is_array = isinstance(value, np.ndarray) and value.dtype in (np.float32, np.float64)
+        tensor = torch.tensor(value) if is_array else value
+        if type(tensor) is Tensor and _is_looked_at(tensor):
+            tensors[path.replace("_buffers.", "")] = tensor.nan_to_num()
         for key, number in children(value):
             if type(number) in (int, float):
-                kept[".".join(filter(None, (path, str(key))))] = number
-    return kept
+                # integers are compared as they are
+                seen = ((), abs(number), number) if isinstance(number, float) else ((number,), 0.0, 0.0)
+                numbers[".".join(filter(None, (path, str(key))))] = seen
+    return numbers | fingerprints(tensors)
 
 
-def _sums(value: Any) -> tuple[Any, ...] | None:
-    if isinstance(value, np.ndarray):
-        value = torch.tensor(value) if value.dtype in (np.float32, np.float64) else None
-    if type(value) is not Tensor or not value.is_floating_point() or value.layout is not torch.strided:
-        return None
-    if value.is_meta or value.requires_grad or value.numel() > _LARGEST:
-        return None
-    wide = value.double().nan_to_num()
-    return value.shape, *torch.stack([wide.sum(), wide.norm()]).tolist()
+def _is_looked_at(tensor: Tensor) -> bool:
+    is_plain = tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_meta
+    return is_plain and not tensor.requires_grad and tensor.numel() <= _LARGEST
 
 
-def left_otherwise(
-    begin: Mapping[str, Any], first: Mapping[str, Any], both: Mapping[str, Any], whole: Mapping[str, Any]
-) -> Iterator[str]:
+Kept = Mapping[str, Fingerprint]
+
+
+def left_otherwise(begin: Kept, first: Kept, both: Kept, whole: Kept) -> Iterator[str]:
     """The names of what two microbatches change, and leave otherwise than both as one.
 
     What a step makes anew with the same values, such as a table for its shapes, isn't changed.
@@ -95,17 +94,14 @@ def left_otherwise(
         whole: What both as one leave, from the beginning.
     """
     for name in first.keys() & both.keys() & whole.keys():
-        is_as_before = _are_same(begin.get(name), first[name]) and _are_same(first[name], both[name])
-        if not is_as_before and not _are_same(both[name], whole[name]):
+        if _differ(name, begin, first, both) and _differ(name, both, whole):
             yield name
 
 
-def _are_same(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return one[0] == other[0] and all(map(_are_same, one[1:], other[1:]))
-    if isinstance(one, float) and isinstance(other, float):
-        return repr(one) == repr(other) or abs(one - other) <= _OF_KEPT * max(abs(one), abs(other))  # NaN is NaN
-    return repr(one) == repr(other)
+def _differ(name: str, *looks: Kept) -> bool:
+    return any(name not in look for look in looks) or bool(
+        differing({name: {i: look[name] for i, look in enumerate(looks)}}, _OF_KEPT)
+    )
 
 
 LOSS, LOG, LENGTH = "loss", "log", "length"
@@ -123,14 +119,12 @@ class Number(NamedTuple):
     Attributes:
         value: Of no dimension.
         weight: Of this microbatch, in a mean of several.
-        adds_up: Whether microbatches' numbers are added up, and not averaged.
-        is_metrics: Whether a torchmetrics metric gave it.
+        by: What makes the batch's of microbatches' numbers: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
     """
 
     value: Tensor
     weight: float = 1.0
-    adds_up: bool = False
-    is_metrics: bool = False
+    by: str = "mean"
 
 
 Name = tuple[str, Any]
@@ -159,7 +153,7 @@ class Unlike(NamedTuple):
 
     Attributes:
         joined: Its value of both as one.
-        combined: The mean of each, or the sum where they are added up.
+        combined: The mean of each, or what else is made of them.
         is_sum: Whether a mean was expected, and it is the sum.
         of: The first microbatch's number.
     """
@@ -223,7 +217,7 @@ def rehearse(
     joined: Any,
     memory: Memory,
     numbers_of: Callable[[Any, Any], Numbers] = lambda *_: {},
-    state: Callable[[], Mapping[str, Any]] = dict,
+    state: Callable[[], Kept] = dict,
     carry: Callable[[], None] = lambda: None,
 ) -> Findings:
     """Run two microbatches again, and both as one; a collective call over the pipeline.
@@ -304,10 +298,13 @@ def _unlike(one: Numbers, other: Numbers, again: Numbers, whole: Numbers) -> Ite
         if key[0] == LENGTH or not _are_close(other[key].value, again[key].value, share=0.01):
             continue
         values = torch.stack([mine.value.double(), other[key].value.double()])
-        weights = values.new_tensor([1.0, 1.0] if mine.adds_up else [mine.weight, other[key].weight])
-        combined = (values * weights).sum() / (1.0 if mine.adds_up else weights.sum())
+        weights = values.new_tensor([mine.weight, other[key].weight])
+        if mine.by in ("sum", "min", "max"):
+            combined = getattr(values, mine.by)()
+        else:
+            combined = (values * weights).sum() / weights.sum()
         if not _are_close(joined, combined):
-            is_sum = not mine.adds_up and _are_close(joined, values.sum())
+            is_sum = mine.by == "mean" and _are_close(joined, values.sum())
             yield key, Unlike(float(joined), float(combined), is_sum, mine)
 
 

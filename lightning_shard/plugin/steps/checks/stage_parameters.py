@@ -269,18 +269,3 @@ def by_parts(method: Callable[..., Result]) -> Callable[..., Result]:
             return method(self, *args, **kwargs)
 
     return run
-
-
-def missing_parameter(error: Exception, module: nn.Module) -> StepError | None:
-    """An explanation for code that looks up another stage's parameter by its name; ``None`` for other errors."""
-    key = error.args[0] if type(error) is KeyError and error.args else None
-    names = (held.fqn for part in module.modules() for held in vars(part).values() if isinstance(held, Hollow))
-    # a name without a dot may be any dictionary's key
-    if not isinstance(key, str) or "." not in key or not any(f".{name}".endswith(f".{key}") for name in names):
-        return None
-    return StepError(
-        f"There is no parameter {key!r} here. With several pipeline stages another one holds {key}:"
-        " named_parameters() and state_dict() have this stage's parameters only. For averages of weights"
-        " there is Lightning's EMAWeightAveraging; or use pipeline_parallel_size=1.",
-        breaks=10,
-    )

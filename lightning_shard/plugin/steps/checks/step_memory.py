@@ -1,13 +1,7 @@
-"""The state around each first microbatch on pipeline stages: what a step may change is taken, parameters are compared.
+"""What steps on pipeline stages may not change: parameters, their batch where hooks are given it, schedulers.
 
-In every other step what holds the gathered parameters sees changes of them (``parallel/fsdp/watched_parameters.py``).
-
-Warns of steps on pipeline stages that change their batch, where a hook is given it afterwards.
-
-In one process ``batch["logits"] = …`` is there in ``on_train_batch_end``. On stages a step runs on parts of the batch,
-and to its end on the last stage only: hooks are given the batch as it was loaded.
-
-A learning-rate scheduler that a step steps itself, as some do by ``self.lr_schedulers().step()``.
+The state around each first microbatch is taken, and parameters are compared. In every other step what holds the
+gathered parameters sees changes of them (``parallel/fsdp/watched_parameters.py``).
 """
 
 from __future__ import annotations
@@ -106,6 +100,9 @@ _DEPTH = 8
 
 class ChangedBatches:
     """Looks at steps of one module where they run on a copy of their batch, and warns once of each kind.
+
+    In one process ``batch["logits"] = …`` is there in ``on_train_batch_end``. On stages a step runs on parts of the
+    batch, and to its end on the last stage only: hooks are given the batch as it was loaded.
 
     Attributes:
         changing: Steps that were seen to change their batch; they always get a copy, as the first ones do.

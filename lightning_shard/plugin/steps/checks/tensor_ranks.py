@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -227,32 +228,28 @@ def _said(ranks: Mapping[int, Fingerprint]) -> str:
     return ", ".join(one(*each) for each in ranks.values())
 
 
-class _Look:
-    """What a module is given and returns in its first call.
-
-    A class of this package, so that no stage takes the record for state of the module.
-    """
-
-    def __init__(self) -> None:
-        self.seen: list[Fingerprint] | None = None
-
-    def at(self, _: nn.Module, given: Any, returned: Any) -> None:
-        if self.seen is None:
-            self.seen = [fingerprint(each) for each in tree.tensors((given, returned)) if not isinstance(each, Unknown)]
-
-
 @contextmanager
 def _seen_by_hooks(module: nn.Module) -> Iterator[dict[str, Fingerprint]]:
     """Yields what modules with users' hooks see in their first calls inside, by module and number."""
-    looks = {name: (_Look(), part) for name, part in module.named_modules() if has_other_hooks(part, _PACKAGES)}
-    handles = [part.register_forward_hook(look.at) for look, part in looks.values()]
+    seen: dict[str, list[Fingerprint]] = {}
+    # no closures: what a function of this package is given isn't taken for state of the module
+    handles = [
+        part.register_forward_hook(partial(_see, seen, name))
+        for name, part in module.named_modules()
+        if has_other_hooks(part, _PACKAGES)
+    ]
     found: dict[str, Fingerprint] = {}
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
-        found |= {f"{name}/{n}": each for name, (look, _) in looks.items() for n, each in enumerate(look.seen or ())}
+        found |= {f"{name}/{n}": each for name, looks in seen.items() for n, each in enumerate(looks)}
+
+
+def _see(seen: dict[str, list[Fingerprint]], name: str, _: nn.Module, given: Any, returned: Any) -> None:
+    if name not in seen:
+        seen[name] = [fingerprint(each) for each in tree.tensors((given, returned)) if not isinstance(each, Unknown)]
 
 
 def is_split(parameter: Tensor, axis: DeviceMesh) -> bool:

@@ -1,16 +1,12 @@
 """Warns of losses that are means over different numbers of targets in the parts of a batch.
 
-The mean of such means isn't the mean over the batch, which one process takes. ``loss_weight`` corrects that. Without it
-nothing fails, so in some steps the divisors of losses are compared. A part in which nothing counts often has a guarded
-loss of 0: with a divisor of 1 (``clamp(min=1)``), or with none. There the divisor is taken for 0.
-
-Limits: padding in other steps only, and means in evaluation steps, which have no graph, aren't detected.
-
-Reads what a loss was divided by from its autograd graph.
+The mean of such means isn't the mean over the batch, which one process takes; ``loss_weight`` corrects that. So in some
+steps what losses were divided by is read from their autograd graphs, and compared. A part in which nothing counts often
+has a guarded loss of 0: with a divisor of 1 (``clamp(min=1)``), or with none. There the divisor is taken for 0.
 
 Found are the weights of torch's ``nll_loss`` (thus of cross entropy with ignored targets, or with class weights), the
 number of elements of ``mean`` and of torch's other losses, and divisors of divisions. Not found are those of losses by
-custom or compiled functions, or in checkpointed code.
+custom or compiled functions, in checkpointed code, in other steps, and in evaluation steps, which have no graph.
 
 Private: ``_raw_saved_*`` of autograd nodes (torch 2.11 to 2.14), which shows whether reading a saved tensor would run
 hooks, such as those of a checkpoint, that may run only once.
@@ -108,6 +104,16 @@ _LOSSES = 4
 """Largest number of a step's losses that are compared: with manual optimization it may have several backwards."""
 
 
+_TEXT = (
+    "Pass loss_weight. The training loss is a mean over a different number in each part of a batch, of microbatches or"
+    " data ranks ({:.6g} to {:.6g}), as where targets are padding, and all parts count equally: their mean isn't"
+    " that over the whole batch, which one process takes. HybridShardStrategy(loss_weight=lambda batch:"
+    " (batch['labels'] != -100).sum()), or what that number is here, makes it the same (of batch['labels'][:, 1:] where"
+    " the model shifts them, as transformers' causal ones do), and so does self.log(…, batch_size=that number) of what"
+    " is logged. loss_weight=lambda batch: 1 says that they are to count equally."
+)
+
+
 class UnequalMeans:
     """Compares the divisors of one LightningModule's training losses, in one run.
 
@@ -119,24 +125,19 @@ class UnequalMeans:
 
     def __init__(self, parts: int, group: dist.ProcessGroup, *, is_weighted: bool) -> None:
         self._group = group
-        self._ranks = dist.get_world_size(group)
-        self._parts = parts
-        self._is_done = is_weighted or parts * self._ranks == 1
+        self._is_done = is_weighted or parts * dist.get_world_size(group) == 1
         self._step = 0
         self._looks = False
         self._begin_step()
         self._seen: list[tuple[int, Tensor, list[Tensor | float]]] = []  # places of losses, losses and their divisors
 
-    def note(self, loss: Any) -> None:
-        """Read the divisors of a part's loss, before its backward frees the graph."""
-        if self._looks:
-            self._note(0, loss)
+    def note(self, loss: Any, *, is_next: bool = False) -> None:
+        """Read the divisors of a part's loss, before its backward frees the graph.
 
-    def note_next(self, loss: Any) -> None:
-        """The same for the next of a step's losses, which is compared with those in its place on other data ranks."""
-        self._note(len(self._seen), loss)
-
-    def _note(self, place: int, loss: Any) -> None:
+        Args:
+            is_next: It is the next of a step's losses, and compared with those in its place on other data ranks.
+        """
+        place = len(self._seen) if is_next else 0
         if self._looks and place < _LOSSES and isinstance(loss, Tensor):
             self._seen.append((place, loss.detach(), [number for _, number in divisions(loss)]))
 
@@ -157,7 +158,7 @@ class UnequalMeans:
             low, high = min(lows), max(highs)
             if high - low > 1e-6 * abs(low):
                 self._is_done, self._looks = True, False
-                rank_zero_warn(self._text(low, high))
+                rank_zero_warn(_TEXT.format(low, high))
                 return True
         return False
 
@@ -175,20 +176,6 @@ class UnequalMeans:
                 low, high = found.get((place, number), (own, own))
                 found[place, number] = min(low, own), max(high, own)
         return found
-
-    def _text(self, least: float, most: float) -> str:
-        parts = " of ".join(
-            [f"{self._parts} microbatches"] * (self._parts > 1) + [f"{self._ranks} data ranks"] * (self._ranks > 1)
-        )
-        return (
-            "Pass loss_weight. The training loss is a mean over a different number in each part of a batch"
-            f" ({least:.6g} to {most:.6g}), as where targets are padding, and the losses and gradients of all parts"
-            f" ({parts}) count equally: their mean isn't that over the whole batch, which one process takes."
-            " HybridShardStrategy(loss_weight=lambda batch: (batch['labels'] != -100).sum()), or what that number is"
-            " here, makes it the same (of batch['labels'][:, 1:] where the model shifts them, as transformers' causal"
-            " ones do), and so does self.log(…, batch_size=that number) of what is logged. loss_weight=lambda batch: 1"
-            " says that they are to count equally."
-        )
 
 
 def _row(loss: Tensor, divisors: list[Tensor | float]) -> list[float]:

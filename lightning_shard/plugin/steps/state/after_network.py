@@ -89,34 +89,22 @@ class KeptState:
 
     Args:
         root: Cut and sharded.
-        blocks: Names of all blocks, in running order.
+        stage: The stage.
         parts: Names of modules with parameters that run around the blocks and keep their state where they are held.
-        is_last: Whether this is the last stage.
-        elsewhere: The modules whose parameters other stages hold.
-        hollow: Names of parameters for which other tensors are substituted while a stage runs: received ones, if any.
+        hollow: Names of parameters for which received ones are substituted while a stage runs.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        blocks: Sequence[str],
-        parts: Collection[str],
-        *,
-        is_last: bool,
-        elsewhere: Collection[nn.Module],
-        hollow: Collection[str] = (),
-    ) -> None:
-        within = tuple(f"{name}." for name in (*blocks, *parts))
+    def __init__(self, root: nn.Module, stage: Stage, parts: Sequence[str], hollow: Collection[str]) -> None:
+        within = tuple(f"{name}." for name in (*stage.blocks, *parts))
         self._modules = {
             path: module
             for path, module in root.named_modules()
             if not f"{path}.".startswith(within) and not isinstance(module, (Metric, ScriptModule))
         }
-        self._elsewhere = {path: module for path, module in root.named_modules() if module in elsewhere}
+        self._elsewhere = {path: module for path, module in root.named_modules() if module in stage.elsewhere}
         self._hollow = {tuple(name.rpartition(".")[::2]) for name in hollow}
-        self._is_last = is_last
         self._in_step = self._searching = False
-        self._before: _Look | None = None  # at the start of the step; on the last stage, of the first block's call
+        self._before: _Look | None = None  # on the last stage, when the first block was called
         self._begun: dict[Name, Outline] | None = None  # at the start of the batch, of containers and objects
         self._warned_of: set[Name] = set()
         self._numbers: dict[Name, Any] | None = None
@@ -127,27 +115,29 @@ class KeptState:
 
     @contextmanager
     def step(self, *, searching: bool) -> Iterator[None]:
-        """Track what the user's step, which runs inside on one microbatch as far as this stage runs it, changes."""
-        self._in_step, self._searching, self._numbers = True, searching, None
+        """Track what the user's step, which runs inside on one microbatch as far as this stage runs it, changes.
+
+        Inside of what the stage runs in: received parameters and other stages' modules are as the step sees them.
+
+        Raises:
+            StepError: It has set a number on a block of another stage.
+        """
+        self._in_step, self._searching, self._before, self._numbers = True, searching, None, None
         if self._begun is None:
-            self._begun = self._outlines()
-        self._before = None if self._is_last else self._look()
+            with torch._C.DisableTorchFunction():  # looks are none of the step's operations
+                self._begun = self._outlines()
         try:
             yield
+            self._check_numbers()
         finally:
             self._in_step = False
             if self._before is not None:
-                self._changed.update(self._since(self._before))
-            self._before = None
+                with torch._C.DisableTorchFunction():
+                    self._changed.update(self._since(self._before))
 
-    def remember(self) -> Callable[[], None]:
-        """Snapshot what is known of the batch; returns a function that restores it."""
-        followed, changed, begun = set(self._followed), set(self._changed), self._begun
-
-        def forget() -> None:
-            self._followed, self._changed, self._begun = set(followed), set(changed), begun
-
-        return forget
+    def forget(self) -> None:
+        """Forget what the batch has changed so far: all of it is known, or was put back."""
+        self._changed, self._begun = set(), None
 
     def changes(self) -> dict[Name, Any]:
         """On the last stage, at the end of a batch: what has changed, to be sent to the others."""
@@ -155,8 +145,7 @@ class KeptState:
         for path, name in sorted(self._changed):
             value = _attributes_and_buffers(self._modules[path]).get(name, _Deleted())
             values[path, name] = value if isinstance(value, _Deleted) else self._sent((path, name), value)
-        self._changed.clear()
-        self._begun = None
+        self.forget()
         return values
 
     def _sent(self, key: Name, value: Any) -> Any:
@@ -169,26 +158,23 @@ class KeptState:
 
     def take(self, changes: Mapping[Name, Any], device: torch.device) -> None:
         """On another stage, at the end of a batch: take over the last stage's values."""
-        own, begun = self._changed, self._begun or {}
-        self._changed, self._begun = set(), None
+        begun = self._begun or {}
+        self.forget()
         for key, value in changes.items():
             if key[0] not in self._modules:
                 continue
+            held, outline = self._held(key), begun.get(key)
             receive = partial(received, partial(_placed, key, device))
-            if isinstance(value, _Elsewhere) or not self._can_set(key, value):
-                if key not in own:
-                    self._warn(key)
+            if isinstance(value, _Elsewhere) or (isinstance(value, Change) and not value.fits(held)):
+                self._warn(key)
             elif isinstance(value, Change):
-                value.apply(self._held(key), begun.get(key) if key in own else None, receive)
+                value.apply(held, outline if outline is not None and outline.value is held else None, receive)
             elif isinstance(value, _Deleted):
                 _delete(self._modules[key[0]], key[1])
             else:
                 _set(self._modules[key[0]], key[1], receive(value))
             if isinstance(value, (Change, _Elsewhere)):
                 self._followed.add(key)
-
-    def _can_set(self, key: Name, value: Any) -> bool:
-        return not isinstance(value, Change) or value.fits(self._held(key))
 
     def _warn(self, key: Name) -> None:
         if key not in self._warned_of:
@@ -201,10 +187,9 @@ class KeptState:
             )
 
     def _outlines(self) -> dict[Name, Outline]:
-        """Of what the batch may change inside: all containers and objects, or deeply what was seen to."""
+        """Of what the batch may change inside: all containers and objects, deeply what was seen to or in a search."""
         if self._searching:
-            own = ((path, name) for path, module in self._modules.items() for name, _ in _own(module))
-            return {key: Outline.of(held) for key in own if has_contents(held := self._held(key))}
+            return {key: Outline.of(held) for key in self._all_marked() if has_contents(held := self._held(key))}
         marked = {key: Outline.of(value, 1) for key, value in self._marked.items() if has_contents(value)}
         return marked | {key: Outline.of(held) for key in self._followed if has_contents(held := self._held(key))}
 
@@ -226,12 +211,11 @@ class KeptState:
             if type(value) in (bool, int, float, str)
         }
 
-    def check_numbers(self) -> None:
-        """At a step's end, where modules of other stages still look as they do to this one.
-
+    def _check_numbers(self) -> None:
+        """
         Raises:
-            StepError: After all blocks have run, it has set a number on a block of another stage. Checked only while
-                searching, since there may be many modules.
+            StepError: After all blocks have run, a search has set a number on a block of another stage. Not checked in
+                other runs, since there may be many modules.
         """
         noted, self._numbers = self._numbers or {}, None
         now = self._numbers_elsewhere() if noted else {}
@@ -244,25 +228,19 @@ class KeptState:
                     breaks=6,
                 )
 
+    def _all_marked(self) -> set[Name]:
+        """In a search, all attributes; what may change in place is looked at in later runs too."""
+        own = {(path, name): value for path, module in self._modules.items() for name, value in _own(module)}
+        own = {key: value for key, value in own.items() if key not in self._hollow}
+        marked = (Tensor, np.ndarray, *CONTAINERS)
+        self._marked = {key: value for key, value in own.items() if isinstance(value, marked)}
+        return set(own)
+
     def _look(self) -> _Look:
-        followed = self._followed
-        if self._searching:
-            own = {
-                (path, name): value
-                for path, module in self._modules.items()
-                for name, value in _own(module)
-                if (path, name) not in self._hollow
-            }
-            marked = (Tensor, np.ndarray, *CONTAINERS)
-            self._marked = {key: value for key, value in own.items() if isinstance(value, marked)}
-            followed = set(own)
-        modules = (
-            self._modules if self._is_last or self._searching else {path: self._modules[path] for path, _ in followed}
-        )
-        held = {path: _attributes_and_buffers(module) for path, module in modules.items()}
+        followed = self._all_marked() if self._searching else self._followed
+        held = {path: _attributes_and_buffers(module) for path, module in self._modules.items()}
         outlines = {key: self._outline(key, value, 0) for key, value in self._marked.items() if key not in followed}
-        for key in followed:
-            outlines[key] = self._outline(key, held[key[0]].get(key[1]))
+        outlines |= {key: self._outline(key, held[key[0]].get(key[1])) for key in followed}
         return _Look(held, outlines)
 
     def _outline(self, key: Name, value: Any, *depth: int) -> Outline:
@@ -309,14 +287,7 @@ class KeptStates:
             # a rank that holds the last stage has the state of its parts
             of_all = stage.last_parts if stage.is_last or not stages.is_last else ()
             parts = [part for part in stage.parts if part not in of_all]
-            return KeptState(
-                root,
-                stage.blocks,
-                parts,
-                is_last=stage.is_last,
-                elsewhere=stage.elsewhere,
-                hollow=hollow,
-            )
+            return KeptState(root, stage, parts, hollow)
 
         self._stages = stages
         self._apart = apart
@@ -331,25 +302,11 @@ class KeptStates:
         assert kept is not None
         return kept.step(searching=searching)
 
-    def check_numbers(self, stage: Stage) -> None:
-        """At a step's end on the last stage, inside of what it runs in: check what can't be sent to others.
-
-        Raises:
-            StepError: It has set a number on a block of another stage.
-        """
-        runs_everywhere = stage.calls is not None  # to its end, on all ranks
-        if stage.is_last and self._of_last is not None and not runs_everywhere:
-            self._of_last.check_numbers()
-
-    def remember(self) -> Callable[[], None]:
-        """Snapshot what is known of the batch; returns a function that restores it."""
-        forgets = [kept.remember() for kept in (self._of_early, self._of_last) if kept is not None]
-
-        def forget() -> None:
-            for each in forgets:
-                each()
-
-        return forget
+    def forget(self) -> None:
+        """Forget what the batch has changed so far, since it was put back."""
+        for kept in (self._of_early, self._of_last):
+            if kept is not None:
+                kept.forget()
 
     def changes(self) -> dict[Name, Any]:
         """On the last stage's rank, at the end of a batch: what has changed, to be sent to the others."""
@@ -381,16 +338,21 @@ class KeptStates:
         if self._of_last is not None:
             self._apart.settle()
 
-    def carry(self, broadcast: Callable[[Any], Any], device: torch.device) -> None:
+    def carry(self, broadcast: Callable[[Any], Any], device: torch.device) -> bool:
         """Take over the last stage's values for a microbatch that begins when the one before has ended on all stages.
 
         A collective call over the pipeline.
 
         Args:
             broadcast: Gives the last stage's value on all stages.
+
+        Returns:
+            Whether there were any.
         """
-        self.take(broadcast(self.changes() if self._of_last is not None else None), device)
+        changes = broadcast(self.changes() if self._of_last is not None else None)
+        self.take(changes, device)
         self._apart.begin()
+        return bool(changes)
 
 
 def _attributes_and_buffers(module: nn.Module) -> dict[str, Any]:

@@ -15,7 +15,7 @@ stages' blocks collect there, and a version of one stage would lack what those o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -111,9 +111,6 @@ class _Version:
     modules: list[_Attributes] = field(default_factory=list)
     objects: dict[int, Note] = field(default_factory=dict)
 
-    def copied(self) -> _Version:
-        return _Version([each.copied() for each in self.modules], dict(self.objects))
-
 
 class StatesApart:
     """The state versions of one rank's stages; does nothing for a single stage.
@@ -165,7 +162,7 @@ class StatesApart:
             self.settle()
 
     def begin(self) -> None:
-        """Begin every stage's version from the module's current state."""
+        """Begin every stage's version from the module's current state, also where that was put back."""
         if not self._several:
             return
         self._base = dict(self._notes_of_places())
@@ -214,32 +211,6 @@ class StatesApart:
     def changed(self) -> None:
         """Note that the module was changed outside of stages' runs."""
         self._shown = None
-
-    def remember(self) -> Callable[[], None]:
-        """Swap in the last stage's version and snapshot all versions; returns a function that restores them.
-
-        The caller restores the module itself first, to its state as this call leaves it.
-        """
-        if not self._several:
-            return lambda: None
-        last = self._stages[-1]
-        self.show(last)
-        before = {stage: version.copied() for stage, version in self._versions.items()}
-        before[last] = self._versions[last]  # no clones: restoring the module restores these tensors
-        followed = dict(self._base)
-
-        def put_back() -> None:
-            since = {  # found since, when other stages had already run
-                number: note
-                for number, base in self._base.items()
-                if number not in followed and (note := note_of(base.path, base.value)) is not None
-            }
-            self._base = followed | since
-            for stage, version in before.items():
-                self._versions[stage] = version if stage is last else version.copied()
-            self._shown = before[last].modules
-
-        return put_back
 
     @contextmanager
     def _running(self, stage: Stage) -> Iterator[None]:

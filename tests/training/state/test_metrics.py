@@ -1,4 +1,4 @@
-"""Copies of metrics, as torchmetrics makes them to track one over epochs, are reduced as the metrics themselves are."""
+"""Metrics over all ranks and on all stages: copies, as torchmetrics makes, those that hold others, and with lists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanSquaredError, MetricCollection, MetricTracker
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, MetricTracker, MinMaxMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from torchmetrics.regression import MeanAbsoluteError
 
 from lightning_shard.testing import assert_trains_alike
@@ -24,6 +25,7 @@ class Module(L.LightningModule):
             MetricCollection([MeanSquaredError(), MeanAbsoluteError()]), maximize=[False, True]
         )
         self.metric = MeanSquaredError()
+        self.extremes = MinMaxMetric(MeanMetric())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return (self.blocks(batch) - 2 * batch).square().mean()
@@ -38,13 +40,40 @@ class Module(L.LightningModule):
         self.tracker.update(result, batch)
         self.cloned.update(result, batch)
         self.also(result, 2 * batch)
+        self.extremes.update(result)
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict(self.tracker.compute())
         self.log("cloned", self.cloned.compute())
         self.log("also", self.also.compute())
+        self.log_dict(self.extremes.compute())
         best: Any = self.tracker.best_metric()
         self.log("best", best["MeanSquaredError"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Collects(L.LightningModule):
+    """Calls and updates metrics that keep lists, in a training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        self.collected = MetricCollection({"auroc": MulticlassAUROC(WIDTH), "acc": MulticlassAccuracy(WIDTH)})
+        self.logged, self.updated = MulticlassAUROC(WIDTH), MulticlassAUROC(WIDTH)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        result = self.blocks(batch)
+        # Metric.forward empties its lists for the batch's value, and then sets new ones; update adds to them
+        for call in (self.collected, self.logged, self.updated.update):
+            call(result.softmax(-1), batch.argmax(-1))
+        self.log("logged", self.logged, on_step=False, on_epoch=True)
+        return (result - 2 * batch).square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.collected.compute())
+        self.log("updated", self.updated.compute())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -57,3 +86,7 @@ def batches() -> list[Tensor]:
 
 def test_they_are_computed_over_all_ranks_and_on_all_stages() -> None:
     assert_trains_alike(Module, batches, layouts=["pp2 x dp2"])
+
+
+def test_metrics_with_lists_are_as_on_one_process_with_several_stages_on_each_rank() -> None:
+    assert_trains_alike(Collects, batches, [{"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}])

@@ -1,9 +1,9 @@
-"""Ranks load by a large table of chunks: the first reads the manifest, and each what it needs of the table."""
+"""Ranks load by the manifest and the table that the first of them reads, and fail together."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +17,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint import ranks as collectives
-from lightning_shard.checkpoint.format import table as tables
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.loading import load as loading
 from lightning_shard.checkpoint.loading import open as opening
@@ -46,46 +45,14 @@ def holds(state: dict[str, Any], add: float = 0.0) -> bool:
     return all(torch.equal(whole[name], t + add if t.ndim == 2 else t) for name, t in WHOLE.items())
 
 
-@contextlib.contextmanager
-def counted() -> Iterator[list[str]]:
-    """The reads of the manifest and of the table's blocks on this rank."""
-    ways: list[str] = []
-    read, reading = LocalStore.read, LocalStore.reading
-
-    def whole(self: LocalStore, name: str) -> bytes:
-        ways.extend([name] if name == MANIFEST_NAME else [])
-        return read(self, name)
-
-    def blocks(self: LocalStore, name: str) -> Any:
-        ways.extend(["table"] if name.startswith("table-") else [])
-        return reading(self, name)
-
-    with mock.patch.object(LocalStore, "read", whole), mock.patch.object(LocalStore, "reading", blocks):
-        yield ways
-
-
-def on_rank(rank: int, owner: Any, name: str, change: Callable[..., Any]) -> Any:
-    return mock.patch.object(owner, name, change) if dist.get_rank() == rank else contextlib.nullcontext()
-
-
-def fails_on_rank_1(change: Callable[..., Any], error: type[Exception], path: Path) -> None:
-    state = emptied()
-    with on_rank(1, LocalStore, "reading", change), pytest.raises(error, match="table-") as caught:
-        checkpoint.load(path, state)
-    assert str(caught.value).startswith("rank 1: ") == (dist.get_rank() != 1)
-    assert all(not getattr(t, "to_local", lambda t=t: t)().any() for t in state.values())
-
-
 def load_in_all_ways(path: Path, rank: int) -> None:
-    """The first rank reads the manifest, and all read of it what they need; in one group, and by leaders."""
+    """In one group, and by leaders."""
     for size in (64, 1):
         state, moment = emptied(), emptied()["rows"]
-        with mock.patch.object(collectives, "GROUP_RANKS", size), counted() as ways:
+        with mock.patch.object(collectives, "GROUP_RANKS", size):
             assert checkpoint.load(path, state, optimizer={"m": moment}) == ([], [])
         assert holds({**state, "rows": moment})
         assert holds(state)
-        assert ways.count(MANIFEST_NAME) == (rank == 0)
-        assert ways.count("table") > 1
     stored = checkpoint.read_together(path)
     assert stored.rank_state(rank) == {"seed": torch.tensor(rank)}
     assert stored.trainer_state() == {"n": 1}
@@ -102,23 +69,10 @@ def load_in_all_ways(path: Path, rank: int) -> None:
         with pytest.raises(StateMismatchError, match="Not in the state \\(1\\)"):
             checkpoint.load(path, without)
 
-    # where a rank doesn't see the table, all are sent all of it
-    state, size = emptied(), LocalStore.size
-
-    def unseen(self: LocalStore, name: str) -> int:
-        if name.startswith("table-"):
-            raise FileNotFoundError(name)
-        return size(self, name)
-
-    with on_rank(1, LocalStore, "size", unseen), counted() as ways:
-        checkpoint.load(path, state)
-    assert holds(state)
-    assert ("table" in ways) == (rank == 0)
-
 
 def fail_together(path: Path, rank: int) -> None:
-    """What one rank can't read, or reads damaged, fails on all, and nothing has been written."""
-    reading = LocalStore.reading
+    """What the first rank can't read, or reads damaged, fails on all, and nothing has been written."""
+    reading, state = LocalStore.reading, emptied()
 
     @contextlib.contextmanager
     def damaged(self: LocalStore, name: str) -> Iterator[Reader]:
@@ -135,21 +89,22 @@ def fail_together(path: Path, rank: int) -> None:
             raise OSError(5, "Input/output error")
         return reading(self, name)
 
-    fails_on_rank_1(damaged, CorruptCheckpointError, path)
-    fails_on_rank_1(failing, CheckpointError, path)
+    for change, error in ((damaged, CorruptCheckpointError), (failing, CheckpointError)):
+        with mock.patch.object(LocalStore, "reading", change), pytest.raises(error, match="table-"):
+            checkpoint.load(path, state)
+    assert all(not getattr(t, "to_local", lambda t=t: t)().any() for t in state.values())
 
     # another save that replaces it after the first rank has read it: all begin anew, and have the other
     replaced: list[int] = []
 
     def replacing(*args: Any) -> Any:
-        found = in_reach(*args)
         if not replaced:
             replaced.append(1)
             checkpoint.save(laid_out(add=1.0), path, optimizer={"m": laid_out()["rows"]})
-        return found
+        return opening.open_found(*args)
 
-    in_reach, state = opening.in_reach, emptied()
-    with mock.patch.object(loading, "in_reach", replacing):
+    state = emptied()
+    with mock.patch.object(loading, "open_found", replacing):
         assert checkpoint.load(path, state) == ([], [])
     assert holds(state, add=1.0)
 
@@ -163,11 +118,10 @@ def fail_together(path: Path, rank: int) -> None:
 
 
 @ranks(2, timeout_s=120)
-def test_ranks_load_by_blocks_of_the_table_as_by_the_whole_and_fail_together(tmp_path: Path) -> None:
+def test_ranks_load_alike_and_fail_together(tmp_path: Path) -> None:
     rank, path = dist.get_rank(), tmp_path / "c"
     of_rank = {"seed": torch.tensor(rank)}
     optimizer, state = {"m": laid_out()["rows"]}, {"n": 1}
-    with mock.patch.object(opening, "WHOLE_BYTES", 0), mock.patch.object(tables, "BLOCK_BYTES", 512):
-        checkpoint.save(laid_out(), path, optimizer=optimizer, rank_state=of_rank, trainer_state=state)
-        load_in_all_ways(path, rank)
-        fail_together(path, rank)
+    checkpoint.save(laid_out(), path, optimizer=optimizer, rank_state=of_rank, trainer_state=state)
+    load_in_all_ways(path, rank)
+    fail_together(path, rank)
