@@ -219,6 +219,8 @@ def _chain(root: nn.Module, lists: dict[str, list[str]], calls: Callable[[], Seq
         lists,
         key=lambda name: (trains(root.get_submodule(name)), name not in small, len(lists[name]), _size(root, name)),
     )
+    if type(_parent(root, path)) is nn.Sequential and type(root.get_submodule(path)) is nn.Sequential:
+        return _sequential(root)
     classes = {type(root.get_submodule(name)) for name in lists[path]}
     network = path.partition(".")[0]
 
@@ -400,6 +402,10 @@ def _nothing_to_cut(root: nn.Module) -> str:
         f" least two modules that hold parameters): name modules to cut between by pipeline_blocks{such_as}. Or use"
         " pipeline_parallel_size=1: a single module, such as an nn.LSTM, isn't cut."
     )
+
+
+def _parent(root: nn.Module, path: str) -> nn.Module | None:
+    return root.get_submodule(path.rpartition(".")[0]) if "." in path else None
 
 
 def _unfolded(root: nn.Module, path: str) -> Iterator[str]:
