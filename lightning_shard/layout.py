@@ -251,7 +251,7 @@ def check_sizes(*, data_parallel_size: int | Literal["auto"] = 1, **others: int)
     """
     sizes: dict[str, Any] = {**dict.fromkeys(SIZES, 1), **others, "data_parallel_size": data_parallel_size}
     for name, value in sizes.items():
-        if name == "data_parallel_size" and value == "auto":
+        if name == "data_parallel_size" and isinstance(value, str) and value == "auto":
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             auto = ' or "auto"' if name == "data_parallel_size" else ""

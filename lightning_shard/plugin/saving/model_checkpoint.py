@@ -34,7 +34,7 @@ import lightning.pytorch as pl
 from fsspec.utils import get_protocol
 from lightning.pytorch import callbacks
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_info
+from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_shard import checkpoint as ckpt
@@ -92,6 +92,12 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if self._last_is_resumed_from:
             self._check_that_all_found_last(io)
         self._fs, _ = open_filesystem(dirpath, io.storage_options)
+        if stage == TrainerFn.FITTING:  # a store that refuses the keys does so before training
+            _on_first_rank(trainer, lambda: self._tell_if_not_empty(dirpath, io))
+
+    def _tell_if_not_empty(self, dirpath: str, io: ShardedCheckpointIO) -> None:
+        if self.save_top_k != 0 and names_in(dirpath, io.storage_options):
+            rank_zero_warn(f"Checkpoint directory {dirpath} exists and is not empty.")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
