@@ -151,7 +151,7 @@ class States:
             prefix, state = parts.prefixes[key], module.state_dict()
             for name, text in pipelined.first_checks.join_copies(tolerates=True).items():
                 rank_zero_warn(f"{text} Until then, the last stage's copy is saved.")
-                apart |= {prefix + name: state[name]} if name in state else {}
+                apart[prefix + name] = state[name]
             tied |= {prefix + name: p for name, p in on_several_stages(module, pipelined.known.ties).items()}
             elsewhere |= {prefix + name for name in pipelined.known.saved_elsewhere}
         self._copies = copies_of_stages(tied, apart, parts.optimizers.values())

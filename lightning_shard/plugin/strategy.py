@@ -337,7 +337,7 @@ class HybridShardStrategy(PreparedStrategy):
         for text in apart.values():
             rank_zero_warn(f"{text} Until then, the last stage's copy is saved.")
         state = self._module.state_dict() if apart else {}
-        return {name: state[name] for name in apart if name in state}
+        return {name: state[name] for name in apart}
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
