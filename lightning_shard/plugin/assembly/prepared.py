@@ -47,9 +47,10 @@ from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
 from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable_buffers
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.alike import Alike, OwnCalls
+from lightning_shard.plugin.steps.checks.buffers import CopiesOfStages, SharedBuffers
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans, warn_of_balancing
-from lightning_shard.plugin.steps.first_step import FirstStepChecks
+from lightning_shard.plugin.steps.first_step import FirstStepChecks, StageChecks
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.gradients import Gradients, StageUnits
 from lightning_shard.plugin.steps.loop import Loop, TrainerLoop
@@ -100,8 +101,14 @@ def make_steps(
     shares = Shares(LossWeights(weigh, groups.data, device), means, metrics.means)
     warn_of_balancing(module, parts * layout.data_parallel_size)
     gradients = Gradients(module, loop, groups.gradient, reduces_each=reduces_each, is_pipelined=stages is not None)
+    of_blocks = stages.shared_buffers if stages is not None else ()
+    copies = None
+    if stages is not None:
+        gather, whole = groups.gather_over_stages, loop.whole_parameters
+        copies = CopiesOfStages(module, of_blocks, gather, groups.pipeline, device, whole)
     own_calls, has_data_ranks = OwnCalls(stages), layout.data_parallel_size > 1
-    checks = FirstStepChecks(module, loop, layout, mesh, groups, stages, device, own_calls, check_saved)
+    of_stages = StageChecks(copies, SharedBuffers(module, of_blocks), own_calls)
+    checks = FirstStepChecks(module, loop, layout, mesh, groups, check_saved, of_stages)
     run: PipelinedSteps | SingleStageSteps
     if stages is None:
         if has_data_ranks and known.lockstep is None:

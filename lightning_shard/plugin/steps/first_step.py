@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.layout import TENSOR_AXIS, Layout
-from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
 from lightning_shard.plugin.steps.alike import OwnCalls
 from lightning_shard.plugin.steps.checks import tensor_ranks
 from lightning_shard.plugin.steps.checks.agreement import check_same_batch
-from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers, CopiesOfStages
+from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers, CopiesOfStages, SharedBuffers
 from lightning_shard.plugin.steps.checks.tensor_ranks import Shown, TensorRanks
 from lightning_shard.plugin.steps.loop import Loop
 
@@ -27,13 +26,25 @@ _UPDATES = 2
 """Number of optimizer steps after which buffers are compared over data ranks."""
 
 
+@dataclass(frozen=True)
+class StageChecks:
+    """Checks of what steps on pipeline stages do.
+
+    Attributes:
+        copies: Joins frozen parameters and buffers that every stage holds; ``None`` with one stage.
+        shared: Buffers of modules that several stages hold.
+        own_calls: The collective calls that steps make.
+    """
+
+    copies: CopiesOfStages | None
+    shared: SharedBuffers
+    own_calls: OwnCalls
+
+
 class FirstStepChecks:
-    """The checks of one module's steps in one run. To make them is a collective call over the pipeline.
+    """The checks of one module's steps in one run.
 
     Args:
-        stages: This rank's; ``None`` if the network isn't cut.
-        device: Where this rank computes.
-        own_calls: The collective calls that steps make.
         check_saved: Refuses what could not be saved; a collective call over all ranks.
     """
 
@@ -44,10 +55,8 @@ class FirstStepChecks:
         layout: Layout,
         mesh: DeviceMesh,
         groups: Groups,
-        stages: Stages | None,
-        device: torch.device,
-        own_calls: OwnCalls,
         check_saved: Callable[[], None],
+        of_stages: StageChecks,
     ) -> None:
         self._module = module
         self._loop = loop
@@ -55,11 +64,9 @@ class FirstStepChecks:
         self._mesh = mesh
         self._data = groups.data
         self._check_saved = check_saved
-        self._copies: CopiesOfStages | None = None  # of frozen parameters and buffers, on all stages
-        if stages is not None:
-            over_stages = (groups.gather_over_stages, groups.pipeline, device)
-            self._copies = CopiesOfStages(module, stages.shared_buffers, *over_stages, loop.whole_parameters)
-        self._own_calls = own_calls
+        self._copies = of_stages.copies
+        self._shared = of_stages.shared
+        self._own_calls = of_stages.own_calls
         # the ranks that share sequences, if not each has sequences of its own
         self._context = groups.context if layout.context_parallel_size > 1 else None
         self._steps = 0
@@ -87,6 +94,8 @@ class FirstStepChecks:
                 self._copies.join_for_step()
         shown = Shown()
         with ExitStack() as looks:
+            first = method not in self._kinds or (method == "training_step" and self._steps <= _STEPS)
+            looks.enter_context(self._shared.unchanged(method, compares=first))
             if method not in self._kinds:
                 self._kinds.add(method)
                 check_same_batch(batch, layout, self._loop.strategy)

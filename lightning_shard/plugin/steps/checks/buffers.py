@@ -1,17 +1,20 @@
-"""Buffers that steps change, and copies of tensors on several stages: compared, joined or refused.
+"""Buffers that steps change: compared between ranks that hold the same ones, refused where stages hold copies.
 
-Every pipeline stage has a copy of saved buffers, and of frozen networks next to the one that trains, such as a mean
-teacher's. Code that averages the student's weights goes over ``named_parameters()``, which has a stage's own parameters
-of the network that trains, so each stage's copies are up to date for these only. A copy that one stage has changed is
-the others' too.
+Joins what every pipeline stage has a copy of, where code between steps changes each stage's copy otherwise.
+
+These are frozen networks next to the one that trains, such as a teacher, and saved buffers. A mean teacher's weights
+are averages of the student's, and so are the buffers of latent diffusion's ``LitEma``. Code that updates them goes over
+``named_parameters()``, which has a stage's own parameters of the network that trains. So each stage's copies are up to
+date for these only. A copy that one stage has changed is the others' too.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +32,7 @@ from lightning_shard.parallel.rank_compare import (
     exchanged,
     fingerprints,
 )
+from lightning_shard.pipeline.dataflow.taint import Unknown
 from lightning_shard.plugin.broadcast import values_of
 from lightning_shard.sharding import local_tensor
 from lightning_shard.torch_private import BatchNorm
@@ -36,6 +40,22 @@ from lightning_shard.torch_private import BatchNorm
 _REDUCED = 1e-6
 """Relative to the norm, buffers of data ranks differ by less if they are reduced, and by more if each rank has its own:
 also where a step moves a few rows of a codebook a little."""
+
+
+class Mark(NamedTuple):
+    """What a buffer is known again by. Versions alone don't show changes made through ``.data``."""
+
+    identity: int
+    version: int
+    values: Fingerprint
+
+    def has_version_of(self, buffer: Tensor) -> bool:
+        return self[:2] == (id(buffer), buffer._version)
+
+
+def _marks(buffers: Mapping[str, Tensor]) -> dict[str, Mark]:
+    values = fingerprints(buffers)
+    return {name: Mark(id(buffer), buffer._version, values[name]) for name, buffer in buffers.items()}
 
 
 class ChangedBuffers:
@@ -49,19 +69,19 @@ class ChangedBuffers:
         self._names = [
             name for name, buffer in module.named_buffers() if type(buffer) in (Tensor, DTensor) and not buffer.is_meta
         ]
-        self._before: dict[str, Fingerprint] | None = None
+        self._before: dict[str, Mark] | None = None
         self._has_warned = False
 
     def begin(self) -> None:
         """A training step begins."""
         if self._before is None:
-            self._before = fingerprints(self._now())
+            self._before = _marks(self._now())
 
     def changed(self) -> dict[str, Fingerprint]:
         """What this rank has changed since; zeros for the others, which another rank may have changed."""
         known = self._before or {}
-        now = fingerprints(self._now()) if known else {}
-        changed = {name: values for name, values in now.items() if repr(values) != repr(known.get(name))}
+        marks = _marks(self._now()) if known else {}
+        changed = {name: mark.values for name, mark in marks.items() if repr(mark) != repr(known.get(name))}
         return {name: ((), *changed.get(name, NOTHING)[1:]) for name in self._names}
 
     def warn_of_data_ranks(self, ranks: dist.ProcessGroup, *, warns: bool) -> None:
@@ -98,6 +118,56 @@ class ChangedBuffers:
         return {name: held[name] for name in self._names if type(held.get(name)) in (Tensor, DTensor)}
 
 
+class SharedBuffers:
+    """Buffers of modules that several stages hold, as of the projections that all adapters of VeRA share.
+
+    Each stage has a copy, which changes with the calls of its own stage's blocks, and in one process with those of all
+    blocks. So copies that a step changes are wrong, even where they are equal. Hooks between steps may change them:
+    these run on every stage.
+
+    Args:
+        names: Of the buffers, of each one name.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        self._module = module
+        self._names = names
+        self._marks: dict[str, Mark] = {}
+
+    @contextmanager
+    def unchanged(self, method: str, *, compares: bool) -> Iterator[None]:
+        """Context of a step.
+
+        Args:
+            compares: Also look at values whose versions are as before, since changes through ``.data`` leave these.
+
+        Raises:
+            StepError: The step has changed a buffer.
+        """
+        marks = self._marks
+        marks |= _marks({n: b for n, b in self._now() if compares or n not in marks or not marks[n].has_version_of(b)})
+        yield
+        for name, buffer in self._now():
+            before = marks.get(name)
+            if before is not None and before.has_version_of(buffer) and not compares:
+                continue
+            of_other_stage = isinstance(buffer, Unknown)  # which has set it
+            if before is None or of_other_stage or repr(before.values) != repr(fingerprints({name: buffer})[name]):
+                raise StepError(
+                    f"{method} changes {name}, and several pipeline stages hold this buffer's module. Each has a copy,"
+                    " which changes with the calls of its own blocks only: use one module per call, which may share"
+                    " their weights, or pipeline_parallel_size=1.",
+                    breaks=6,
+                )
+
+    def _now(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self._names:
+            path, _, key = name.rpartition(".")
+            buffer = self._module.get_submodule(path)._buffers.get(key)
+            if buffer is not None:
+                yield name, buffer
+
+
 _OF_FROZEN = (
     "is frozen, and every pipeline stage holds it; now the stages' copies differ. Code"
     " that updates it, as for a mean teacher, sees only its own stage's parameters of the network that trains"
@@ -111,21 +181,12 @@ _OF_BUFFERS = (
 )
 
 
-_OF_BLOCKS = (
-    "training_step changes {}, and several pipeline stages hold this buffer's module. Each has a copy, which changes"
-    " with the calls of its own blocks only: use one module per call, which may share their weights, or"
-    " pipeline_parallel_size=1."
-)
-
-
 class CopiesOfStages:
     """Frozen parameters and saved buffers of which other stages have copies. The constructor is a collective call.
 
     Args:
         module: The stage's.
-        of_blocks: Names of buffers of modules that several stages hold, as of the projections that all adapters of VeRA
-            share. In one process these change with the calls of all blocks, so copies that change are wrong, even where
-            they are equal.
+        others: Names of buffers that are compared elsewhere.
         gather_over_stages: All-gathers a value over the pipeline.
         pipeline: The pipeline's ranks, the last stage's first, for tensors.
         device: Where this rank computes, which that group's backend serves.
@@ -135,7 +196,7 @@ class CopiesOfStages:
     def __init__(
         self,
         module: nn.Module,
-        of_blocks: Collection[str],
+        others: Collection[str],
         gather_over_stages: Callable[[Any], list[Any]],
         pipeline: dist.ProcessGroup,
         device: torch.device,
@@ -143,7 +204,7 @@ class CopiesOfStages:
     ) -> None:
         self._module = module
         self._of_buffers = _OF_BUFFERS.format(whole_parameters=whole)
-        self._of_blocks = of_blocks
+        self._others = others
         self._frozen = {name: p for name, p in nn.Module.named_parameters(module) if not p.requires_grad}
         self._gather = gather_over_stages
         self._pipeline = pipeline
@@ -184,14 +245,12 @@ class CopiesOfStages:
         own = sums_of(held)
         stages = self._gather({name: (sums, sums != self._known.get(name)) for name, sums in own.items()})
         for name, found in by_name(stages).items():
-            changed = {sums: stage for stage, (sums, has_changed) in reversed(found.items()) if has_changed}
-            is_of_blocks = name in self._of_blocks and bool(changed)
-            if len({sums for sums, _ in found.values()}) == 1 and not is_of_blocks:
+            if len({sums for sums, _ in found.values()}) == 1:
                 continue
-            is_one = len(found) == len(stages) and len(changed) == 1 and not is_of_blocks
+            changed = {sums: stage for stage, (sums, has_changed) in reversed(found.items()) if has_changed}
+            is_one = len(found) == len(stages) and len(changed) == 1
             may_join = is_one and (is_early or name in self._joined or name not in self._frozen)
             text = f"{name} {_OF_FROZEN if name in self._frozen else self._of_buffers}"
-            text = _OF_BLOCKS.format(name) if is_of_blocks else text
             if not may_join and not tolerates:
                 raise StepError(text, breaks=6)
             spoils = is_one and tolerates and "nan" in min(changed)
@@ -207,15 +266,22 @@ class CopiesOfStages:
         return apart
 
     def _held(self) -> dict[str, Tensor]:
-        buffers = {
-            name: buffer
-            for path, part in self._module.named_modules()
-            for key, buffer in part._buffers.items()
-            if type(buffer) is Tensor and is_dense(buffer) and not buffer.is_meta
-            for name in (f"{path}.{key}" if path else key,)
-            if key not in part._non_persistent_buffers_set or name in self._of_blocks
+        return self._frozen | {
+            name: buffer for name, buffer in _saved(self._module).items() if name not in self._others
         }
-        return self._frozen | buffers
+
+
+def _saved(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers of a state dict, but for sparse and nested ones."""
+    return {
+        f"{path}.{key}" if path else key: buffer
+        for path, part in module.named_modules()
+        for key, buffer in part._buffers.items()
+        if type(buffer) is Tensor
+        and key not in part._non_persistent_buffers_set
+        and is_dense(buffer)
+        and not buffer.is_meta
+    }
 
 
 def sums_of(tensors: Mapping[Any, Tensor]) -> dict[Any, str]:

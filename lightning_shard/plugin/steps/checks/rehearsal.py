@@ -65,7 +65,8 @@ def numbers_kept(module: nn.Module) -> dict[str, Fingerprint]:
         is_array = isinstance(value, np.ndarray) and value.dtype in (np.float32, np.float64)
         tensor = torch.tensor(value) if is_array else value
         if type(tensor) is Tensor and _is_looked_at(tensor):
-            tensors[path.replace("_buffers.", "")] = tensor.nan_to_num()
+            wide = tensor if tensor.itemsize > 2 else tensor.float()
+            tensors[path.replace("_buffers.", "")] = wide.nan_to_num()
         for key, number in children(value):
             if type(number) in (int, float):
                 # integers are compared as they are
