@@ -74,7 +74,7 @@ class Prepared(Descends):
 
 
 def test_of_blocks_whose_modules_are_named_the_others_are_gathered_for_the_whole_step() -> None:
-    with pytest.raises(StepError, match=r"Or name modules inside of them that are called, by pipeline_blocks: "):
+    with pytest.raises(StepError, match=r"or name modules inside of them that are called, by pipeline_blocks: "):
         assert_trains_alike(Prepared, batches, "dp2")
     assert_trains_alike(Prepared, batches, "dp2", pipeline_blocks=[f"layers.{i}.0" for i in range(4)])
 

@@ -92,6 +92,6 @@ def test_a_choice_by_an_enum_is_made_again(tmp_path: Path) -> None:
 def test_a_buffer_for_which_every_save_is_refused_is_told_of_before_training(tmp_path: Path) -> None:
     [(warned, error)] = run_ranks(fit, 1, Graph, (), tmp_path, True, elastic=True)
     [told] = [text for text in warned if "will be refused" in text]
-    assert "'adjacency' has layout torch.sparse_coo" in error
+    assert "'adjacency' is a tensor of layout torch.sparse_coo" in error
     assert error in told
     assert "persistent=False" in told

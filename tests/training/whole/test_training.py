@@ -211,19 +211,19 @@ def what_is_said_of_means(sizes: dict[str, int], kind: Any, **options: Any) -> l
 
 
 @pytest.mark.parametrize(
-    ("sizes", "kind", "parts"),
+    ("sizes", "kind"),
     [
-        (layout(pipeline=2), Padded, "4 microbatches"),
-        (layout(data=2), Padded, "2 data ranks"),
-        pytest.param(layout(data=2), PaddedByHand, "2 data ranks", marks=pytest.mark.long),
+        (layout(pipeline=2), Padded),
+        (layout(data=2), Padded),
+        pytest.param(layout(data=2), PaddedByHand, marks=pytest.mark.long),
     ],
     ids=["pp2", "dp2", "dp2, manual optimization"],
 )
 def test_means_over_unequal_numbers_are_told_of_once_where_nothing_weighs_them(
-    sizes: dict[str, int], kind: type[Model], parts: str
+    sizes: dict[str, int], kind: type[Model]
 ) -> None:
     ([said], *nothing), others = run_ranks(what_is_said_of_each, 2, sizes, kind, elastic=True)
-    assert parts in said
+    assert said.startswith("Pass loss_weight")
     assert [*nothing, *others] == [[]] * 5
 
 
