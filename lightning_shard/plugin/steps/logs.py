@@ -189,7 +189,10 @@ class HeldLogs:
         size = options.pop("batch_size", None)
         record = self._records.setdefault((name, self._times[name]), Record(name, options))
         self._times[name] += 1
-        record.values.append(value.detach().clone() if isinstance(value, Tensor) else value)
+        if isinstance(value, Tensor):
+            with torch._C.DisableTorchFunction():  # not an operation of the step, which earlier stages run too
+                value = value.detach().clone()
+        record.values.append(value)
         if size is not None:
             record.batch_sizes.append(int(size))
         self._now[name] = record.values[-1], 1 if size is None else int(size), options
