@@ -34,7 +34,7 @@ class CallByCall:
     def __call__(
         self,
         run: Callable[[], Any],
-        in_call: Callable[[], AbstractContextManager[None]],
+        in_call: Callable[[], AbstractContextManager[Callable[[], None]]],
         note_generators: Callable[[], Callable[[], None]],
         after_call: Callable[[int], None],
         of_any: OfAny = bool,
@@ -43,7 +43,8 @@ class CallByCall:
 
         Args:
             run: Calls the step, for the last stage of this rank.
-            in_call: Context of each call of the network, in which all stages of this rank run in turn.
+            in_call: Context of each call of the network, in which all stages of this rank run in turn; gives what ends
+                the stages' own versions of the module's state.
             note_generators: Notes the states of the random generators; returns a function that restores them.
             after_call: Called after each call of the network with the number of calls so far.
             of_any: As for :class:`~lightning_shard.pipeline.runtime.step.PipelinedStep`, for calls of the network.
@@ -74,10 +75,9 @@ class CallByCall:
         return result
 
     def _through_stages(
-        self, in_call: Callable[[], AbstractContextManager[None]], of_any: OfAny, call: Callable[[], Any]
+        self, in_call: Callable[[], AbstractContextManager[Callable[[], None]]], of_any: OfAny, call: Callable[[], Any]
     ) -> Any:
         """Run one call of the network; returns its output on the rank of the last stage."""
-
         calls = self._ends[-1][0].calls
         assert calls is not None
         objects, kept = calls.objects, calls.kept
@@ -95,11 +95,12 @@ class CallByCall:
             return output
 
         of_any(True)  # a rank whose step has ended raises
-        with in_call():
+        with in_call() as settle:
             kept.stages_begin()
             post = Post(self._ends[-1][1])
             searches = [Search(stage, channel, post) for stage, channel in self._ends]
             find_crossing(searches, run, 0)
+            settle()
             kept.stages_end()
         for _, channel in self._ends:
             channel.flush()

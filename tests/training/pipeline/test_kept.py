@@ -152,7 +152,10 @@ class InAMeter(Keeping):
 class SetLater(Keeping):
     """In the third microbatch."""
 
-    calls = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.aux: Tensor | None = None
 
     def keep(self, x: Tensor, result: Tensor) -> None:
         self.calls += 1

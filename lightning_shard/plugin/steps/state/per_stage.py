@@ -15,7 +15,7 @@ stages' blocks collect there, and a version of one stage would lack what those o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -154,12 +154,11 @@ class StatesApart:
         self._shown = None
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """Keep versions for one call of the network, in a step that runs once and calls the network several times."""
+    def call(self) -> Iterator[Callable[[], None]]:
+        """Keep versions for one call of the network, in a step with several; yields what ends them (:meth:`settle`)."""
         with self._stages.hidden():
             self.begin()
-            yield
-            self.settle()
+            yield self.settle
 
     def begin(self) -> None:
         """Begin every stage's version from the module's current state, also where that was put back."""
