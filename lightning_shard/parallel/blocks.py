@@ -197,16 +197,6 @@ def tied_parameters(root: nn.Module) -> list[tuple[str, ...]]:
     return [names for names in names_of_parameters(root) if len(names) > 1]
 
 
-def largest_modules(root: nn.Module) -> list[str]:
-    """Lists and modules that together carry most of the size, in running order as far as the source shows it.
-
-    Unlike those that :func:`find_blocks` finds, they may be called in another way than once each.
-    """
-    groups = _opened(root, lambda names: names)
-    names, _ = lay_out(root, groups, _network(groups))
-    return sorted(groups, key=lambda path: names.index(groups[path][0]))
-
-
 # -- which blocks
 
 

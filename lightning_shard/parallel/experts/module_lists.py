@@ -111,7 +111,6 @@ def distribute_list(
     mesh: DeviceMesh,
     data_mesh: DeviceMesh,
     two_runs: TwoRuns,
-    owner_type: Callable[..., Owner] | None = None,
 ) -> set[nn.Parameter]:
     """Distribute a list's experts over the ranks of ``mesh``, in place: parameters become DTensors on ``data_mesh``.
 
@@ -121,7 +120,6 @@ def distribute_list(
         mesh: The expert axis: adjacent data ranks.
         data_mesh: One axis to shard over, or two: replicate over the first, shard over the second.
         two_runs: Context for the owner's two runs.
-        owner_type: Makes the owner's new forward. Default: :class:`Owner`.
 
     Returns:
         The experts' parameters.
@@ -147,7 +145,7 @@ def distribute_list(
     for place, expert in enumerate(experts):
         expert.forward = MethodType(_Expert(place), expert)  # type: ignore[assignment]
     # methods, so that deepcopy binds them to the copied modules
-    dealt = (owner_type or Owner)(name, key, mesh, data_mesh, two_runs)
+    dealt = Owner(name, key, mesh, data_mesh, two_runs)
     owner.forward = MethodType(dealt, owner)  # type: ignore[assignment]
     return {module.get_parameter(own) for _, module, own in parameters}
 

@@ -76,7 +76,6 @@ class PipelinedStep:
         self.rehearse, self.gather = self.crossings.rehearse, self.crossings.gather
         self._ends = self.crossings.ends
         self.has_skipped_backward = False  # in this batch, since the later stages had no gradient for it
-        self.has_split_backward = False  # in any batch
         self.watch: Watch | None = None
         self._call_by_call: set[Signature] = set()
         self._of_any = of_any
@@ -311,7 +310,6 @@ class PipelinedStep:
     def _backward_of_weights(self, stage: Stage, owed: _Owed) -> None:
         if self.watch is not None:
             self.watch.computes()
-        self.has_split_backward |= bool(owed.products)
         with stage.backward(owed.received):
             backward_of_products(owed.products)
 
