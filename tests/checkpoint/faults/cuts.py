@@ -6,10 +6,9 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_shard.errors import CheckpointError
 from tests.checkpoint.faults.calls import met
 from tests.checkpoint.faults.disk import Log, Recorder, Tree, images, put
-from tests.checkpoint.faults.saves import Place, WrongValues, ended, forked, in_fork, join, save, step_at
+from tests.checkpoint.faults.saves import OURS, Place, System, WrongValues, ended, forked, in_fork, join
 
 FIRST, BESIDE, IN_NEW_FOLDERS = "last.ckpt", "last-v1.ckpt", "runs/1/last.ckpt"
 
@@ -38,12 +37,12 @@ class Tried:
     faults: list[str] = field(default_factory=list)
 
 
-def recorded(scratch: Path, case: Save) -> Log:
+def recorded(scratch: Path, case: Save, system: System = OURS) -> Log:
     """The calls of a save."""
     folder = scratch / "disk"
     place = Place(str(folder), True, folder)
     folder.mkdir()
-    in_fork(scratch, lambda: save(place, 1))
+    in_fork(scratch, lambda: system.save(place, 1))
     recorder = Recorder(folder, scratch / "calls.pickle")
 
     def rank_saves(rank: int) -> None:
@@ -51,7 +50,7 @@ def recorded(scratch: Path, case: Save) -> Log:
             join(rank, case.world_size, scratch / "meeting")
         with met(folder, recorder):
             path = f"{folder}/{case.path}"
-            save(place, 2, path=path, asynchronous=case.asynchronous, fsync=case.fsync)
+            system.save(place, 2, path=path, asynchronous=case.asynchronous, fsync=case.fsync)
 
     pids = [forked(lambda rank=rank: rank_saves(rank)) for rank in range(case.world_size)]
     assert ended(pids) == [0] * case.world_size
@@ -63,6 +62,7 @@ def cut_after_every_call(
     case: Save,
     log: Log,
     *,
+    system: System = OURS,
     thorough: bool = False,
     until_fault: bool = False,
     every: int = 1,
@@ -80,19 +80,19 @@ def cut_after_every_call(
                 continue
             seen[returned].add(image)
             tried.images += 1
-            if fault := fault_of(scratch / "image", tree, case, returned):
+            if fault := fault_of(scratch / "image", tree, case, returned, system):
                 tried.faults.append(f"after {calls} of {len(log.calls)} calls: {fault}")
                 if until_fault:
                     return tried
     return tried
 
 
-def fault_of(folder: Path, tree: Tree, case: Save, returned: bool) -> str:
+def fault_of(folder: Path, tree: Tree, case: Save, returned: bool, system: System) -> str:
     """What doesn't hold: step 1 or step 2 is whole; step 2 once its save has returned."""
     put(tree, folder)
     try:
-        first, second = (step_at(str(folder / path)) for path in (FIRST, case.path))
-    except (WrongValues, CheckpointError, OSError) as error:
+        first, second = (system.step_at(str(folder / path)) for path in (FIRST, case.path))
+    except (WrongValues, *system.refusals) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         shutil.rmtree(folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.faults.calls import Counting, KillAt, Moment, met, moments, requests_met
-from tests.checkpoint.faults.saves import Place, age, ended, fault_of, forked, in_fork, join, save
+from tests.checkpoint.faults.saves import OURS, Place, System, age, ended, fault_of, forked, in_fork, join
 from tests.servers import BUCKET, Server, let_servers_forget
 
 KILLED = -9
@@ -53,11 +53,12 @@ class Ground:
     """Where saves are killed: a folder of the disk, and how a store names it."""
 
     scratch: Path
+    system: System = OURS
     server: Server | None = None
     runs: int = 0
 
     def __post_init__(self) -> None:
-        in_fork(self.scratch, lambda: save(self._place("base", True), 1))
+        in_fork(self.scratch, lambda: self.system.save(self._place("base", True), 1))
         age(self._place("base", True).on_disk)
 
     @property
@@ -88,7 +89,7 @@ def kill_at_every_point(ground: Ground, case: Save, limit: int | None = None) ->
     for moment in spread(moments(json.loads(ground.counted.read_text())), limit):
         place = ground.fresh(case.overwrite)
         codes = ended(started(ground, place, case, moment))
-        fault = in_fork(ground.scratch, lambda place=place: fault_of(place))
+        fault = in_fork(ground.scratch, lambda place=place: fault_of(ground.system, place))
         if case.world_size > 1 and codes == [0] * case.world_size:
             continue  # ranks race to make the folders: this time, the victim had fewer calls to make
         if codes[case.victim] != KILLED or None in codes:
@@ -118,7 +119,7 @@ def started(ground: Ground, place: Place, case: Save, moment: Moment | None) -> 
             if case.world_size > 1:
                 join(rank, case.world_size, meeting)
             with watched(place, killing or counting):
-                save(place, 2, asynchronous=case.asynchronous)
+                ground.system.save(place, 2, asynchronous=case.asynchronous)
             if rank == case.victim:
                 ground.counted.write_text(json.dumps(counting.names))
 

@@ -10,6 +10,7 @@ import pytest
 from lightning_shard.checkpoint.store import remote, s3
 from lightning_shard.testing import run_ranks
 from tests.checkpoint.faults.kills import Ground, Save, Tried, kill_at_every_point
+from tests.checkpoint.faults.saves import OURS
 from tests.servers import serve
 
 LIMIT_S = 1200.0
@@ -73,7 +74,7 @@ def test_a_kill_of_a_rank_now_and_then(case: Save, tmp_path: Path, ledger: Any) 
 def kill_on_s3(scratch: Path, case: Save, limit: int | None = None) -> Tried:
     s3.PART_BYTES = remote.PUT_BYTES = SMALL_PART_BYTES  # in this process, and those that are forked from it
     with serve("s3", scratch / "served") as server:
-        return kill_at_every_point(Ground(scratch, server), case, limit)
+        return kill_at_every_point(Ground(scratch, OURS, server), case, limit)
 
 
 @pytest.mark.long
