@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -183,12 +184,11 @@ def moments(names: list[str]) -> list[Moment]:
     ]
 
 
-class KillAt:
-    """Ends this process at one moment, and others with it, as a machine's loss does: nothing is cleaned up."""
+class _At:
+    """Does something at one moment."""
 
-    def __init__(self, moment: Moment, others: tuple[int, ...] = ()) -> None:
+    def __init__(self, moment: Moment) -> None:
         self._moment = moment
-        self._victims = (*others, os.getpid())
         self._calls = 0
         self._lock = threading.Lock()
 
@@ -196,6 +196,14 @@ class KillAt:
         with self._lock:
             self._calls += 1
             return self._calls == self._moment.index + 1
+
+
+class KillAt(_At):
+    """Ends this process at one moment, and others with it, as a machine's loss does: nothing is cleaned up."""
+
+    def __init__(self, moment: Moment, others: tuple[int, ...] = ()) -> None:
+        super().__init__(moment)
+        self._victims = (*others, os.getpid())
 
     def __call__(self, call: Call) -> Any:
         if self._now():
@@ -212,6 +220,15 @@ class KillAt:
         for pid in self._victims:
             _real["kill"](pid, signal.SIGKILL)
         signal.pause()
+
+
+class FailAt(_At):
+    """Fails one call, as a full disk does."""
+
+    def __call__(self, call: Call) -> Any:
+        if self._now():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), call.path)
+        return unsynced(call)
 
 
 def write_half(call: Call) -> None:
