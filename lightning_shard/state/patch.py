@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard import tree
-from lightning_shard.state.walk import CONTAINERS, entries, is_object, put_entry
+from lightning_shard.state.walk import CONTAINERS, entries, is_object, put_entries, put_entry
 from lightning_shard.versions import content, version
 
 LARGEST_SENT = 2**20
 """Elements of a tensor or array that is sent to the other stages; of a larger one they have the shape only."""
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.Size)
-_DEPTH = 3
+DEPTH = 3
+"""So deep an outline looks into what was seen to change."""
 _ENTRIES = 1024
 """Entries of a list that are compared. Of a longer one only growth, and changes at some places, are seen."""
 _LOOKED_INTO = 64
@@ -68,13 +69,13 @@ class Outline:
     inner: dict[Any, Outline] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, value: Any, depth: int = _DEPTH, *, by_value: bool = False) -> Outline:
+    def of(cls, value: Any, depth: int = DEPTH, *, by_value: bool = False) -> Outline:
         """
         Args:
             depth: 0: of its mark alone; 1: of its entries, which a growing list needs; more: of what these hold too.
             by_value: Whether to digest a tensor's values.
         """
-        mark, digest = _mark(value), content(value) if by_value else 0
+        mark, digest = mark_of(value), content(value) if by_value else 0
         if not depth or not _has_entries(value):
             return cls(value, mark, digest)
         is_list = isinstance(value, (list, deque)) and not _is_replaced(value)
@@ -95,7 +96,7 @@ class Outline:
         if type(value) in _SIMPLE:  # most attributes of modules
             return cls(value)
         entered = set() if entered is None else entered
-        mark, digest = _mark(value), content(value)
+        mark, digest = mark_of(value), content(value)
         if not depth or id(value) in entered or not _has_entries(value):
             return cls(value, mark, digest)
         entered.add(id(value))
@@ -125,25 +126,23 @@ class Change:
         added: Of a list: what came behind its first ``length`` entries; of a set, all that it holds.
         replaces: Whether ``added`` is all that the list, deque or set holds.
         changed: Of a dict or an object: new values by key.
-        removed: Its keys that are gone.
-        order: All keys of a dict in their order, if it isn't that in which new ones come last.
+        keys: All of its keys in order, if some are gone, or new ones don't come last.
         inner: Changes inside of what it holds, by key or place.
     """
 
     added: list[Any] = field(default_factory=list)
     replaces: bool = False
     changed: dict[Any, Any] = field(default_factory=dict)
-    removed: list[Any] = field(default_factory=list)
-    order: list[Any] = field(default_factory=list)
+    keys: list[Any] | None = None
     inner: dict[Any, Change] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.added or self.replaces or self.changed or self.removed or self.order or self.inner)
+        return bool(self.added or self.replaces or self.changed or self.keys is not None or self.inner)
 
     def fits(self, value: Any) -> bool:
         """Whether a stage's own container is one that this can be applied to."""
         if isinstance(value, (list, deque, set)):
-            return not (self.changed or self.removed or self.order)
+            return not self.changed and self.keys is None
         return has_contents(value) and not (self.added or self.replaces)
 
     def apply(self, value: Any, begun: Outline | None, receive: Receive) -> None:
@@ -161,12 +160,11 @@ class Change:
                 value.pop()
             value.extend(map(receive, self.added))
         else:
-            for key in self.removed:
-                value.pop(key, None) if isinstance(value, dict) else delattr(value, key)
             for key, sent in self.changed.items():
                 put_entry(value, key, receive(sent))
-            for key in self.order:
-                value[key] = value.pop(key)
+            if self.keys is not None:
+                held = entries(value)
+                put_entries(value, {key: held[key] for key in self.keys if key in held})
         for key, change in self.inner.items():
             change.apply(entries(value)[key], None if begun is None else begun.inner.get(key), receive)
 
@@ -192,13 +190,11 @@ def change_since(before: Outline, now: Any) -> Change:
             return Change([sent(each) for each in [*now][before.mark :]], inner=inner)
         return Change([sent(each) for each in now], replaces=True)
     begun = before.entries
-    as_applied = [*(key for key in begun if key in held), *(key for key in held if key not in begun)]
-    order = [*held] if isinstance(now, dict) and as_applied != [*held] else []
+    keys = [*held] if [*{**begun, **held}] != [*held] else None
     changed |= {key: each for key, each in held.items() if key not in begun or not _is_as_seen(each, begun[key])}
-    if any(type(key) not in _SIMPLE and not isinstance(key, tuple) for key in (*changed, *order)):
+    if any(type(key) not in _SIMPLE and not isinstance(key, tuple) for key in (*changed, *(keys or ()))):
         raise Unsendable
-    removed = [key for key in begun if key not in held]
-    return Change(changed={k: sent(v) for k, v in changed.items()}, removed=removed, order=order, inner=inner)
+    return Change(changed={k: sent(v) for k, v in changed.items()}, keys=keys, inner=inner)
 
 
 def sent(value: Any, largest: int = LARGEST_SENT) -> Any:
@@ -220,6 +216,11 @@ def has_contents(value: Any) -> bool:
     return isinstance(value, CONTAINERS) or is_object(value)
 
 
+def mark_of(value: Any) -> int:
+    """A container's length, or a :func:`version`: shows that it was changed in place."""
+    return len(value) if isinstance(value, CONTAINERS) else version(value)
+
+
 def _is_as_seen(value: Any, seen: tuple[Any, int, int]) -> bool:
     return _are_same((value, version(value), seen[2]), seen)
 
@@ -229,16 +230,12 @@ def _are_same(now: tuple[Any, int, int], seen: tuple[Any, int, int]) -> bool:
     return now[0] is seen[0] and now[1:] == seen[1:]
 
 
-def _mark(value: Any) -> int:
-    return len(value) if isinstance(value, CONTAINERS) else version(value)
-
-
 def _has_entries(value: Any) -> bool:
     return has_contents(value) or isinstance(value, tuple)
 
 
 def _is_as_before(outline: Outline) -> bool:
-    return outline.is_as(Outline.of(outline.value, _DEPTH - 1))
+    return outline.is_as(Outline.of(outline.value, DEPTH - 1))
 
 
 def _places(length: int) -> list[int]:

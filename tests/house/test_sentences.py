@@ -15,7 +15,7 @@ ASK_MORE = {
     *("parallel/activation_checkpointing.py", "parallel/batch_norm.py", "parallel/kept_results.py"),
     *("parallel/context/attention.py", "parallel/context/blocks.py", "parallel/context/check_positions.py"),
     *("parallel/experts/module_lists.py", "parallel/fsdp/part_calls.py", "parallel/fsdp/unsharded.py"),
-    *("pipeline/runtime/call_by_call.py", "pipeline/runtime/known_crossings.py", "pipeline/runtime/split_backward.py"),
+    *("pipeline/runtime/network_calls.py", "pipeline/runtime/known_crossings.py", "pipeline/runtime/split_backward.py"),
     *("plugin/steps/checks/agreement.py", "plugin/steps/checks/tensor_ranks.py", "plugin/steps/first_batches.py"),
     *("plugin/steps/redirect.py", "testing/recorder.py"),
 }

@@ -36,7 +36,7 @@ from lightning_shard.plugin.assembly.placing import Holders, cut_to
 from lightning_shard.plugin.steps.checks.rehearsal import rehearse
 from lightning_shard.plugin.steps.checks.step_memory import StepMemory
 from lightning_shard.plugin.steps.randomness import derive, seed_own
-from lightning_shard.plugin.steps.state.after_network import KeptStates
+from lightning_shard.plugin.steps.state.after_network import LateState
 from lightning_shard.plugin.steps.state.per_stage import StatesApart
 from lightning_shard.state.walk import own_generators
 
@@ -226,7 +226,7 @@ def evaluated_on_stages(
                 apart.settle()
             if done is None:
                 of_last = partial(run, held[-1], 0)
-                done = [pipelined.call_by_call(of_last, apart.call, lambda: lambda: None, lambda _: None)]
+                done = [pipelined.calls(apart.call, lambda: lambda: None, lambda _: None).run(of_last)]
             results += done
         return results
 
@@ -283,7 +283,7 @@ def _run(
 ) -> list[Tensor]:
     apart = StatesApart(root, stages)
     pipelined = PipelinedStep(stages, channels, partial(_remember, root, stages, apart))
-    kept = KeptStates(root, stages, apart)
+    kept = LateState(root, stages, apart)
     losses = []
     for start in range(0, len(parts), microbatches):
         batch = parts[start : start + microbatches]
@@ -319,13 +319,13 @@ def _rehearse(
 
 
 def _remember(
-    root: nn.Module, stages: Stages, apart: StatesApart, kept: KeptStates | None = None, *, puts_back: bool = True
+    root: nn.Module, stages: Stages, apart: StatesApart, kept: LateState | None = None, *, puts_back: bool = True
 ) -> StepMemory:
     others = [apart.begin, *([kept.forget] if kept is not None else [])]
     return StepMemory(root, len(stages), others=others, puts_back=puts_back)
 
 
-def _agree(kept: KeptStates, channels: Sequence[QueueChannel], rank: int, ranks: int) -> None:
+def _agree(kept: LateState, channels: Sequence[QueueChannel], rank: int, ranks: int) -> None:
     """The last stage's state, on all ranks."""
     own = channels[-1]
     if own.stage == own.stages - 1:
@@ -345,7 +345,7 @@ def seed_generators(root: nn.Module, i: int) -> None:
 
 
 def _run_step(
-    stage: Stage, root: nn.Module, step: Callable[[nn.Module, Any], Any], batch: Any, kept: KeptStates | None = None
+    stage: Stage, root: nn.Module, step: Callable[[nn.Module, Any], Any], batch: Any, kept: LateState | None = None
 ) -> Any:
     keeping = kept.step(stage, searching=stage.passage.searching) if kept is not None else nullcontext()
     try:

@@ -1,7 +1,7 @@
 """Mutable objects that code passes to the network or its blocks, such as caches and collectors of losses.
 
 An object is a list, a dict, or anything with attributes but tensors, modules and functions. Its *entries* are its
-items, or its attributes. Objects in objects are found by their paths: the keys that lead to them.
+items, or its attributes (``state/walk.py``). Objects in objects are found by their paths: the keys that lead to them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,7 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.state.walk import CONTAINERS, attributes
-from lightning_shard.state.walk import entries as entries_in
+from lightning_shard.state.walk import CONTAINERS, attributes, entries, put_entry
 from lightning_shard.versions import version
 
 Path = tuple[Any, ...]
@@ -46,7 +46,7 @@ def holds_tensors(value: Any, depth: int = 5) -> bool:
     if value is None or isinstance(value, (Tensor, nn.Module, type, bool, int, float, str, bytes)):
         return False
     is_container = isinstance(value, (tuple, *CONTAINERS))
-    held = [*(entries_in(value) if is_container else attributes(value)).values()]
+    held = [*(entries(value) if is_container else attributes(value)).values()]
     return any(isinstance(each, Tensor) or (depth and holds_tensors(each, depth - 1)) for each in held)
 
 
@@ -64,21 +64,44 @@ def objects(
         return
     if len(path) == deepest:
         return
-    for key, child in list(entries(value).items()):
+    for key, child in entries(value).items():
         yield from objects(child, (*path, key), seen, deepest=deepest)
 
 
-def entries(value: Any) -> dict[Any, Any]:
-    """The entries of an object or tuple. Of dicts and objects with attributes the mapping itself, not a copy."""
-    if isinstance(value, (list, tuple)):
-        return dict(enumerate(value))
-    return value if isinstance(value, dict) else vars(value)
+@dataclass
+class Noted:
+    """An object, and what it held when it was noted.
 
+    Attributes:
+        held: Its entries.
+        version_of: Gives what a write in place changes of a tensor.
+        versions: Of the tensors among the entries.
+    """
 
-def snapshot(value: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
-    """A copy of an object's entries, and the versions of the tensors among these."""
-    held = dict(entries(value))
-    return held, {key: version(each) for key, each in held.items() if isinstance(each, Tensor)}
+    value: Any
+    held: dict[Any, Any]
+    version_of: Callable[[Tensor], Any]
+    versions: dict[Any, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = {key: self.version_of(each) for key, each in self.held.items() if isinstance(each, Tensor)}
+
+    @classmethod
+    def of(cls, value: Any, version_of: Callable[[Tensor], Any] = version) -> Noted:
+        return cls(value, entries(value), version_of)
+
+    def written(self) -> list[Any]:
+        """The keys of tensors that were written to in place since, whether or not they are still there."""
+        return [key for key, before in self.versions.items() if self.version_of(self.held[key]) != before]
+
+    def changed(self) -> dict[Any, Any]:
+        """The entries that were set or written to since."""
+        absent, written = object(), self.written()
+        return {
+            key: each
+            for key, each in entries(self.value).items()
+            if key in written or not tree.same_entries([self.held.get(key, absent)], [each])
+        }
 
 
 def at(value: Any, path: Path) -> Any:
@@ -99,7 +122,7 @@ def set_entry(value: Any, key: Any, entry: Any) -> None:
             raise IndexError(key)
         value[key : key + 1] = [entry]
     else:
-        entries(value)[key] = entry
+        put_entry(value, key, entry)
 
 
 def alike(one: Any, other: Any) -> bool:

@@ -21,10 +21,8 @@ from lightning_shard.errors import StepError
 from lightning_shard.namespaces import Namespace, namespaces
 from lightning_shard.pipeline.dataflow.kept import OF_TORCH, Attributes
 from lightning_shard.pipeline.dataflow.messages import Change, Held, Slot
-from lightning_shard.pipeline.dataflow.objects import Path, is_object, objects, rebuilt, snapshot
-from lightning_shard.pipeline.dataflow.objects import entries as entries_of
-from lightning_shard.state.walk import LEAVES, below
-from lightning_shard.state.walk import entries as entries_in
+from lightning_shard.pipeline.dataflow.objects import Noted, Path, is_object, objects, rebuilt
+from lightning_shard.state.walk import LEAVES, below, entries
 from lightning_shard.versions import version
 
 _MOST = 1024
@@ -55,14 +53,14 @@ class _Outside:
     of_gradients: bool
 
     def has_changed(self) -> bool:
-        return not tree.same_entries([*self.held.values()], [*entries_in(self.value).values()])
+        return not tree.same_entries([*self.held.values()], [*entries(self.value).values()])
 
     def check(self, name: str) -> None:
         """
         Raises:
             StepError: The block of this name has changed it.
         """
-        now, known = entries_in(self.value), {*map(id, self.held.values())}
+        now, known = entries(self.value), {*map(id, self.held.values())}
         added = (key for key, each in now.items() if id(each) not in known and _has_gradients(each))
         if (key := next(added, None)) is not None and isinstance(self.value, Namespace):
             raise StepError(
@@ -82,8 +80,7 @@ class Before:
     Attributes:
         arguments: The leaves of its arguments, with the versions of tensors.
         containers: Lists, dicts and dataclasses among the arguments.
-        objects: All mutable objects among the arguments, by path, each with a copy of its entries and the versions of
-            the tensors among these.
+        objects: All mutable objects among the arguments, by path.
         attributes: Those of its submodules, in a search.
         outside: Deques, sets, objects with slots and closures that the arguments lead to; sets, deques and objects that
             its submodules hold; and what its code keeps in globals, classes and functions.
@@ -91,7 +88,7 @@ class Before:
 
     arguments: list[tuple[Any, int]]
     containers: list[Any]
-    objects: dict[Path, tuple[Any, dict[Any, Any], dict[Any, int]]]
+    objects: dict[Path, Noted]
     attributes: Attributes
     outside: list[_Outside]
 
@@ -104,8 +101,8 @@ class Before:
         """
         noted = [(leaf, version(leaf)) for _, leaf in tree.walk(arguments)]
         containers = [*tree.containers(arguments)]
-        held = {path: (each, *snapshot(each)) for path, each in objects(arguments, deepest=DEEPEST)}
-        outside = [*_among(arguments, {id(each) for each, *_ in held.values()})]
+        held = {path: Noted.of(each) for path, each in objects(arguments, deepest=DEEPEST)}
+        outside = [*_among(arguments, {id(each.value) for each in held.values()})]
         for path, module in block.named_modules():
             for key, value in vars(module).items():
                 is_compared = deeply and not tree.is_node(value)
@@ -176,7 +173,7 @@ class Before:
         """
         changes: list[Change] = []
         tensors: list[Tensor] = []
-        placed = {id(each) for each, *_ in self.objects.values()}
+        placed = {id(each.value) for each in self.objects.values()}
 
         def told(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -193,31 +190,29 @@ class Before:
             return rebuilt(value, told, _IN_OBJECTS)
 
         returned = {id(each) for each in tree.containers(output)}
-        inside = {path for path, (each, *_) in self.objects.items() if id(each) in returned}
-        for path, (each, before, versions) in self.objects.items():
+        inside = {path for path, noted in self.objects.items() if id(noted.value) in returned}
+        for path, noted in self.objects.items():
             if any(path[:length] in inside for length in range(len(path) + 1)):
                 continue
-            now = entries_of(each)
-            if before.keys() - now.keys():
+            if noted.held.keys() - entries(noted.value).keys():
                 raise StepError(
-                    f"{name} takes entries out of a {type(each).__name__} that it is given, which the other pipeline"
-                    f" stages don't see. {_IN_OBJECTS}",
+                    f"{name} takes entries out of a {type(noted.value).__name__} that it is given, which the other"
+                    f" pipeline stages don't see. {_IN_OBJECTS}",
                     breaks=3,
                 )
-            new = {key: v for key, v in now.items() if key not in before or not tree.same_entries([before[key]], [v])}
-            written = {key for key, version in versions.items() if key not in new and now[key]._version != version}
-            if new or written:
-                entries = {key: told(now[key]) for key in (*new, *written)}
-                changes.append(Change(path, entries, frozenset(written), self._is_cache(path)))
+            if changed := noted.changed():
+                written = frozenset(key for key in noted.written() if changed[key] is noted.held[key])
+                told_of = {key: told(each) for key, each in changed.items()}
+                changes.append(Change(path, told_of, written, self._is_cache(path)))
         return tuple(changes), tensors
 
     def written_in(self, changes: Iterable[Change]) -> list[Tensor]:
         """The tensors that the changes wrote to in place."""
-        return [self.objects[change.path][1][key] for change in changes for key in change.written]
+        return [self.objects[change.path].held[key] for change in changes for key in change.written]
 
     def _is_cache(self, path: Path) -> bool:
-        above = (self.objects[path[:length]][0] for length in range(len(path) + 1) if path[:length] in self.objects)
-        return any(map(is_cache, above))
+        above = (self.objects.get(path[:length]) for length in range(len(path) + 1))
+        return any(noted is not None and is_cache(noted.value) for noted in above)
 
     def changes_elsewhere(self) -> bool:
         """Whether anything in globals, or in objects that it was given or holds, is another one than before."""
@@ -265,7 +260,7 @@ def _all_in(what: str, value: Any) -> Iterator[_Outside]:
     """A value, and the objects that it holds; without words for it, by their types and paths."""
     for path, each in below(value.name if isinstance(value, Namespace) else "", value, _MOST):
         if not isinstance(each, LEAVES):
-            yield _Outside(what or f"the {type(each).__name__} {path}", each, entries_in(each), of_gradients=True)
+            yield _Outside(what or f"the {type(each).__name__} {path}", each, entries(each), of_gradients=True)
 
 
 def _among(arguments: Any, followed: Collection[int]) -> Iterator[_Outside]:
@@ -276,4 +271,4 @@ def _among(arguments: Any, followed: Collection[int]) -> Iterator[_Outside]:
         if id(each) not in followed and not isinstance(each, LEAVES):
             words[path] = words.get(path.rpartition(".")[0], f"a {type(each).__name__} that it is given")
             of_function = isinstance(each, CellType) or "cell" in path.split(".")
-            yield _Outside(words[path], each, entries_in(each), of_gradients=of_function)
+            yield _Outside(words[path], each, entries(each), of_gradients=of_function)

@@ -22,9 +22,9 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.fetching import Ledger
 from lightning_shard.pipeline.dataflow.messages import Key, Slot
-from lightning_shard.pipeline.dataflow.objects import Path, is_object, objects, rebuilt
+from lightning_shard.pipeline.dataflow.objects import Noted, Path, objects, rebuilt
 from lightning_shard.pipeline.dataflow.taint import Unknown, fill
-from lightning_shard.state.walk import entries, put_entries
+from lightning_shard.state.walk import below, entries, put_entries
 from lightning_shard.versions import version
 
 _SHORT, _SHORT_FLOATS = 1024, 64
@@ -66,46 +66,30 @@ class _Changed:
     written: dict[Any, Tensor]
 
 
-@dataclass
-class _Noted:
+class _Given:
     """An object in a call.
 
     Attributes:
-        entries: Those before the call.
-        values: Copies of short tensors among them.
-        begun: The entries with which the current stage's run began.
-        versions: Of tensors among these: the version, or the name of an unknown one.
+        before: It before the call.
+        values: Copies of short tensors that it held then.
+        begun: It when the current stage's run began.
     """
 
-    value: Any
-    entries: dict[Any, Any]
-    values: dict[Any, Tensor]
-    begun: dict[Any, Any]
-    versions: dict[Any, Any]
+    def __init__(self, value: Any) -> None:
+        self.before = self.begun = Noted.of(value, _version)
+        self.values = {key: each.detach().clone() for key, each in self.before.held.items() if _is_told(each)}
 
-    @classmethod
-    def of(cls, value: Any) -> _Noted:
-        held = entries(value)
-        values = {key: each.detach().clone() for key, each in held.items() if _is_told(each)}
-        return cls(value, held, values, held, _versions(held))
+    @property
+    def value(self) -> Any:
+        return self.before.value
 
     def put_back(self, place: Place) -> None:
         """Restore it for another stage. What one has written to stays its own: large tensors are unknown to others."""
-        begun = dict(self.begun)
-        for key in self.written():
-            begun[key] = self.values[key].clone() if key in self.values else place(Slot.of(begun[key]))
-        self.begun, self.versions = begun, _versions(begun)
-        put_entries(self.value, begun)
-
-    def written(self) -> list[Any]:
-        """The keys of tensors that were written to in place, here or on an earlier stage."""
-        return [key for key, before in self.versions.items() if _version(self.begun[key]) != before]
-
-    def changed(self) -> dict[Any, Any]:
-        """The entries that were set or written to."""
-        absent, written = object(), self.written()
-        now = entries(self.value).items()
-        return {key: each for key, each in now if self.begun.get(key, absent) is not each or key in written}
+        held = dict(self.begun.held)
+        for key in self.begun.written():
+            held[key] = self.values[key].clone() if key in self.values else place(Slot.of(held[key]))
+        put_entries(self.value, held)
+        self.begun = Noted.of(self.value, _version)
 
 
 class GivenObjects:
@@ -118,14 +102,14 @@ class GivenObjects:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._given: list[tuple[Tensor, Any]] = []
-        self._of_network: dict[Path, _Noted] = {}
-        self._noted: dict[Path, _Noted] = {}  # also of the blocks of the current, or last, stage
+        self._of_network: dict[Path, _Given] = {}
+        self._noted: dict[Path, _Given] = {}  # also of the blocks of the current, or last, stage
         self._known: dict[Key, Tensor] = {}
         self._told: dict[Path, _Changed] = {}
 
     def call_begins(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._note((), args, kwargs, self._of_network)
-        held = (each for noted in self._of_network.values() for each in noted.entries.values())
+        held = (each for noted in self._of_network.values() for each in noted.before.held.values())
         tensors = (*tree.tensors((args, kwargs)), *(each for each in held if isinstance(each, Tensor)))
         self._given = [(each, _version(each)) for each in tensors]
 
@@ -141,10 +125,10 @@ class GivenObjects:
 
     def fetch(self, ledger: Ledger) -> None:
         """On the last stage, at the end of the call: get those of the values to be told that it lacks."""
-        written = [(noted, key) for noted in self._noted.values() for key in noted.written()]
+        written = [(noted.begun, key) for noted in self._noted.values() for key in noted.begun.written()]
         ledger.fetch_if_possible([each for each in self._tensors() if _is_short(each)])
-        for noted, key in written:
-            noted.versions[key] = None  # values that were fetched have the version of those that they replace
+        for begun, key in written:
+            begun.versions[key] = None  # values that were fetched have the version of those that they replace
 
     def stage_ends(self, ledger: Ledger, *, is_last: bool) -> None:
         """A stage has run its part of the call.
@@ -162,7 +146,7 @@ class GivenObjects:
 
     def ids(self) -> set[int]:
         """The ids of the objects noted so far in this call, and of the tensors in them."""
-        tensors = (each for n in self._noted.values() for each in n.entries.values() if isinstance(each, Tensor))
+        tensors = (each for n in self._noted.values() for each in n.before.held.values() if isinstance(each, Tensor))
         return {id(each) for each in chain(tensors, (n.value for n in self._noted.values()))}
 
     def paths(self) -> dict[int, Path]:
@@ -195,7 +179,7 @@ class GivenObjects:
         self._known |= self._as_given()
         for path in told.keys() & self._noted.keys():
             noted, changed = self._noted[path], told[path]
-            held = noted.entries | {key: self._heard(each) for key, each in changed.entries.items()}
+            held = noted.before.held | {key: self._heard(each) for key, each in changed.entries.items()}
             for key, values in changed.written.items():
                 if isinstance(held[key], Unknown):
                     held[key] = self._place(values)
@@ -210,19 +194,18 @@ class GivenObjects:
 
     def _tensors(self) -> Iterator[Tensor]:
         """Those that the stage's run has set or written to."""
-        seen: set[int] = set()
         for noted in self._noted.values():
-            for value in noted.changed().values():
-                yield from _below(value, seen)
+            for value in noted.begun.changed().values():
+                yield from (each for _, each in below("", value) if isinstance(each, Tensor))
 
     def _changes(self) -> Iterator[tuple[Path, _Changed]]:
         paths = {id(noted.value): path for path, noted in self._of_network.items()}
         names = {id(tensor): key for key, tensor in (self._known | self._as_given()).items()}
         for path, noted in self._noted.items():
-            changed, keys = noted.changed(), [*entries(noted.value)]
-            written = [key for key, each in changed.items() if noted.begun.get(key) is each and _is_told(each)]
+            changed, keys = noted.begun.changed(), [*entries(noted.value)]
+            written = [key for key, each in changed.items() if noted.begun.held.get(key) is each and _is_told(each)]
             values = {key: changed.pop(key).detach().cpu().clone() for key in written}
-            if changed or values or keys != [*noted.entries]:
+            if changed or values or keys != [*noted.before.held]:
                 yield path, _Changed(keys, {k: self._tell(paths, names, v) for k, v in changed.items()}, values)
 
     def _tell(self, paths: Mapping[int, Path], names: Mapping[int, Key], value: Any) -> Any:
@@ -246,20 +229,16 @@ class GivenObjects:
             return self._place(value.slot) if known is None or isinstance(known, Unknown) else known
         return self._place(value) if isinstance(value, Tensor) else rebuilt(value, self._heard, _WITHOUT_CACHE)
 
-    def _note(self, prefix: Path, args: Sequence[Any], kwargs: Mapping[str, Any], into: dict[Path, _Noted]) -> None:
+    def _note(self, prefix: Path, args: Sequence[Any], kwargs: Mapping[str, Any], into: dict[Path, _Given]) -> None:
         """Note objects among arguments that weren't noted before."""
         seen = {id(noted.value) for noted in into.values()}
         for key, argument in [*enumerate(args), *kwargs.items()]:
             for path, value in objects(argument, (*prefix, key), seen):
-                into[path] = _Noted.of(value)
+                into[path] = _Given(value)
 
 
 def _version(tensor: Tensor) -> Any:
     return tensor.key if isinstance(tensor, Unknown) else version(tensor)
-
-
-def _versions(held: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: _version(each) for key, each in held.items() if isinstance(each, Tensor)}
 
 
 def _is_short(tensor: Tensor) -> bool:
@@ -269,13 +248,3 @@ def _is_short(tensor: Tensor) -> bool:
 def _is_told(value: Any) -> bool:
     """Whether it is a tensor that is told by value."""
     return isinstance(value, Tensor) and _is_short(value) and not isinstance(value, Unknown)
-
-
-def _below(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """The tensors in a value."""
-    if isinstance(value, Tensor):
-        yield value
-    elif (is_object(value) or isinstance(value, tuple)) and id(value) not in seen:
-        seen.add(id(value))
-        for each in entries(value).values():
-            yield from _below(each, seen)

@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_shard.pipeline.dataflow.kept import Attributes, Name, put_into
 from lightning_shard.pipeline.dataflow.taint import Unknown
+from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.state.patch import Unsendable, received, sent
-
-if TYPE_CHECKING:
-    from lightning_shard.pipeline.stages.stage import Stage
 
 _SENT = 1024
 """The most elements of a tensor that is sent."""
@@ -34,60 +32,49 @@ class KeptInCalls:
     Args:
         stages: This rank's.
         place: Makes what this rank has of a tensor that another rank keeps, sent or not, given words for it.
+
+    Attributes:
+        told: What this rank tells others of the last call.
     """
 
     def __init__(self, stages: Sequence[Stage], place: Callable[[Any, str], Tensor]) -> None:
-        self._stages = stages
+        self._last = stages[-1]
         self._place = place
         self._root = stages[-1].entrances[0]
-        self._own = [[*_below(self._root, stage)] for stage in stages]
-        around = set(stages[-1].entrances)
-        self._around = [named for named in self._root.named_modules() if named[1] in around]
-        self._before: list[Attributes] = []
-        self._before_call: Attributes | None = None
-        self._told: dict[Name, tuple[bool, Any]] = {}
+        self._own = [*_below(self._root, stages[-1])]
+        self._others = [named for stage in stages[:-1] for named in _below(self._root, stage)]
+        if stages[-1].is_last:
+            self._own += [named for named in self._root.named_modules() if named[1] in stages[-1].entrances]
+        self._before = Attributes.of(())
         self._taken: dict[Name, Any] = {}
-
-    def call_begins(self) -> None:
-        self._told = {}
-        self._before_call = Attributes.of(self._around) if self._stages[-1].is_last else None
+        self.told: dict[Name, tuple[bool, Any]] = {}
 
     def stages_begin(self) -> None:
         """Before this rank's stages run; none of their views is in place."""
-        self._before = [Attributes.of(own) for own in self._own]
+        self._before = Attributes.of([*self._own, *self._others])
 
     def stages_end(self) -> None:
-        for before in self._before:
-            self._add(before)
-
-    def told(self) -> Told:
-        """What this rank tells others of the call that ends."""
-        if self._before_call is not None:
-            self._add(self._before_call)
-        return self._told
+        self.told = {}
+        for each in self._before.changed():
+            with suppress(Unsendable):
+                value = received(_on_host, sent(each.value, _SENT))
+                self.told[each.module, each.name] = each.in_place, value
 
     def take(self, told: Told) -> None:
         """Set what another rank has told, or of a rank with several stages another one than the last."""
-        last = self._stages[-1]
-        held = {path for path, _ in (*self._own[-1], *(self._around if last.is_last else ()))}
+        own = {path for path, _ in self._own}
         for (path, name), (in_place, value) in told.items():
-            if path in held:
+            if path in own:
                 continue
             taken = received(partial(self._placed, path, name), value)
             before = self._taken.get((path, name))
             if in_place and _write(before, taken):
                 taken = before
             self._taken[path, name] = taken
-            last.keep(self._root.get_submodule(path), name, taken)
+            self._last.keep(self._root.get_submodule(path), name, taken)
 
     def _placed(self, path: str, name: str, tensor: Any) -> Tensor:
         return self._place(tensor, f"what {path or 'the LightningModule'} keeps as {name}, on another stage,")
-
-    def _add(self, before: Attributes) -> None:
-        for each in before.changed():
-            with suppress(Unsendable):
-                told = received(_on_host, sent(each.value, _SENT))
-                self._told[each.module, each.name] = each.in_place, told
 
 
 def _below(root: nn.Module, stage: Stage) -> Iterator[tuple[str, nn.Module]]:

@@ -13,10 +13,10 @@ took another path is detected there, and no rank hangs waiting for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -27,13 +27,12 @@ from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
 from lightning_shard.pipeline.dataflow.messages import Slot
 from lightning_shard.pipeline.dataflow.objects import Path, set_entry
+from lightning_shard.pipeline.dataflow.search import OfAny, Post, Search, find_crossing
 from lightning_shard.pipeline.dataflow.taint import Origin, Unknown, mark, refuse
+from lightning_shard.pipeline.runtime.channel import Channel
 from lightning_shard.pipeline.runtime.given_objects import GivenObjects
 from lightning_shard.pipeline.runtime.kept_in_calls import KeptInCalls
-
-if TYPE_CHECKING:
-    from lightning_shard.pipeline.runtime.channel import Channel
-    from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.pipeline.stages.stage import Stage
 
 LARGEST_COMPARED = 2**20
 """The most elements of an integer argument, such as tokens, whose values ranks compare before each call."""
@@ -56,37 +55,61 @@ class Calls:
     """The calls of the network within one step, on one rank.
 
     Args:
-        stages: This rank's.
-        meeting: That of its last one, for collectives over the pipeline.
-        run: Runs a function on each stage of this rank, which first calls :meth:`stage_begins`.
+        ends: This rank's stages, in order, each with its channel.
+        in_call: Context of each call of the network, in which all stages of this rank run in turn; gives what ends
+            the stages' own versions of the module's state.
         note_generators: Notes the states of the random generators; returns a function that restores them.
-        after_call: Called after each call with the number of calls so far.
+        after_call: Called after each call of the network with the number of calls so far.
+        of_any: As for :class:`~lightning_shard.pipeline.runtime.step.PipelinedStep`, for calls of the network.
     """
 
     def __init__(
         self,
-        stages: Sequence[Stage],
-        meeting: Channel,
-        run: Callable[[Callable[[], Any]], Any],
+        ends: Sequence[tuple[Stage, Channel]],
+        in_call: Callable[[], AbstractContextManager[Callable[[], None]]],
         note_generators: Callable[[], Callable[[], None]],
         after_call: Callable[[int], None],
+        of_any: OfAny = bool,
     ) -> None:
+        stages = [stage for stage, _ in ends]
         self.count = 0
         self.objects = GivenObjects(partial(self._placed, words="what a cache holds of another stage's blocks"))
         self.kept = KeptInCalls(stages, self._placed)
         self._is_last = stages[-1].is_last
         self._entrances = stages[-1].entrances
         self._device = stages[-1].device
-        self._meeting = meeting
-        self._run = run
+        self._ends = ends
+        self._meeting = ends[-1][1]
+        self._in_call = in_call
+        self._of_any = of_any
         self._note_generators = note_generators
         self._after_call = after_call
         self._inside = False
         self._ended: str | None = None
         self._put_arguments_back: Callable[[], None] = lambda: None
 
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run a step on its whole batch; returns what it returns, meaningful on the rank of the last stage.
+
+        Raises:
+            StepError: Data ranks that have to run alike call the network a different number of times.
+        """
+        with ExitStack() as inside:
+            for stage, _ in self._ends:
+                inside.enter_context(stage.calling(self))
+            inside.enter_context(self._intercepting())
+            result = step()
+            self._end()
+            if self._of_any(False):
+                raise StepError(
+                    "Data ranks call the network a different number of times within one step, as generating texts of"
+                    " different lengths does. Where experts are dealt over data ranks, each call needs all of them:"
+                    " call it equally often (generate to a fixed length), or use expert_parallel_size=1."
+                )
+        return result
+
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def _intercepting(self) -> Iterator[None]:
         """Context of the user's step: the forwards of modules that contain all blocks intercept calls of the network.
 
         The outermost one that a step calls makes the call.
@@ -98,7 +121,7 @@ class Calls:
                 stack.callback(_put_forward, module, own)
             yield
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """The step has returned, or ended early on this rank (:meth:`on_missing`).
 
         Raises:
@@ -114,11 +137,6 @@ class Calls:
             raise StepError(sentence, breaks=1)
         self._ended = sentence
         raise StageEnd
-
-    def stage_begins(self) -> None:
-        """A stage begins its part of a call, with generators and arguments as they were at the call."""
-        self.objects.stage_begins()
-        self._put_arguments_back()
 
     def _call(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._inside:
@@ -139,9 +157,8 @@ class Calls:
         self._put_arguments_back = put_arguments_back
         self.objects.call_begins(args, kwargs)
         self._inside = True
-        self.kept.call_begins()
         try:
-            output = self._run(partial(forward, *args, **kwargs))
+            output = self._through_stages(partial(forward, *args, **kwargs))
             result = self._share(output)
         finally:
             self._inside = False
@@ -150,11 +167,39 @@ class Calls:
         self._after_call(self.count)
         return result
 
+    def _through_stages(self, call: Callable[[], Any]) -> Any:
+        """Run one call of the network; returns its output on the rank of the last stage."""
+
+        def run(stage: Stage, _: int) -> Any:
+            ledger, output = stage.passage.ledger, None
+            assert ledger is not None
+            self.objects.stage_begins()  # with generators and arguments as they were at the call
+            self._put_arguments_back()
+            with suppress(StageEnd), stage.running(stage.entrances[0]):
+                output = call()
+                if stage.is_last:
+                    refuse(output, "What the network returns")
+                    self.objects.fetch(ledger)
+            self.objects.stage_ends(ledger, is_last=stage.is_last)
+            return output
+
+        self._of_any(True)  # a rank whose step has ended raises
+        with self._in_call() as settle:
+            self.kept.stages_begin()
+            post = Post(self._meeting)
+            searches = [Search(stage, channel, post) for stage, channel in self._ends]
+            find_crossing(searches, run, 0)
+            settle()
+            self.kept.stages_end()
+        for _, channel in self._ends:
+            channel.flush()
+        return searches[-1].result
+
     def _share(self, output: Any) -> Any:
         """Broadcast the network's output, and what the call has changed in objects and modules."""
         returned: list[Tensor] = []
         described = _described(output, self.objects.paths(), returned) if self._is_last else None
-        said = self._meeting.gather((described, self.objects.told(), self.kept.told()))
+        said = self._meeting.gather((described, self.objects.told(), self.kept.told))
         for _, _, kept in said:
             self.kept.take(kept)
         described, told, _ = said[-1]

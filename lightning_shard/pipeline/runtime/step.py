@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from lightning_shard.pipeline.dataflow.backward_hooks import refuse_earlier_grap
 from lightning_shard.pipeline.dataflow.crossing import Crossing
 from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.search import CallsAgain, Memory, OfAny, Ran, check_order, check_ran
-from lightning_shard.pipeline.runtime.call_by_call import CallByCall
 from lightning_shard.pipeline.runtime.channel import Channel, Signature, signature
 from lightning_shard.pipeline.runtime.known_crossings import Ends, KnownCrossings
+from lightning_shard.pipeline.runtime.network_calls import Calls
 from lightning_shard.pipeline.runtime.split_backward import Product, backward_but_products, backward_of_products
 from lightning_shard.pipeline.schedules.recorded import Watch
 from lightning_shard.pipeline.schedules.schedule import Action
@@ -79,7 +80,7 @@ class PipelinedStep:
         self.watch: Watch | None = None
         self._call_by_call: set[Signature] = set()
         self._of_any = of_any
-        self.call_by_call = CallByCall([(end.stage, end.channel) for end in self._ends.values()])
+        self.calls = partial(Calls, [(end.stage, end.channel) for end in self._ends.values()])
 
     @checkpoint_calls.seen()
     def train(
@@ -166,7 +167,7 @@ class PipelinedStep:
         Returns:
             The step's return value for each microbatch, on the rank of the last stage; else an empty list. ``None`` on
             all ranks if the step calls the network several times: then the run had no effect, and the batch must run
-            :attr:`call_by_call`.
+            by :attr:`calls`.
         """
         first = signature(microbatches[0], kind)
         if not self._of_any(first not in self._call_by_call):

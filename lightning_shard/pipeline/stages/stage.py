@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +44,14 @@ from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, R
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.dataflow.uncalled import none_called
-from lightning_shard.pipeline.runtime.network_calls import Calls
 from lightning_shard.pipeline.stages.around import around_all, around_any
 from lightning_shard.pipeline.stages.compiled_functions import CompiledFunctions
 from lightning_shard.pipeline.stages.own_call import OwnBlock, OwnCall
 from lightning_shard.pipeline.stages.part_calls import PartCalls, part_of
 from lightning_shard.scripted import after_calls, before_calls
+
+if TYPE_CHECKING:
+    from lightning_shard.pipeline.runtime.network_calls import Calls
 
 _OPERATIONS_OF_A_CALL = 2**24
 """The offset between the operation numbers of two calls of the network: more operations than a network has."""
@@ -116,7 +118,7 @@ class Stage:
             places for. So such a block draws from the generators of the code around it, and these are reseeded after
             each place, on every stage: a checkpoint restores the generators before it recomputes.
         network_begins: Called when the first block of a step is called; ``None``: nothing is.
-        block_ends: The same when a block returns, in a search.
+        network_ends: The same when the network's last block returns, in a search.
     """
 
     def __init__(self, index: int, network: Network, device: torch.device) -> None:
@@ -142,7 +144,7 @@ class Stage:
         self.shown: Callable[[], AbstractContextManager[None]] = nullcontext
         self.draws: Callable[[int], Callable[[], None] | None] | None = None
         self.network_begins: Callable[[], None] | None = None
-        self.block_ends: Callable[[], None] | None = None
+        self.network_ends: Callable[[], None] | None = None
 
         self.is_shown = True
         self.in_step = self.in_backward = False
@@ -434,8 +436,8 @@ class Stage:
         if not passage.active:
             return None
         index = self.running_places.pop()
-        if self.block_ends is not None and passage.searching:
-            self.block_ends()
+        if self.network_ends is not None and passage.searching and index == len(self.blocks) - 1:
+            self.network_ends()
         if index is not None and len(places) > 1 and self.draws is not None:
             self.draws(index)
         if index is not None and index in self.owned:

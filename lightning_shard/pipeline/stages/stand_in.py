@@ -21,10 +21,11 @@ from lightning_shard.pipeline.dataflow import kept
 from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpointed
 from lightning_shard.pipeline.dataflow.crossing import StageEnd, switched_off
 from lightning_shard.pipeline.dataflow.messages import BlockCall, End, Held, Kept, KeptNumber, Key, Slot
-from lightning_shard.pipeline.dataflow.objects import at, entries, rebuilt, set_entry
+from lightning_shard.pipeline.dataflow.objects import at, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
 from lightning_shard.pipeline.dataflow.uncalled import called_now, out_of_order
 from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.state.walk import entries
 from lightning_shard.user_hooks import forward_hooks
 
 _NOTHING = object()

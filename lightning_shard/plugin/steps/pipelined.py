@@ -47,7 +47,7 @@ from lightning_shard.plugin.steps.loop import Loop
 from lightning_shard.plugin.steps.loss_weight import Shares, UnevenLists, loss_of, weighted, weighted_for_backward
 from lightning_shard.plugin.steps.randomness import Seeds
 from lightning_shard.plugin.steps.redirect import call_through
-from lightning_shard.plugin.steps.state.after_network import KeptStates
+from lightning_shard.plugin.steps.state.after_network import LateState
 from lightning_shard.plugin.steps.state.per_stage import StatesApart
 
 Draw = Callable[[Arguments], int]
@@ -127,7 +127,7 @@ class PipelinedSteps:
         self._under_way: deque[_Begun] = deque()
         self._late_changes = False  # whether any step changes, after the network, what the next batch reads
         self._apart = StatesApart(module, stages)
-        self._kept = KeptStates(module, stages, self._apart)
+        self._kept = LateState(module, stages, self._apart)
         self._changed_batches = ChangedBatches(loop)
         self.reset_crossings()
         earlier = groups.backward.earlier
@@ -289,10 +289,10 @@ class PipelinedSteps:
         run = partial(self._run_inside, self._stages[-1], step, 0, batch)
         after_call = partial(self._seeds.after_call, seed)
         of_any = self._groups.of_any_peer if self._layout.expert_parallel_size > 1 else bool
-        what = run, self._apart.call, self._seeds.remember, after_call, of_any
+        calls = self._step.calls(self._apart.call, self._seeds.remember, after_call, of_any)
         # data ranks may make more or fewer calls
         with kept_gathered(self._module), self._around_steps(step.method, 1):
-            result = call_through(self._module, partial(self._step.call_by_call, *what))
+            result = call_through(self._module, partial(calls.run, run))
         self._apart.begin()  # the step ran once, not once per stage
         return [result]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError, PlacementError, StepError
 from lightning_shard.plugin.steps.schedule_choice import candidates, fitting_schedules
-from lightning_shard.plugin.steps.state import per_stage
 from tests.paths import SCHEDULE_IN_A_V
 from tests.training.pipeline.test_crossing import NETWORKS, WIDTH, Net, batches, loss, seeded
 from tests.training.pipelines import Root, assert_alike, on_stages
@@ -115,21 +115,28 @@ def test_an_iterator_that_stages_would_draw_from_in_turn_is_refused() -> None:
 
 
 class Remembers(Net):
-    """Adds to a large tensor in place."""
+    """Adds to a tensor in place, in each microbatch or from the second on."""
 
-    def __init__(self) -> None:
+    def __init__(self, later: bool) -> None:
         super().__init__()
         self.memory = torch.zeros(64)
+        self.later, self.calls = later, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.memory.add_(1)
+        self.calls += 1
+        if self.calls > self.later:
+            self.memory.add_(1)
         return super().forward(x)
 
 
-def test_a_large_tensor_that_a_step_changes_in_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(per_stage, "LARGEST_COPY_BYTES", 100)
+def test_a_tensor_that_a_step_changes_in_place_is_of_each_stage_or_refused() -> None:
+    roots: list[Root] = []
+    on_stages(seeded(partial(Remembers, False)), loss, batches(), 2, schedule=INTERLEAVED, roots=roots)
+    for root in roots:
+        net: Any = root.net
+        assert set(net.memory.tolist()) == {float(net.calls)} == {4.0}
     with pytest.raises(StepError, match=r"changes net\.memory in place.*2 stages on this rank"):
-        on_stages(seeded(Remembers), loss, batches(), 2, schedule=INTERLEAVED)
+        on_stages(seeded(partial(Remembers, True)), loss, batches(), 2, schedule=INTERLEAVED)
 
 
 def test_how_many_stages_a_rank_has() -> None:

@@ -11,8 +11,8 @@ in which they are carried to the next microbatch. Of tensors that are too large 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -32,6 +32,7 @@ from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.plugin.steps.state.per_stage import StatesApart
 from lightning_shard.state.patch import (
+    DEPTH,
     LARGEST_SENT,
     Change,
     Outline,
@@ -73,58 +74,66 @@ class _Look:
 
     Attributes:
         held: Each module's attributes and buffers.
-        outlines: What may change in place; of followed attributes with what is inside.
+        outlines: What may change in place.
     """
 
     held: dict[str, dict[str, Any]]
     outlines: dict[Name, Outline]
 
 
-class KeptState:
-    """Tracks the state of modules around the blocks over the microbatches of a batch, on one stage.
+class LateState:
+    """Tracks the state of modules around the blocks over the microbatches of a batch, on one rank.
 
-    In a microbatch that searches for the values that cross between stages (``pipeline/dataflow/search.py``), all of it
-    is followed. Afterwards only replaced attributes, versions of tensors, digests of arrays and lengths of containers
-    are, and the contents of what was seen to change inside. That takes microseconds, but for large arrays.
+    Of several stages it tracks the rank's last one. In a microbatch that searches for the values that cross between
+    stages (``pipeline/dataflow/search.py``), all of it is followed. Afterwards only replaced attributes, versions of
+    tensors, digests of arrays and lengths of containers are, and the contents of what was seen to change inside. That
+    takes microseconds, but for large arrays.
 
     Args:
         root: Cut and sharded.
-        stage: The stage.
-        parts: Names of modules with parameters that run around the blocks and keep their state where they are held.
-        hollow: Names of parameters for which received ones are substituted while a stage runs.
+        stages: This rank's.
+        apart: The stages' versions of the module's state.
     """
 
-    def __init__(self, root: nn.Module, stage: Stage, parts: Sequence[str], hollow: Collection[str]) -> None:
-        within = tuple(f"{name}." for name in (*stage.blocks, *parts))
+    def __init__(self, root: nn.Module, stages: Stages, apart: StatesApart) -> None:
+        self._stage: Stage = stages[-1]
+        self._apart = apart
+        # parts with parameters run around the blocks and keep their state where they are held
+        parts = [part for part in self._stage.parts if part not in self._stage.last_parts]
+        within = tuple(f"{name}." for name in (*self._stage.blocks, *parts))
         self._modules = {
             path: module
             for path, module in root.named_modules()
             if not f"{path}.".startswith(within) and not isinstance(module, (Metric, ScriptModule))
         }
-        self._elsewhere = {path: module for path, module in root.named_modules() if module in stage.elsewhere}
-        self._hollow = {tuple(name.rpartition(".")[::2]) for name in hollow}
+        self._elsewhere = {path: module for path, module in root.named_modules() if module in self._stage.elsewhere}
+        self._hollow = {tuple(name.rpartition(".")[::2]) for stage in stages for name in stage.hollow}
         self._in_step = self._searching = False
         self._before: _Look | None = None  # on the last stage, when the first block was called
         self._begun: dict[Name, Outline] | None = None  # at the start of the batch, of containers and objects
         self._warned_of: set[Name] = set()
-        self._numbers: dict[Name, Any] | None = None
-        self._marked: dict[Name, Any] = {}
+        self._numbers: dict[Name, Any] = {}
+        self._depths: dict[Name, int] = {}  # of what may change in place: how deep it is looked into
         self._by_value: set[Name] = set()
-        self._followed: set[Name] = set()
         self._changed: set[Name] = set()
+        if self._stage.is_last:
+            self._stage.network_begins, self._stage.network_ends = self._network_begins, self._network_ends
 
     @contextmanager
-    def step(self, *, searching: bool) -> Iterator[None]:
-        """Track what the user's step, which runs inside on one microbatch as far as this stage runs it, changes.
+    def step(self, stage: Stage, *, searching: bool) -> Iterator[None]:
+        """Track what the user's step, which runs inside on one microbatch as far as a stage runs it, changes.
 
         Inside of what the stage runs in: received parameters and other stages' modules are as the step sees them.
 
         Raises:
             StepError: It has set a number on a block of another stage.
         """
-        self._in_step, self._searching, self._before, self._numbers = True, searching, None, None
+        if stage is not self._stage:
+            yield
+            return
+        self._in_step, self._searching, self._before, self._numbers = True, searching, None, {}
         if self._begun is None:
-            with torch._C.DisableTorchFunction():  # looks are none of the step's operations
+            with torch._C.DisableTorchFunction():
                 self._begun = self._outlines()
         try:
             yield
@@ -140,7 +149,8 @@ class KeptState:
         self._changed, self._begun = set(), None
 
     def changes(self) -> dict[Name, Any]:
-        """On the last stage, at the end of a batch: what has changed, to be sent to the others."""
+        """On the last stage's rank, at the end of a batch: what has changed, to be sent to the others."""
+        self._apart.show(self._stage)
         values = {}
         for path, name in sorted(self._changed):
             value = _attributes_and_buffers(self._modules[path]).get(name, _Deleted())
@@ -156,25 +166,38 @@ class KeptState:
         except Unsendable:
             return _Elsewhere()
 
-    def take(self, changes: Mapping[Name, Any], device: torch.device) -> None:
-        """On another stage, at the end of a batch: take over the last stage's values."""
-        begun = self._begun or {}
+    def take(self, changes: Mapping[Name, Any], device: torch.device, *, begun: int = 0) -> None:
+        """On every rank, at the end of a batch: take over the last stage's values.
+
+        Args:
+            begun: How many batches this rank has begun since.
+        """
+        if changes and begun:
+            warnings.warn(
+                f"An evaluation step changes {few([*map(path_of, changes)])} after calling the network, and didn't in"
+                f" its first batch: earlier pipeline stages have begun {begun} more with what was there before. Set it"
+                " in the first batch too (sentence 6 of the contract).",
+                stacklevel=2,
+            )
+        self._apart.settle()
+        outlines = self._begun or {}
         self.forget()
         for key, value in changes.items():
-            if key[0] not in self._modules:
-                continue
-            held, outline = self._held(key), begun.get(key)
-            receive = partial(received, partial(_placed, key, device))
-            if isinstance(value, _Elsewhere) or (isinstance(value, Change) and not value.fits(held)):
-                self._warn(key)
-            elif isinstance(value, Change):
-                value.apply(held, outline if outline is not None and outline.value is held else None, receive)
-            elif isinstance(value, _Deleted):
-                _delete(self._modules[key[0]], key[1])
-            else:
-                _set(self._modules[key[0]], key[1], receive(value))
-            if isinstance(value, (Change, _Elsewhere)):
-                self._followed.add(key)
+            if key[0] in self._modules and not self._stage.is_last:
+                self._apply(key, value, outlines.get(key), device)
+
+    def _apply(self, key: Name, value: Any, begun: Outline | None, device: torch.device) -> None:
+        held, receive = self._held(key), partial(received, partial(_placed, key, device))
+        if isinstance(value, (Change, _Elsewhere)):
+            self._depths[key] = DEPTH
+        if isinstance(value, _Elsewhere) or (isinstance(value, Change) and not value.fits(held)):
+            self._warn(key)
+        elif isinstance(value, Change):
+            value.apply(held, begun if begun is not None and begun.value is held else None, receive)
+        elif isinstance(value, _Deleted):
+            _delete(self._modules[key[0]], key[1])
+        else:
+            _set(self._modules[key[0]], key[1], receive(value))
 
     def _warn(self, key: Name) -> None:
         if key not in self._warned_of:
@@ -186,20 +209,30 @@ class KeptState:
                 stacklevel=2,
             )
 
-    def _outlines(self) -> dict[Name, Outline]:
-        """Of what the batch may change inside: all containers and objects, deeply what was seen to or in a search."""
-        if self._searching:
-            return {key: Outline.of(held) for key in self._all_marked() if has_contents(held := self._held(key))}
-        marked = {key: Outline.of(value, 1) for key, value in self._marked.items() if has_contents(value)}
-        return marked | {key: Outline.of(held) for key in self._followed if has_contents(held := self._held(key))}
+    def carry(self, broadcast: Callable[[Any], Any], device: torch.device) -> bool:
+        """Take over the last stage's values for a microbatch that begins when the one before has ended on all stages.
 
-    def network_begins(self) -> None:
-        """On the last stage: the first of the step's blocks is called."""
+        A collective call over the pipeline.
+
+        Args:
+            broadcast: Gives the last stage's value on all stages.
+
+        Returns:
+            Whether there were any.
+        """
+        changes = broadcast(self.changes() if self._stage.is_last else None)
+        self.take(changes, device)
+        self._apart.begin()
+        return bool(changes)
+
+    def _network_begins(self) -> None:
+        """The first of the step's blocks is called."""
         if self._in_step and self._before is None:
-            self._before = self._look()
+            with torch._C.DisableTorchFunction():  # looks are none of the step's operations
+                self._before = self._look()
 
-    def block_ends(self) -> None:
-        """On the last stage, in a search: a block returns, maybe the last one."""
+    def _network_ends(self) -> None:
+        """In a search: the network's last block returns."""
         if self._in_step:
             self._numbers = self._numbers_elsewhere()
 
@@ -217,9 +250,8 @@ class KeptState:
             StepError: After all blocks have run, a search has set a number on a block of another stage. Not checked in
                 other runs, since there may be many modules.
         """
-        noted, self._numbers = self._numbers or {}, None
-        now = self._numbers_elsewhere() if noted else {}
-        for (path, name), before in noted.items():
+        now = self._numbers_elsewhere() if self._numbers else {}
+        for (path, name), before in self._numbers.items():
             if now.get((path, name), before) != before:
                 raise StepError(
                     f"A step changes {name} of {path} after calling the network, and the pipeline stage that holds"
@@ -228,131 +260,53 @@ class KeptState:
                     breaks=6,
                 )
 
-    def _all_marked(self) -> set[Name]:
-        """In a search, all attributes; what may change in place is looked at in later runs too."""
+    def _looked_into(self) -> dict[Name, int]:
+        """How deep each attribute is looked into: in a search all of them are; what may change in place always is."""
+        if not self._searching:
+            return self._depths
         own = {(path, name): value for path, module in self._modules.items() for name, value in _own(module)}
-        own = {key: value for key, value in own.items() if key not in self._hollow}
         marked = (Tensor, np.ndarray, *CONTAINERS)
-        self._marked = {key: value for key, value in own.items() if isinstance(value, marked)}
-        return set(own)
+        for key in own.keys() - self._hollow:
+            if isinstance(own[key], marked):
+                self._depths.setdefault(key, 0)
+        return dict.fromkeys(own.keys() - self._hollow, DEPTH)
+
+    def _outlines(self) -> dict[Name, Outline]:
+        """Of containers and objects that the batch may change inside."""
+        held = {key: (self._held(key), depth) for key, depth in self._looked_into().items()}
+        return {key: Outline.of(value, max(depth, 1)) for key, (value, depth) in held.items() if has_contents(value)}
 
     def _look(self) -> _Look:
-        followed = self._all_marked() if self._searching else self._followed
-        held = {path: _attributes_and_buffers(module) for path, module in self._modules.items()}
-        outlines = {key: self._outline(key, value, 0) for key, value in self._marked.items() if key not in followed}
-        outlines |= {key: self._outline(key, held[key[0]].get(key[1])) for key in followed}
-        return _Look(held, outlines)
-
-    def _outline(self, key: Name, value: Any, *depth: int) -> Outline:
-        return Outline.of(value, *depth, by_value=self._searching or key in self._by_value)
+        outlines = {
+            key: Outline.of(self._held(key), depth, by_value=self._searching or key in self._by_value)
+            for key, depth in self._looked_into().items()
+        }
+        return _Look({path: _attributes_and_buffers(module) for path, module in self._modules.items()}, outlines)
 
     def _since(self, before: _Look) -> set[Name]:
         """The names of what has changed."""
+        now = self._look()
         exchanged = {
             (path, name)
             for path, held in before.held.items()
-            if not hold_same(held, now := _attributes_and_buffers(self._modules[path]))
-            for name, value in (held | now).items()
-            if (held.get(name, held) is not value or name not in now) and _is_own(name, value)
+            if not hold_same(held, later := now.held[path])
+            for name, value in (held | later).items()
+            if (held.get(name, held) is not value or name not in later) and _is_own(name, value)
         }
         changed = set()
         for key, outline in before.outlines.items():
-            is_followed = key in self._followed or self._searching
-            later = self._outline(key, self._held(key)) if is_followed else self._outline(key, outline.value, 0)
-            if outline.is_as(later):
+            look = now.outlines.get(key)  # not of what was removed
+            if key in exchanged or look is None or outline.is_as(look):
                 continue
             changed.add(key)
-            if key in self._marked and outline.mark == later.mark and outline.content != later.content:
+            self._depths[key] = DEPTH
+            if outline.mark == look.mark and outline.content != look.content:
                 self._by_value.add(key)
-        self._followed.update(changed - exchanged)
         return exchanged | changed
 
     def _held(self, key: Name) -> Any:
-        return _attributes_and_buffers(self._modules[key[0]]).get(key[1])
-
-
-class KeptStates:
-    """Tracks it for all stages of one rank: the last stage by itself, those before it together.
-
-    Args:
-        root: Cut and sharded.
-        stages: This rank's.
-        apart: The stages' versions of the module's state.
-    """
-
-    def __init__(self, root: nn.Module, stages: Stages, apart: StatesApart) -> None:
-        hollow = {name for stage in stages for name in stage.hollow}
-
-        def kept(stage: Stage) -> KeptState:
-            # a rank that holds the last stage has the state of its parts
-            of_all = stage.last_parts if stage.is_last or not stages.is_last else ()
-            parts = [part for part in stage.parts if part not in of_all]
-            return KeptState(root, stage, parts, hollow)
-
-        self._stages = stages
-        self._apart = apart
-        self._early = [stage for stage in stages if not stage.is_last]
-        self._of_early = kept(self._early[-1]) if self._early else None
-        self._of_last = kept(stages[-1]) if stages.is_last else None
-        if self._of_last is not None:
-            stages[-1].network_begins, stages[-1].block_ends = self._of_last.network_begins, self._of_last.block_ends
-
-    def step(self, stage: Stage, *, searching: bool) -> AbstractContextManager[None]:
-        kept = self._of_last if stage.is_last else self._of_early
-        assert kept is not None
-        return kept.step(searching=searching)
-
-    def forget(self) -> None:
-        """Forget what the batch has changed so far, since it was put back."""
-        for kept in (self._of_early, self._of_last):
-            if kept is not None:
-                kept.forget()
-
-    def changes(self) -> dict[Name, Any]:
-        """On the last stage's rank, at the end of a batch: what has changed, to be sent to the others."""
-        assert self._of_last is not None
-        self._apart.show(self._stages[-1])
-        return self._of_last.changes()
-
-    def take(self, changes: Mapping[Name, Any], device: torch.device, *, begun: int = 0) -> None:
-        """On every rank, at the end of a batch: take over the last stage's values.
-
-        Args:
-            begun: How many batches this rank has begun since.
-        """
-        if changes and begun:
-            warnings.warn(
-                f"An evaluation step changes {few([*map(path_of, changes)])} after calling the network, and didn't in"
-                f" its first batch: earlier pipeline stages have begun {begun} more with what was there before. Set it"
-                " in the first batch too (sentence 6 of the contract).",
-                stacklevel=2,
-            )
-        if self._of_early is not None:
-            if self._of_last is None:
-                self._apart.settle()
-            else:
-                self._apart.show(self._early[-1])
-            self._of_early.take(changes, device)
-            if changes:
-                self._apart.changed()
-        if self._of_last is not None:
-            self._apart.settle()
-
-    def carry(self, broadcast: Callable[[Any], Any], device: torch.device) -> bool:
-        """Take over the last stage's values for a microbatch that begins when the one before has ended on all stages.
-
-        A collective call over the pipeline.
-
-        Args:
-            broadcast: Gives the last stage's value on all stages.
-
-        Returns:
-            Whether there were any.
-        """
-        changes = broadcast(self.changes() if self._of_last is not None else None)
-        self.take(changes, device)
-        self._apart.begin()
-        return bool(changes)
+        module = self._modules[key[0]]
+        return module._buffers.get(key[1], vars(module).get(key[1]))
 
 
 def _attributes_and_buffers(module: nn.Module) -> dict[str, Any]:
