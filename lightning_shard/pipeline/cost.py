@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_shard.pipeline.dataflow import checkpoint_calls
 from lightning_shard.pipeline.dataflow.masks import nothing_packed
 from lightning_shard.scripted import after_calls, before_calls
 
@@ -39,7 +38,7 @@ class PartCost:
     Attributes:
         later: The share of ``flops`` spent in matrix products whose weight gradients can be deferred to the second
             part of a split backward (``split_backward.py``). An upper bound: only the autograd graph says for sure.
-        runs_again: Whether the backward recomputes the forward first (activation checkpointing).
+        runs_again: Whether the backward recomputes the forward first (``recompute``, or transformers' own flag).
     """
 
     name: str
@@ -94,13 +93,11 @@ class Run:
         calls: The names of the parts that were called, in order. A part that is called by another part is left out,
             unless it is a submodule of that part.
         products: Each part's operations in products of two matrices (``mm``, ``addmm``), as with weights.
-        checkpointed: The names of the parts that were called inside ``torch.utils.checkpoint``.
     """
 
     flops: Mapping[str, int]
     calls: tuple[str, ...]
     products: Mapping[str, int]
-    checkpointed: frozenset[str]
 
 
 def measure(
@@ -134,13 +131,10 @@ def measure(
     every_part = {**dict(blocks), **{name: part for name, (_, part) in parts.items()}, **everywhere}
     users = Counter(id(parameter) for part in every_part.values() for parameter in _parameters(part))
 
-    def runs_again(name: str, part: Part) -> bool:
-        return _checkpoints_itself(part) or (seen is not None and name in seen.checkpointed)
-
     def later(name: str, part: Part) -> float:
         matrices = _matrices(part)
         deferrable = sum(p.numel() for p in matrices if p.requires_grad and users[id(p)] == 1)
-        if not deferrable or runs_again(name, part):
+        if not deferrable or _checkpoints_itself(part):
             return 0.0
         if seen is None or name not in called:
             return 2 * deferrable / _estimated_flops(part)
@@ -155,7 +149,7 @@ def measure(
             sum(parameter.numel() * parameter.element_size() for parameter in held),
             operations(name, part),
             later(name, part),
-            runs_again(name, part),
+            _checkpoints_itself(part),
         )
 
     placed = [(place, cost(name, part)) for name, (place, part) in parts.items()]
@@ -181,7 +175,6 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
     flops, products = dict.fromkeys(parts, 0), dict.fromkeys(parts, 0)
     calls: list[str] = []
     running: list[str] = []
-    checkpointed: set[str] = set()
     passes = 0
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
 
@@ -194,8 +187,6 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
             if passes < 2 and all(name.startswith(f"{outer}.") for outer in running):
                 calls.append(name)
             running.append(name)
-            if checkpoint_calls.checkpointed():
-                checkpointed.add(name)
             flops[name] -= counter.get_total_flops()
             products[name] -= _product_flops(counter)
 
@@ -216,7 +207,6 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
                 stack.callback(after_calls(part, stop).remove)
         try:
             with (
-                checkpoint_calls.seen(),
                 torch.no_grad(),
                 on_fake_tensors(p for part in parts.values() for p in _parameters(part)),
                 counter,
@@ -229,7 +219,7 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
                 stacklevel=3,
             )
             return None
-    return Run(flops, tuple(calls), products, frozenset(checkpointed))
+    return Run(flops, tuple(calls), products)
 
 
 def _first_sentence(error: Exception) -> str:

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow import checkpoint_calls
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
 from lightning_shard.pipeline.dataflow.search import OfAny, Post, Search, find_crossing
 from lightning_shard.pipeline.dataflow.taint import refuse
@@ -30,7 +29,6 @@ class CallByCall:
     def __init__(self, ends: Sequence[tuple[Stage, Channel]]) -> None:
         self._ends = ends
 
-    @checkpoint_calls.seen()
     def __call__(
         self,
         run: Callable[[], Any],

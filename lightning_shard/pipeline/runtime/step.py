@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_shard import tree
-from lightning_shard.pipeline.dataflow import checkpoint_calls
 from lightning_shard.pipeline.dataflow.backward_hooks import refuse_earlier_graph
 from lightning_shard.pipeline.dataflow.crossing import Crossing
 from lightning_shard.pipeline.dataflow.messages import Key
@@ -81,7 +80,6 @@ class PipelinedStep:
         self._of_any = of_any
         self.call_by_call = CallByCall([(end.stage, end.channel) for end in self._ends.values()])
 
-    @checkpoint_calls.seen()
     def train(
         self,
         run_on: RunOn,
@@ -144,7 +142,6 @@ class PipelinedStep:
         self.flush()
         return [results[i] for i in sorted(results)]
 
-    @checkpoint_calls.seen()
     def evaluate(
         self,
         run_on: RunOn,

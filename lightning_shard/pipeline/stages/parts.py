@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpointed
 from lightning_shard.pipeline.dataflow.crossing import Passage
 from lightning_shard.pipeline.dataflow.messages import Slot
 from lightning_shard.pipeline.dataflow.side_effects import Before
 from lightning_shard.pipeline.dataflow.taint import Unknown
 from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.torch_private import saves_by_hooks
 
 _SMALL = 1024
 """The most elements of an integer argument whose values are compared: they may decide shapes, as image sizes do."""
@@ -52,7 +52,7 @@ class ForeignPart:
         passage = self.stage.passage
         kind = self._kind((args, kwargs)) if passage.active else None
         runs = passage.in_block or self._has_parameters(passage)
-        if kind is None or runs or self._has_hooks_inside() or checkpointed():
+        if kind is None or runs or self._has_hooks_inside() or saves_by_hooks():
             return self.forward(*args, **kwargs)
         if kind not in self.returned:
             return self._run(kind, args, kwargs)

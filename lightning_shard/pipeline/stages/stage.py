@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow import checkpoint_calls
 from lightning_shard.pipeline.dataflow.backward_hooks import (
     HOOKS_OF_ALL,
     refuse_hooks,
@@ -239,7 +238,6 @@ class Stage:
             try:
                 yield
             except StageEnd:
-                checkpoint_calls.left()
                 self.passage.check_hooks()
                 raise
             else:
