@@ -41,7 +41,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils import clip_grad, parametrize
 from torch.overrides import _get_current_function_mode
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 BatchNorm = _BatchNorm
 NormOfChannels = _NormBase
@@ -49,8 +49,8 @@ NormOfChannels = _NormBase
 StridedShard = _StridedShard
 """Placement of a shard of each of several parts of a dim, as FSDP2's over tensor-parallel shards."""
 without_dispatch_modes = _disable_current_modes
-dispatch_mode, function_mode = _get_current_dispatch_mode, _get_current_function_mode
-"""Each returns the innermost mode that is on."""
+function_mode = _get_current_function_mode
+"""Returns the innermost mode that is on."""
 is_in_transform = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor is one within ``torch.func``'s transforms, which has no memory of its own."""
 TRANSFORMS: tuple[tuple[Any, str], ...] = ((apis, "vmap_impl"), (eager_transforms, "_jvp_with_argnums"))

@@ -37,7 +37,6 @@ from lightning_shard.pipeline.dataflow.functions import (
     TAKES_SOME,
     TO_INTEGERS,
     arguments_read,
-    computing_unknown,
     leaves,
     leaves_of_call,
     without_graph,
@@ -146,7 +145,7 @@ class Unknown(torch.Tensor):
             if isinstance(leaf, Unknown) and (leaf.base is None or not is_view_of_known(leaf)):
                 unknown.append(leaf)
         if not unknown:
-            with torch._C.DisableTorchFunctionSubclass(), computing_unknown():
+            with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if _collected.found is not None:
             _collected.found += unknown
@@ -296,7 +295,7 @@ def put_values(unknown: Unknown, values: Tensor) -> None:
 
     Where C++ holds the tensor too, such as for an activation checkpoint, it is overwritten.
     """
-    with torch._C.DisableTorchFunction(), computing_unknown():
+    with torch._C.DisableTorchFunction():
         size, stride = unknown.size(), unknown.stride()
         overlaps = any(length > 1 and step == 0 for length, step in zip(size, stride))
         real = (values.new_empty(size) if overlaps else values.new_empty_strided(size, stride)).copy_(values)
@@ -310,7 +309,7 @@ def is_view_of_known(leaf: Unknown) -> bool:
     base = leaf.base
     if base is None or isinstance(base, Unknown):
         return False
-    with torch._C.DisableTorchFunction(), computing_unknown():
+    with torch._C.DisableTorchFunction():
         is_shared = memory_of(base) == memory_of(leaf)
         if is_shared and leaf._base is base:
             leaf.__class__ = Tensor  # type: ignore[assignment]
@@ -326,7 +325,7 @@ def is_view_of_known(leaf: Unknown) -> bool:
 
 def put_tensor(unknown: Unknown, real: Tensor) -> None:
     """Put this tensor in the place of an unknown one."""
-    with torch._C.DisableTorchFunction(), computing_unknown():
+    with torch._C.DisableTorchFunction():
         for name in ("origin", "key", "late", "needs", "base", "offset"):
             unknown.__dict__.pop(name, None)  # other attributes are the user's
         unknown.__class__ = Tensor  # type: ignore[assignment]
@@ -354,7 +353,7 @@ def mark(tensor: Tensor, origin: Origin) -> Tensor:
 
 def fill(tensor: Tensor, values: Tensor) -> None:
     """Make a possibly unknown tensor known, in place, with these values."""
-    with torch._C.DisableTorchFunctionSubclass(), computing_unknown():
+    with torch._C.DisableTorchFunctionSubclass():
         tensor.__class__ = Tensor  # type: ignore[assignment]
         _overwrite(tensor, values)
 
@@ -466,8 +465,7 @@ def collecting_unknown(given: Any) -> Iterator[list[Unknown]]:
     """Yield a list that collects unknown tensors: those in ``given``, and the arguments of torch functions inside."""
     outer, _collected.found = _collected.found, all_unknown(given)
     try:
-        with computing_unknown():
-            yield _collected.found
+        yield _collected.found
     finally:
         if outer is not None:
             outer += _collected.found

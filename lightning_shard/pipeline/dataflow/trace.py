@@ -1,6 +1,6 @@
 """Traces the user's code around the blocks, operation by operation, where results of operations cross a cut.
 
-Traces opaque functions as one operation each: autograd functions, ``torch.func`` transforms, scripted functions.
+Traces opaque functions as one operation each: autograd functions, ``torch.func`` transforms, scripted code.
 
 torch's function modes see the operations inside ``Function.forward``, where gradients are disabled, and not the
 function itself. Inside a transform, such as ``vmap``, or a scripted function, tensors lose their class, and so their
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.jit import ScriptFunction, ScriptModule
 from torch.overrides import TorchFunctionMode
 
 from lightning_shard import tree
@@ -280,7 +281,7 @@ _PATCHED: list[tuple[Any, str, Any]] = [
     (Function, "apply", classmethod(_reporting_apply)),
     *(
         (holder, name, _reporting(getattr(holder, name)))
-        for holder, name in [*TRANSFORMS, (torch.jit.ScriptFunction, "__call__")]
+        for holder, name in [*TRANSFORMS, *((kind, "__call__") for kind in (ScriptFunction, ScriptModule))]
     ),
 ]
 """Each patched function: its holder, its name, and the replacement that reports to the watcher."""

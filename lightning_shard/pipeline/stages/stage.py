@@ -368,8 +368,6 @@ class Stage:
         passage.in_block = True
         if kwargs or {*map(type, args)} != {Tensor}:  # else they are known
             refuse((args, kwargs), name)
-        if passage.ledger is not None:
-            passage.ledger.block_begins()
         self._compiled.run_compiled()
         if passage.searching or not self.is_last:
             self._own_call = OwnCall(self._own_blocks[index], passage, (args, kwargs))
@@ -439,8 +437,6 @@ class Stage:
         if index is not None and index in self.owned:
             if torch.is_grad_enabled() != passage.differentiates:
                 raise switched_off(name)
-            if passage.ledger is not None:
-                passage.ledger.block_ends()
             if self._own_call is not None:
                 own_call, self._own_call = self._own_call, None
                 own_call.end(output)

@@ -87,8 +87,8 @@ class StandIn:
         if self.own is not None and passage.differentiates and saves_by_hooks():
             raise StepError(
                 f"{self.name} runs on several stages, and here within a torch.utils.checkpoint, whose recomputation"
-                " runs the block itself where a stage has what it returned elsewhere: checkpoint inside of the block"
-                " (activation_checkpointing=True), place all of its calls on one stage (placement=[…]), or use pipeline_parallel_size=1.",
+                " runs the block itself where a stage has what it returned elsewhere: use activation_checkpointing=True"
+                " in its place, place all of its calls on one stage (placement=[…]), or use pipeline_parallel_size=1.",
                 breaks=3,
             )
         done = passage.blocks.get(index)
