@@ -187,11 +187,7 @@ class Passage:
 
     def wants(self, kind: str, block: int) -> bool:
         """Whether effects of this kind (``"inside"``, ``"changed"``) of a block must be recorded."""
-        return self.searching or self.is_asked_for(kind, block)
-
-    def is_asked_for(self, kind: str, block: int) -> bool:
-        """Whether a later stage requested a value of this kind of a block."""
-        return bool(self.wanted) and any(key[:2] == (kind, block) for key in self.wanted)
+        return self.searching or any(key[:2] == (kind, block) for key in self.wanted)
 
     def follows(self, block: int) -> bool:
         """Whether to follow the changes that a block makes to objects."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import StepError
 from lightning_shard.layout import TENSOR_AXIS
-from lightning_shard.pipeline.dataflow.backward_hooks import refuse_hooks, refuse_pre_hooks
+from lightning_shard.pipeline.dataflow.backward_hooks import refuse_hooks
 from lightning_shard.pipeline.dataflow.kept import Attributes, leaves
 from lightning_shard.pipeline.dataflow.messages import Kept
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
@@ -73,7 +73,6 @@ class PartCalls:
         result = stage.trace.ends(name, output, part=part, kept=kept)
         if result is not output:
             refuse_hooks(name, part)  # the output was received from another stage
-            refuse_pre_hooks(name, part)
         return result
 
     def _has_come_to_own_code(self) -> bool:

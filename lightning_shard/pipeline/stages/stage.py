@@ -13,19 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, takewhile
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.backward_hooks import (
-    HOOKS_OF_ALL,
-    refuse_hooks,
-    refuse_hooks_around,
-    refuse_pre_hooks,
-)
+from lightning_shard.pipeline.dataflow.backward_hooks import refuse_hooks
 from lightning_shard.pipeline.dataflow.crossing import (
     Crossing,
     LateValue,
@@ -44,7 +39,6 @@ from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.dataflow.uncalled import none_called
 from lightning_shard.pipeline.runtime.network_calls import Calls
-from lightning_shard.pipeline.stages.around import around_all, around_any
 from lightning_shard.pipeline.stages.compiled_functions import CompiledFunctions
 from lightning_shard.pipeline.stages.own_call import OwnBlock, OwnCall
 from lightning_shard.pipeline.stages.part_calls import PartCalls, part_of
@@ -259,7 +253,7 @@ class Stage:
 
     def join(self, root: nn.Module) -> None:
         """Register the hooks, after ``root`` was sharded: they enclose FSDP's, with no code of the network between."""
-        self._root, self.entrances = root, [root.get_submodule(name) for name in around_all(self.blocks)]
+        self._root, self.entrances = root, [root.get_submodule(name) for name in _around_all(self.blocks)]
         for name, places in self.places.items():
             block = root.get_submodule(name)
             for place in places:
@@ -270,10 +264,8 @@ class Stage:
                     )
             before_calls(block, partial(self._enter, name), prepend=True, with_kwargs=True)
             after_calls(block, partial(self._leave, name))
-        for name in around_any(self.blocks):
-            around = root.get_submodule(name)
-            around.register_forward_pre_hook(partial(self._enter_around, name))
-            around.register_forward_hook(partial(self._leave_around, name))
+        for name in _around_any(self.blocks):
+            root.get_submodule(name).register_forward_pre_hook(partial(self._enter_around, name))
         self._part_calls.join(root)
         # The step itself runs inside a call of root. So if the network is root, only root's third call is a second one.
         root.get_submodule(self.network.path).register_forward_pre_hook(
@@ -352,9 +344,8 @@ class Stage:
                 " in running order and as often as they run, or use pipeline_parallel_size=1."
             )
         self.running_places.append(index)
-        hooks = block._backward_hooks, block._backward_pre_hooks, *HOOKS_OF_ALL
-        if any(hooks) and index is not None and passage.differentiates:
-            self._check_backward_hooks(index, name, block)
+        if passage.differentiates and index is not None:
+            refuse_hooks(name, block)
         if self.trace is not None:
             self.trace.suspend()
         if self.calls is not None and index is not None:
@@ -388,38 +379,16 @@ class Stage:
                 stacklevel=2,
             )
 
-    def _check_backward_hooks(self, index: int, name: str, module: nn.Module) -> None:
-        if index < (self.owned.start if self.is_last else self.owned.stop):  # its output is received or sent here
-            refuse_hooks(name, module)
-        if self.passage.is_asked_for("block", index):  # by a stage beside the one that gets the hidden state
-            refuse_pre_hooks(name, module)
-
     def check_asked(self, keys: Iterable[Key]) -> None:
-        """Refuse hooks that would see a part of the gradient, once a later stage has asked for these values."""
+        """Refuse hooks of parts whose output a later stage has asked for: they would see a part of the gradient."""
         assert self._root is not None
         for key in keys if self.passage.differentiates else ():
-            if key[0] == "block":
-                name = self.blocks[key[1]]
-                for each in (name, *(around for around in around_any(self.blocks) if name.startswith(f"{around}."))):
-                    refuse_pre_hooks(each, self._root.get_submodule(each))
-            elif key[0] == "operation" and key[3] in self.parts:
-                part = part_of(self._root, key[3])
-                refuse_hooks(key[3], part)
-                refuse_pre_hooks(key[3], part)
+            if key[0] == "operation" and key[3] in self.parts:
+                refuse_hooks(key[3], part_of(self._root, key[3]))
 
-    def _enter_around(self, name: str, module: nn.Module, args: Any) -> None:
-        if self.is_shown and self.passage.active and self.passage.differentiates and not self.is_last:
-            refuse_hooks_around(name, module, args)
-
-    def _leave_around(self, name: str, module: nn.Module, *_: Any) -> None:
-        """A module that contains blocks returns on this stage, whose later blocks may use its output."""
-        passage = self.passage
-        if self.is_shown and passage.active and passage.differentiates and passage.wanted:
-            inside = (
-                place for block, places in self.places.items() if block.startswith(f"{name}.") for place in places
-            )
-            if any(passage.is_asked_for("block", place) for place in inside):
-                refuse_pre_hooks(name, module)
+    def _enter_around(self, name: str, module: nn.Module, _: Any) -> None:
+        if self.is_shown and self.passage.active and self.passage.differentiates:
+            refuse_hooks(name, module)
 
     def _leave(self, name: str, _block: nn.Module, _args: Any, output: Any) -> Any:
         if not self.is_shown:
@@ -458,3 +427,16 @@ class Stage:
         if index in self.owned:
             return None
         return self.given.pop(index, output)  # discards what hooks return here: the received output includes it
+
+
+def _around_all(blocks: Sequence[str]) -> list[str]:
+    """The names of the modules that contain all blocks, beginning with the root."""
+    paths = [name.split(".")[:-1] for name in blocks]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths))
+    return list(accumulate((parts[0] for parts in shared), lambda path, part: f"{path}.{part}".lstrip("."), initial=""))
+
+
+def _around_any(blocks: Sequence[str]) -> list[str]:
+    """The names of the modules that contain at least one block, without the root."""
+    paths = [name.split(".") for name in blocks]
+    return [*dict.fromkeys(".".join(path[:length]) for path in paths for length in range(1, len(path)))]
