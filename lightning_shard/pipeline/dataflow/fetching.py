@@ -140,6 +140,7 @@ class Ledger:
     # What the user's code computes
 
     def substituted(self, arguments: Any) -> Any:
+        """The arguments, with received parameters in place of hollow ones."""
         if not self._parameters:
             return arguments
         return tree.map_leaves(self._substitute, arguments)
@@ -148,6 +149,7 @@ class Ledger:
         return self._parameters.get(leaf.fqn, leaf) if isinstance(leaf, Hollow) else leaf
 
     def late(self, unknown: Sequence[Unknown]) -> tuple[str, ...]:
+        """The parameters of later stages that these values are computed from."""
         names: dict[str, None] = {}
         for leaf in unknown:
             if not isinstance(leaf, Hollow):
@@ -159,6 +161,7 @@ class Ledger:
     def knows_operands(
         self, name: str, operands: Sequence[Any], *, into_known: bool = False, combines: bool = False
     ) -> bool:
+        """Before an operation: fetch its unknown operands where it must know them; returns whether it did."""
         unknown = [leaf for leaf in operands if isinstance(leaf, Unknown)]
         if not unknown or not self._passage.active or self.late(unknown) or not all(map(self._can_be_fetched, unknown)):
             return False

@@ -21,9 +21,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.crossing import Crossing, Passage
+from lightning_shard.pipeline.dataflow.crossing import Crossing, Passage, called_now, missing_now, none_called
 from lightning_shard.pipeline.dataflow.messages import Delivery, Key, Request, Slot
-from lightning_shard.pipeline.dataflow.uncalled import called_now, missing_now, none_called
 from lightning_shard.pipeline.runtime.channel import Channel
 from lightning_shard.pipeline.stages.stage import Stage
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ from lightning_shard.pipeline.dataflow.functions import (
 )
 from lightning_shard.sharding import put_attributes
 from lightning_shard.torch_private import is_in_transform, set_version, swap
+
+if TYPE_CHECKING:
+    from lightning_shard.pipeline.dataflow.fetching import Ledger
 
 REMEDY = (
     "A pipeline stage knows what its own blocks and earlier stages compute, and nothing that needs a later stage's"
@@ -81,29 +84,18 @@ class Origin:
         return self.text.rstrip(",")
 
 
-class _Collected(threading.local):
+class _OfThread(threading.local):
+    """
+    Attributes:
+        found: Unknown tensors that are collected.
+        ledger: Of a microbatch that finds out what crosses.
+    """
+
     found: list[Unknown] | None = None
+    ledger: Ledger | None = None
 
 
-class Follower(Protocol):
-    """Follows a microbatch that finds out what crosses (``crossing.Passage``)."""
-
-    def substituted(self, arguments: Any) -> Any:
-        """The arguments, with received parameters in place of hollow ones."""
-
-    def late(self, unknown: Sequence[Unknown]) -> tuple[str, ...]:
-        """The parameters of later stages that these values are computed from."""
-
-    def knows_operands(self, name: str, operands: Sequence[Any], *, into_known: bool) -> bool:
-        """Before an operation: fetch its unknown operands where it must know them; returns whether it did."""
-
-
-class _Recorded(threading.local):
-    follower: Follower | None = None
-
-
-_collected = _Collected()
-_recorded = _Recorded()
+_of_thread = _OfThread()
 
 
 class Unknown(torch.Tensor):
@@ -128,9 +120,9 @@ class Unknown(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        follower = _recorded.follower
-        if follower is not None:
-            args, kwargs = follower.substituted((args, kwargs))
+        ledger = _of_thread.ledger
+        if ledger is not None:
+            args, kwargs = ledger.substituted((args, kwargs))
         attribute = func.__self__.__name__ if name == "__get__" else ""
         if name in ABOUT or (attribute and attribute not in OF_VALUES):
             with torch._C.DisableTorchFunctionSubclass():
@@ -147,13 +139,13 @@ class Unknown(torch.Tensor):
         if not unknown:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if _collected.found is not None:
-            _collected.found += unknown
+        if _of_thread.found is not None:
+            _of_thread.found += unknown
         origin = unknown[0].origin
         if name in AS_TEXT:
             return _as_text(func, unknown[0])
         is_written = bool(args) and writes(name)
-        if is_written and isinstance(args[0], Unknown if follower is None else Hollow) and has_no_memory(args[0]):
+        if is_written and isinstance(args[0], Unknown if ledger is None else Hollow) and has_no_memory(args[0]):
             return args[0]  # the user's code initialises or changes another stage's parameter: ignored
         if name in AS_NUMBERS:
             miss([unknown[0]], f"The step asks for {origin.text} as a number ({name}). {REMEDY}")
@@ -163,18 +155,18 @@ class Unknown(torch.Tensor):
             return func(*args, **kwargs)
         written = [leaf for leaf in (*args[:is_written], *leaves(kwargs.get("out", ()))) if isinstance(leaf, Tensor)]
         late: tuple[str, ...] = ()
-        if follower is not None:
+        if ledger is not None:
             into_known = any(not isinstance(leaf, Unknown) for leaf in written)
-            if follower.knows_operands(name, given, into_known=into_known):
+            if ledger.knows_operands(name, given, into_known=into_known):
                 return func(*args, **kwargs)
-            late = follower.late(unknown)
+            late = ledger.late(unknown)
         needs = False
         if torch.is_grad_enabled() and name != "detach" and attribute != "data":
             for leaf in given:
                 if isinstance(leaf, Tensor) and (leaf.needs if isinstance(leaf, Unknown) else leaf.requires_grad):
                     needs = True
         try:
-            with without_graph() if follower is not None else torch._C.DisableTorchFunctionSubclass():
+            with without_graph() if ledger is not None else torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as error:
             miss(unknown, f"{name} can't be computed of {origin.at_end} ({error}). {REMEDY}")
@@ -189,7 +181,7 @@ class Unknown(torch.Tensor):
                         leaf.zero_()  # NaN cast to an index is out of range, which on CUDA kills the process
                     one: Any = mark(leaf, origin)
                     one.late, one.needs, one.base = late, needs, None if is_in_transform(leaf) else leaf._base
-            return result if follower is None else tree.map_leaves(partial(_apart, known, unknown), result)
+            return result if ledger is None else tree.map_leaves(partial(_apart, known, unknown), result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unknown:
         return self
@@ -463,23 +455,23 @@ def miss(values: Sequence[Unknown], sentence: str) -> None:
 @contextmanager
 def collecting_unknown(given: Any) -> Iterator[list[Unknown]]:
     """Yield a list that collects unknown tensors: those in ``given``, and the arguments of torch functions inside."""
-    outer, _collected.found = _collected.found, all_unknown(given)
+    outer, _of_thread.found = _of_thread.found, all_unknown(given)
     try:
-        yield _collected.found
+        yield _of_thread.found
     finally:
         if outer is not None:
-            outer += _collected.found
-        _collected.found = outer
+            outer += _of_thread.found
+        _of_thread.found = outer
 
 
 @contextmanager
-def followed_by(follower: Follower) -> Iterator[None]:
+def followed_by(ledger: Ledger) -> Iterator[None]:
     """Context of a microbatch that finds out what crosses."""
-    before, _recorded.follower = _recorded.follower, follower
+    before, _of_thread.ledger = _of_thread.ledger, ledger
     try:
         yield
     finally:
-        _recorded.follower = before
+        _of_thread.ledger = before
 
 
 def mark_all(value: Any, origin: Origin) -> None:

@@ -4,8 +4,7 @@ Traces opaque functions as one operation each: autograd functions, ``torch.func`
 
 torch's function modes see the operations inside ``Function.forward``, where gradients are disabled, and not the
 function itself. Inside a transform, such as ``vmap``, or a scripted function, tensors lose their class, and so their
-mark as unknown. So while a thread traces, such calls are patched to report to its watcher as one
-operation.
+mark as unknown. So while a thread traces, such calls are patched to report to its trace as one operation.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -209,7 +208,7 @@ class Trace(TorchFunctionMode):
     def running(self) -> Iterator[None]:
         self.__enter__()
         try:
-            with reported_to(self):
+            with _reported_to(self):
                 yield
         finally:
             if not self._off:
@@ -245,34 +244,28 @@ def _computed(func: Any, args: Any, kwargs: Any, ledger: Ledger | None) -> Any:
     return result
 
 
-class Watcher(Protocol):
-    def begins(self, args: Any) -> None: ...
-
-    def ends(self, name: str, result: Any, *, unknown: list[Unknown]) -> Any: ...
-
-
 _apply: Any = Function.__dict__["apply"]
 _of_thread = threading.local()
 
 
 def _reporting_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     call = _apply.__get__(None, cls)
-    watcher: Watcher | None = getattr(_of_thread, "watcher", None)
-    if watcher is None:
+    trace: Trace | None = getattr(_of_thread, "trace", None)
+    if trace is None:
         return call(*args, **kwargs)
-    watcher.begins((args, kwargs))
-    return watcher.ends(cls.__name__, call(*args, **kwargs), unknown=[])
+    trace.begins((args, kwargs))
+    return trace.ends(cls.__name__, call(*args, **kwargs), unknown=[])
 
 
 def _reporting(call: Callable[..., Any]) -> Callable[..., Any]:
     def reporting(*args: Any, **kwargs: Any) -> Any:
-        watcher: Watcher | None = getattr(_of_thread, "watcher", None)
-        if watcher is None:
+        trace: Trace | None = getattr(_of_thread, "trace", None)
+        if trace is None:
             return call(*args, **kwargs)
-        watcher.begins((args, kwargs))
+        trace.begins((args, kwargs))
         with collecting_unknown((args, kwargs)) as unknown:  # they may also come from a closure
             result = call(*args, **kwargs)
-        return watcher.ends(call.__name__, result, unknown=unknown)
+        return trace.ends(call.__name__, result, unknown=unknown)
 
     return reporting
 
@@ -284,15 +277,15 @@ _PATCHED: list[tuple[Any, str, Any]] = [
         for holder, name in [*TRANSFORMS, *((kind, "__call__") for kind in (ScriptFunction, ScriptModule))]
     ),
 ]
-"""Each patched function: its holder, its name, and the replacement that reports to the watcher."""
+"""Each patched function: its holder, its name, and the replacement that reports to the trace."""
 
 
 @contextmanager
-def reported_to(watcher: Watcher) -> Iterator[None]:
-    """Context in which each such call on this thread is reported to ``watcher``, which may replace its result."""
-    _of_thread.watcher = watcher
+def _reported_to(trace: Trace) -> Iterator[None]:
+    """Context in which each such call on this thread is reported to ``trace``, which may replace its result."""
+    _of_thread.trace = trace
     try:
         with replaced(*_PATCHED):
             yield
     finally:
-        _of_thread.watcher = None
+        _of_thread.trace = None

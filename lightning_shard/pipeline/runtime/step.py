@@ -24,7 +24,7 @@ from lightning_shard.pipeline.runtime.call_by_call import CallByCall
 from lightning_shard.pipeline.runtime.channel import Channel, Signature, signature
 from lightning_shard.pipeline.runtime.known_crossings import Ends, KnownCrossings
 from lightning_shard.pipeline.runtime.split_backward import Product, backward_but_products, backward_of_products
-from lightning_shard.pipeline.schedules.recorded import Watch
+from lightning_shard.pipeline.schedules.recorded import StopWatch
 from lightning_shard.pipeline.schedules.schedule import Action
 from lightning_shard.pipeline.stages.stage import Stage
 
@@ -75,7 +75,7 @@ class PipelinedStep:
         self.rehearse, self.gather = self.crossings.rehearse, self.crossings.gather
         self._ends = self.crossings.ends
         self.has_skipped_backward = False  # in this batch, since the later stages had no gradient for it
-        self.watch: Watch | None = None
+        self.watch: StopWatch | None = None
         self._call_by_call: set[Signature] = set()
         self._of_any = of_any
         self.call_by_call = CallByCall([(end.stage, end.channel) for end in self._ends.values()])
@@ -201,7 +201,7 @@ class PipelinedStep:
         microbatches: Sequence[Any],
         actions: Sequence[Action],
         kind: str,
-        watch: Watch | None,
+        watch: StopWatch | None,
         arriving: dict[Action, Arriving],
         in_flight: Mapping[tuple[int, int], _InFlight],
     ) -> Iterator[tuple[Action, Ran | None]]:

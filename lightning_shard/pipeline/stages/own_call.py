@@ -19,13 +19,12 @@ from torch.utils.hooks import RemovableHandle
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow import kept
-from lightning_shard.pipeline.dataflow.crossing import Passage
+from lightning_shard.pipeline.dataflow.crossing import Passage, called_now
 from lightning_shard.pipeline.dataflow.kept import Found
 from lightning_shard.pipeline.dataflow.messages import BlockCall, Change, Held, Kept, Key, Slot, described
 from lightning_shard.pipeline.dataflow.objects import alike
 from lightning_shard.pipeline.dataflow.side_effects import Before, check_sendable
 from lightning_shard.pipeline.dataflow.taint import Unknown, refuse
-from lightning_shard.pipeline.dataflow.uncalled import called_now
 from lightning_shard.state.walk import is_object
 from lightning_shard.user_hooks import forward_hooks
 

@@ -26,6 +26,7 @@ from lightning_shard.pipeline.dataflow.crossing import (
     LateValue,
     Passage,
     StageEnd,
+    none_called,
     parameters_crossing,
     parameters_in_place,
     switched_off,
@@ -37,7 +38,6 @@ from lightning_shard.pipeline.dataflow.masks import masks_made_as_given
 from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, Request, Slot
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
-from lightning_shard.pipeline.dataflow.uncalled import none_called
 from lightning_shard.pipeline.runtime.network_calls import Calls
 from lightning_shard.pipeline.stages.compiled_functions import CompiledFunctions
 from lightning_shard.pipeline.stages.own_call import OwnBlock, OwnCall
@@ -320,7 +320,7 @@ class Stage:
                 " pipeline_parallel_size=1.",
                 breaks=2,
             )
-        self.passage.missing = Request(done=False, again=True)
+        self.passage.missing = Request(done=False)
         raise StageEnd
 
     def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow import kept
-from lightning_shard.pipeline.dataflow.crossing import StageEnd, switched_off
+from lightning_shard.pipeline.dataflow.crossing import StageEnd, called_now, out_of_order, switched_off
 from lightning_shard.pipeline.dataflow.messages import BlockCall, End, Held, Kept, KeptNumber, Key, Slot
 from lightning_shard.pipeline.dataflow.objects import at, entries, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
-from lightning_shard.pipeline.dataflow.uncalled import called_now, out_of_order
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.torch_private import saves_by_hooks
 from lightning_shard.user_hooks import forward_hooks

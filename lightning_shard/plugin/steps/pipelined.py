@@ -26,7 +26,7 @@ from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.pipeline.runtime.channel import Channel, Pipeline, signature
 from lightning_shard.pipeline.runtime.outputs import merge, with_losses
 from lightning_shard.pipeline.runtime.step import PipelinedStep, RunOn
-from lightning_shard.pipeline.schedules.recorded import Watch
+from lightning_shard.pipeline.schedules.recorded import StopWatch
 from lightning_shard.pipeline.schedules.schedule import Row, Schedule
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
@@ -155,7 +155,7 @@ class PipelinedSteps:
         """Look anew at what crosses in the next step of this kind: it may depend on the epoch."""
         self._crossings.look_again(method)
 
-    def watch(self, watch: Watch | None) -> str:
+    def watch(self, watch: StopWatch | None) -> str:
         """Call ``watch``, if any, for each action of training steps from now on; returns the schedule's name."""
         self._step.watch = watch
         return self._schedule.name
