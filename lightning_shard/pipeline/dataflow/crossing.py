@@ -14,7 +14,6 @@ the same name, so the user's code continues as if the value had been computed lo
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
@@ -43,9 +42,6 @@ from lightning_shard.user_hooks import is_of_fsdp
 
 if TYPE_CHECKING:
     from lightning_shard.pipeline.dataflow.fetching import Ledger
-
-LARGEST_PARAMETER = 2**24
-"""The most elements of a parameter that is sent with each microbatch to a stage that uses but doesn't hold it."""
 
 
 _NOTHING_YET = Counted()
@@ -131,7 +127,6 @@ class Passage:
         counted_at_last_block: The operations before it returned.
         in_block: Whether a block of this stage is being called.
         in_hooks: Whether hooks of an earlier stage's block are called, whose operations aren't counted.
-        calls: Calls of the network.
         active: Whether the microbatch's forward runs.
         in_step: Whether any step of the user's runs.
         differentiates: Whether gradients were enabled when it began.
@@ -164,22 +159,11 @@ class Passage:
         self.last_block: int | None = None
         self.counted_at_last_block = _NOTHING_YET
         self.in_block = self.in_hooks = False
-        self.calls = 0
         self.differentiates = self.active and torch.is_grad_enabled()
         self.ledger: Ledger | None = None
         self.at_end: Callable[[], None] | None = None
         self.in_place_of: list[Tensor] = []
-        self._kept: dict[int, dict[tuple[str, str], None]] | None = None
         self._objects_cross: bool | None = None
-
-    def kept_by(self, number: int) -> list[tuple[str, str]]:
-        """Attributes that cross as set by the call of a part with this operation number: submodule and attribute."""
-        if self._kept is None:
-            self._kept = defaultdict(dict)
-            for key in chain(self.wanted, self.received):
-                if key[0] == "operation" and isinstance(key[2], tuple):
-                    self._kept[key[1]][key[2][:2]] = None
-        return [*self._kept.get(number, ())]
 
     @property
     def entered(self) -> bool:
@@ -378,7 +362,7 @@ def sendable_parameter(root: nn.Module, name: str, stage: int) -> Tensor:
     if parameter is None or isinstance(parameter, DTensor):
         raise StepError(
             f"{name}, of stage {stage}, is used on a later pipeline stage, and several ranks hold it in parts when a"
-            " step begins: have its module return (or keep as an attribute) what is needed of it there; or use"
+            " step begins: have its module return what is needed of it there; or use"
             " data_parallel_size=1 and tensor_parallel_size=1, or pipeline_parallel_size=1.",
             breaks=8,
         )

@@ -34,7 +34,6 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
 from lightning_shard.pipeline.dataflow.crossing import (
-    LARGEST_PARAMETER,
     LateValue,
     Passage,
     held_parameter,
@@ -173,9 +172,7 @@ class Ledger:
         return True
 
     def _can_be_fetched(self, leaf: Unknown) -> bool:
-        if isinstance(leaf, Hollow):
-            return leaf.numel() <= LARGEST_PARAMETER
-        return leaf.key is not None and leaf.key in self._named and self._named[leaf.key].tensor is leaf
+        return isinstance(leaf, Hollow) or (leaf.key in self._named and self._named[leaf.key].tensor is leaf)
 
     # Fetching
 
@@ -195,7 +192,6 @@ class Ledger:
             missing: dict[Key, list[Unknown]] = {}
             for leaf in unknown:
                 if isinstance(leaf, Hollow):
-                    self._check_small(leaf, sentence)
                     missing.setdefault(("parameter", leaf.fqn), []).append(leaf)
                 elif not self._can_be_fetched(leaf) or self._passage.stage == 0:
                     raise StepError(sentence, breaks=1)
@@ -222,15 +218,6 @@ class Ledger:
         ids = {id(tensor) for tensor in tensors if not isinstance(tensor, Unknown)}
         found = ((key, *named) for key, named in self._named.items() if id(named.tensor) in ids)
         return {key: tensor for key, tensor, before in found if before in (-1, tensor._version)}
-
-    def _check_small(self, hollow: Hollow, sentence: str) -> None:
-        if hollow.numel() > LARGEST_PARAMETER:
-            raise StepError(
-                f"{sentence} {hollow.fqn} is used on both sides of a cut, and too large to be sent with each"
-                f" microbatch ({hollow.numel()} elements, at most {LARGEST_PARAMETER}): use two modules that"
-                " share their weights.",
-                breaks=8,
-            )
 
     def _put(self, key: Key, leaf: Unknown) -> None:
         value = self._passage.received[key]

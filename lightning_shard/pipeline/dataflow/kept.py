@@ -135,18 +135,6 @@ def put_into(container: Any, filled: Any) -> bool:
     return is_dict or is_other
 
 
-def with_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """A kept value with ``function(leaf)`` for every leaf, in its own containers: other modules may hold them too."""
-    if not tree.is_node(value):
-        return function(value)
-    held = [child for _, child in tree.children(value)]
-    now = [with_leaves(function, child) for child in held]
-    if all(new is old for new, old in zip(now, held)):
-        return value
-    filled = tree.rebuild(value, now)
-    return value if put_into(value, filled) else filled
-
-
 def _is_same(told: Any, now: Any) -> bool:
     return type(told) is type(now) and bool(told == now)
 

@@ -26,11 +26,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard import tree
 from lightning_shard.dense import has_no_memory
-from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.functions import (
     ABOUT,
     AS_NUMBERS,
-    AS_TEXT,
     OF_VALUES,
     SHAPED_BY_VALUES,
     SIZED_BY_NUMBERS,
@@ -142,8 +140,6 @@ class Unknown(torch.Tensor):
         if _of_thread.found is not None:
             _of_thread.found += unknown
         origin = unknown[0].origin
-        if name in AS_TEXT:
-            return _as_text(func, unknown[0])
         is_written = bool(args) and writes(name)
         if is_written and isinstance(args[0], Unknown if ledger is None else Hollow) and has_no_memory(args[0]):
             return args[0]  # the user's code initialises or changes another stage's parameter: ignored
@@ -376,16 +372,6 @@ def _mark_written(tensor: Tensor, origin: Origin, late: tuple[str, ...]) -> None
         unknown: Any = mark(written, origin)
         if not isinstance(written, Hollow):
             unknown.late, unknown.key = late, None
-
-
-def _as_text(func: Any, unknown: Unknown) -> Any:
-    """The text of an unknown value; a placeholder if the value can't be had."""
-    origin = unknown.origin
-    try:
-        miss([unknown], f"The step shows {origin.text} as a text. {REMEDY}")
-    except StepError:
-        return f"<{origin.at_end}: not known on this pipeline stage>"
-    return func(unknown)
 
 
 def _is_shaped_by_values(name: str, args: Any, kwargs: Any) -> bool:

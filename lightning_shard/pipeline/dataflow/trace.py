@@ -12,11 +12,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.jit import ScriptFunction, ScriptModule
 from torch.overrides import TorchFunctionMode
@@ -25,7 +24,6 @@ from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Passage
 from lightning_shard.pipeline.dataflow.functions import arguments_read, leaves, writes
-from lightning_shard.pipeline.dataflow.kept import keep, with_leaves
 from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.taint import (
     REMEDY,
@@ -123,53 +121,23 @@ class Trace(TorchFunctionMode):
             self._passage.ledger.knows_operands(name, tree.leaves(args))
         self.suspend()
 
-    def ends(
-        self,
-        name: str,
-        result: Any,
-        *,
-        part: nn.Module | None = None,
-        kept: Sequence[tuple[str, str]] | None = None,
-        unknown: Sequence[Unknown] = (),
-    ) -> Any:
+    def ends(self, name: str, result: Any, *, unknown: Sequence[Unknown] = ()) -> Any:
         """The part or function has returned; returns what the user's code continues with.
 
         Args:
             name: The operation's name.
             result: What it returned.
-            part: The part; ``None`` for an opaque function.
-            kept: Attributes that the part's submodules set: the submodule's name and the attribute's. ``None`` outside
-                of a search: then those that were found to cross.
             unknown: Unknown values that the result is computed from, if its class doesn't show that it is unknown.
         """
         if unknown:
             mark_all(result, unknown[0].origin)
         if self._suspended == 1:  # still suspended: copies made here are no operations of the network
-            number = self._passage.counted.number
             for leaf in tree.tensors(result) if self._late else ():
                 if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow):
                     leaf.late = leaf.late or self._late
             result = self._count_operation(name, result, [], own=self._of_own)
-            if part is not None:
-                for path, key in kept if kept is not None else self._passage.kept_by(number):
-                    self._register_attributes(part.get_submodule(path), (number, path, key, name))
         self.resume()
         return result
-
-    def _register_attributes(self, module: nn.Module, named: tuple[int, str, str, str]) -> None:
-        """Register the tensors of an attribute that a part set, under names like those of its results."""
-        number, path, key, name = named
-        held = (module._buffers if key in module._buffers else vars(module)).get(key)
-        places = count()
-
-        def produced(leaf: Any) -> Any:
-            place = (path, key, next(places))
-            if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
-                return leaf
-            return self._passage.produced(("operation", number, place, name), leaf)
-
-        if any(not isinstance(leaf, nn.Parameter) for leaf in tree.tensors(held)):
-            keep(module, key, with_leaves(produced, held))
 
     def _count_operation(self, name: str, result: Any, changed: list[Tensor], *, own: bool) -> Any:
         passage = self._passage

@@ -1,6 +1,6 @@
 """Forward hooks on the parts around one stage's blocks, which follow their calls where operations are counted.
 
-A call of a part counts as one operation, and what it returns and keeps may cross.
+A call of a part counts as one operation, and what it returns may cross.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ class PartCalls:
         changed = self._before.pop().changed() if stage.passage.searching else None
         if changed and name in stage.earlier_parts and self._has_come_to_own_code():
             self._refuse_lost_state(name, part, changed)
-        kept = None if changed is None else [(each.module, each.name) for each in changed]
-        result = stage.trace.ends(name, output, part=part, kept=kept)
+        result = stage.trace.ends(name, output)
         if result is not output:
             refuse_hooks(name, part)  # the output was received from another stage
         return result
