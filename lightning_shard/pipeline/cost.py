@@ -51,19 +51,21 @@ class PartCost:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """The costs of a network that can be cut between its blocks; every stage holds a full copy of ``everywhere``."""
+    """The costs of a network that can be cut between its blocks; every stage holds a full copy of ``everywhere``.
+
+    Attributes:
+        parts: Those around the blocks, each with the place of the block that it runs before; ``len(blocks)`` if it runs
+            after all.
+    """
 
     blocks: tuple[PartCost, ...]
-    before: tuple[PartCost, ...] = ()
-    after: tuple[PartCost, ...] = ()
-    between: tuple[tuple[int, PartCost], ...] = ()
+    parts: tuple[tuple[int, PartCost], ...] = ()
     everywhere: tuple[PartCost, ...] = ()
     counted: bool = False
 
     def parts_at(self, place: int) -> tuple[PartCost, ...]:
         """The parts that run just before the block at this place, or after all blocks."""
-        ends = (self.before if place == 0 else ()) + (self.after if place == len(self.blocks) else ())
-        return ends + tuple(part for own, part in self.between if own == place)
+        return tuple(part for own, part in self.parts if own == place)
 
     def as_run(self, recomputed: Collection[int], *, keeps_products: bool = False, compiled: bool = False) -> ModelCost:
         """The costs with some blocks recomputed, or all blocks compiled: such blocks can't defer weight gradients.
@@ -110,7 +112,7 @@ def measure(
 
     Args:
         blocks: Names and modules in running order, repeated as often as they run; on any device or on meta.
-        parts: By name, each with the place of the block that it runs before; ``len(blocks)`` if it runs after all.
+        parts: By name, each with its place, as in :attr:`ModelCost.parts`.
         seen: The counted run. Without it, operations are estimated as 2 per token and parameter; embeddings are
             lookups and count nothing. Parts that the run didn't call are estimated likewise, for the run's number of
             tokens.
@@ -152,12 +154,9 @@ def measure(
             _checkpoints_itself(part),
         )
 
-    placed = [(place, cost(name, part)) for name, (place, part) in parts.items()]
     return ModelCost(
         tuple(cost(name, block) for name, block in blocks),
-        tuple(part for place, part in placed if place == 0),
-        tuple(part for place, part in placed if place == len(blocks)),
-        tuple((place, part) for place, part in placed if 0 < place < len(blocks)),
+        tuple((place, cost(name, part)) for name, (place, part) in parts.items()),
         tuple(cost(name, part) for name, part in everywhere.items()),
         counted=seen is not None,
     )

@@ -41,7 +41,7 @@ from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.runtime.network_calls import Calls
 from lightning_shard.pipeline.stages.compiled_functions import CompiledFunctions
 from lightning_shard.pipeline.stages.own_call import OwnBlock, OwnCall
-from lightning_shard.pipeline.stages.part_calls import PartCalls, part_of
+from lightning_shard.pipeline.stages.parts import PartCalls, part_of
 from lightning_shard.scripted import after_calls, before_calls
 
 _OPERATIONS_OF_A_CALL = 2**24
