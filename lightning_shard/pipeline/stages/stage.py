@@ -33,14 +33,14 @@ from lightning_shard.pipeline.dataflow.crossing import (
     unknown_states,
 )
 from lightning_shard.pipeline.dataflow.fetching import Ask, Ledger
-from lightning_shard.pipeline.dataflow.kept import keep
+from lightning_shard.pipeline.dataflow.kept import Found, keep
 from lightning_shard.pipeline.dataflow.masks import masks_made_as_given
 from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, Request, Slot
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.runtime.network_calls import Calls
 from lightning_shard.pipeline.stages.compiled_functions import CompiledFunctions
-from lightning_shard.pipeline.stages.own_call import OwnBlock, OwnCall
+from lightning_shard.pipeline.stages.own_call import OwnCall
 from lightning_shard.pipeline.stages.parts import PartCalls, part_of
 from lightning_shard.scripted import after_calls, before_calls
 
@@ -108,8 +108,6 @@ class Stage:
             checkpointing may rerun the block. Recomputation doesn't know which place it reruns a block of several
             places for. So such a block draws from the generators of the code around it, and these are reseeded after
             each place, on every stage: a checkpoint restores the generators before it recomputes.
-        network_begins: Called when the first block of a step is called; ``None``: nothing is.
-        block_ends: The same when a block returns, in a search.
     """
 
     def __init__(self, index: int, network: Network, device: torch.device) -> None:
@@ -134,8 +132,6 @@ class Stage:
         self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
         self.shown: Callable[[], AbstractContextManager[None]] = nullcontext
         self.draws: Callable[[int], Callable[[], None] | None] | None = None
-        self.network_begins: Callable[[], None] | None = None
-        self.block_ends: Callable[[], None] | None = None
 
         self.is_shown = True
         self.in_step = self.in_backward = False
@@ -150,7 +146,7 @@ class Stage:
         self._root: nn.Module | None = None
         self._times_run: defaultdict[str, int] = defaultdict(int)
         self._part_calls = PartCalls(self)
-        self._own_blocks: dict[int, OwnBlock] = {}
+        self._found: defaultdict[int, Found] = defaultdict(Found)
         self._own_call: OwnCall | None = None
         self._drawn: dict[int, Callable[[], None] | None] = {}
         self._compiled = CompiledFunctions()
@@ -254,14 +250,8 @@ class Stage:
     def join(self, root: nn.Module) -> None:
         """Register the hooks, after ``root`` was sharded: they enclose FSDP's, with no code of the network between."""
         self._root, self.entrances = root, [root.get_submodule(name) for name in _around_all(self.blocks)]
-        for name, places in self.places.items():
+        for name in self.places:
             block = root.get_submodule(name)
-            for place in places:
-                if place in self.owned:
-                    hands_on = place == self.owned[-1]
-                    self._own_blocks[place] = OwnBlock(
-                        name, place, block, self.device, self.is_last, hands_on, self._warn_if_shared
-                    )
             before_calls(block, partial(self._enter, name), prepend=True, with_kwargs=True)
             after_calls(block, partial(self._leave, name))
         for name in _around_any(self.blocks):
@@ -316,8 +306,6 @@ class Stage:
             self._drawn[places[0]] = self.draws(places[0])
         if not passage.active:
             return  # recomputation under activation checkpointing
-        if self.network_begins is not None and not self._times_run:
-            self.network_begins()
         if self.running_places:  # another block calls it
             index = None
         elif (before := self._times_run[name]) < len(places):
@@ -347,9 +335,9 @@ class Stage:
             refuse((args, kwargs), name)
         self._compiled.run_compiled()
         if passage.searching or not self.is_last:
-            self._own_call = OwnCall(self._own_blocks[index], passage, (args, kwargs))
+            self._own_call = OwnCall(self, index, block, self._found[index], (args, kwargs))
 
-    def _warn_if_shared(self, path: str, value: Any) -> None:
+    def warn_if_shared(self, path: str, value: Any) -> None:
         """Warn of what a block changes in place, and code around this stage's blocks may read by another name."""
         assert self._root is not None
         within = tuple(f"{self.blocks[place]}." for place in self.owned)
@@ -385,8 +373,6 @@ class Stage:
         if not passage.active:
             return None
         index = self.running_places.pop()
-        if self.block_ends is not None and passage.searching:
-            self.block_ends()
         if index is not None and len(places) > 1 and self.draws is not None:
             self.draws(index)
         if index is not None and index in self.owned:
