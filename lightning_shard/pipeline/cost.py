@@ -32,13 +32,13 @@ Part = nn.Module | nn.Parameter
 class PartCost:
     """The cost of one block, or of one part before or after the blocks.
 
-    ``flops`` counts one forward: of the run that was counted, or an estimate per token (see
-    :attr:`ModelCost.counted`). A backward costs twice that, so each part's share of a training step is the same.
+    ``flops`` counts one forward: of the run that was counted, or an estimate per token. A backward costs twice that, so
+    each part's share of a training step is the same.
 
     Attributes:
         later: The share of ``flops`` spent in matrix products whose weight gradients can be deferred to the second
             part of a split backward (``split_backward.py``). An upper bound: only the autograd graph says for sure.
-        runs_again: Whether the backward recomputes the forward first (``recompute``, or transformers' own flag).
+        runs_again: Whether the backward recomputes the forward first (``activation_checkpointing``, or transformers' flag).
     """
 
     name: str
@@ -61,7 +61,6 @@ class ModelCost:
     blocks: tuple[PartCost, ...]
     parts: tuple[tuple[int, PartCost], ...] = ()
     everywhere: tuple[PartCost, ...] = ()
-    counted: bool = False
 
     def parts_at(self, place: int) -> tuple[PartCost, ...]:
         """The parts that run just before the block at this place, or after all blocks."""
@@ -158,7 +157,6 @@ def measure(
         tuple(cost(name, block) for name, block in blocks),
         tuple((place, cost(name, part)) for name, (place, part) in parts.items()),
         tuple(cost(name, part) for name, part in everywhere.items()),
-        counted=seen is not None,
     )
 
 
