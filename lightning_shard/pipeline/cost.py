@@ -38,7 +38,8 @@ class PartCost:
     Attributes:
         later: The share of ``flops`` spent in matrix products whose weight gradients can be deferred to the second
             part of a split backward (``split_backward.py``). An upper bound: only the autograd graph says for sure.
-        runs_again: Whether the backward recomputes the forward first (``activation_checkpointing``, or transformers' flag).
+        runs_again: Whether the backward recomputes the forward first: by ``activation_checkpointing``, or by
+            transformers' own flag.
     """
 
     name: str

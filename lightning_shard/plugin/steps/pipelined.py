@@ -336,16 +336,6 @@ class PipelinedSteps:
             inference_mode_as_no_grad(),
         ):
             yield
-        self._forget_others()
-
-    def _forget_others(self) -> None:
-        """After such a step: if it found something else, forget what is known of batches of other shapes."""
-        crossings = self._crossings
-        kind, crossings.looked_again_at = crossings.looked_again_at, None
-        if kind is None or not crossings.knows_others(kind):
-            return
-        if any(self._groups.gather_over_stages(crossings.found_other)):
-            crossings.forget(kind)
 
     def _run(self, stage: Stage, step: Step, i: int, part: Any) -> Any:
         """Run a microbatch in its own call of the root, so that the root's hooks see what is returned or sent."""
