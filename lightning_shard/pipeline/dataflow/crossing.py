@@ -127,6 +127,7 @@ class Passage:
         counted_at_last_block: The operations before it returned.
         in_block: Whether a block of this stage is being called.
         in_hooks: Whether hooks of an earlier stage's block are called, whose operations aren't counted.
+        calls: Calls of the network.
         active: Whether the microbatch's forward runs.
         in_step: Whether any step of the user's runs.
         differentiates: Whether gradients were enabled when it began.
@@ -159,6 +160,7 @@ class Passage:
         self.last_block: int | None = None
         self.counted_at_last_block = _NOTHING_YET
         self.in_block = self.in_hooks = False
+        self.calls = 0
         self.differentiates = self.active and torch.is_grad_enabled()
         self.ledger: Ledger | None = None
         self.at_end: Callable[[], None] | None = None

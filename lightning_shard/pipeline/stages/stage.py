@@ -257,6 +257,10 @@ class Stage:
         for name in _around_any(self.blocks):
             root.get_submodule(name).register_forward_pre_hook(partial(self._enter_around, name))
         self._part_calls.join(root)
+        # The step itself runs inside a call of root. So if the network is root, only root's third call is a second one.
+        root.get_submodule(self.network.path).register_forward_pre_hook(
+            partial(self._count_calls, 1 if self.network.path else 2), prepend=True
+        )
 
     def delivery(self, passage: Passage, crossing: Crossing) -> Delivery:
         """The delivery that announces a microbatch's sent values to the next stage."""
@@ -277,6 +281,18 @@ class Stage:
             raise StepError(str(late), breaks=1) from None
 
     # Hooks
+
+    def _count_calls(self, allowed: int, *_: Any) -> None:
+        """Notice a second call where it begins: its code before the blocks may need what can't be had."""
+        if self.passage.active:
+            self.passage.calls += 1
+            if self.passage.calls > allowed:
+                name = self.network.path or "the LightningModule"
+                self._on_second_call(
+                    f"The network ({name}) was called a second time within one step,"
+                    " and a pipeline runs it once: call it once on the concatenated inputs, name blocks of what is"
+                    " called once by pipeline_blocks, or use pipeline_parallel_size=1."
+                )
 
     def _on_second_call(self, sentence: str) -> NoReturn:
         """The blocks are about to run a second time: have an evaluation step run call by call.
@@ -312,10 +328,9 @@ class Stage:
             self._times_run[name], index = before + 1, places[before]
         else:
             self._on_second_call(
-                f"{name} ran {before + 1} times within one step, and a pipeline expects it {before}×: call the network"
-                " once, on the concatenated inputs; if one call runs it so often, give the LightningModule an"
-                " example_input_array, by which calls are counted, or name blocks by pipeline_blocks in running order"
-                " and as often as they run; or use pipeline_parallel_size=1."
+                f"{name} ran {before + 1} times within one step, and a pipeline expects it {before}×: give the"
+                " LightningModule an example_input_array, by which calls are counted, name blocks by pipeline_blocks"
+                " in running order and as often as they run, or use pipeline_parallel_size=1."
             )
         self.running_places.append(index)
         if passage.differentiates and index is not None:
