@@ -11,9 +11,10 @@ import torch
 AS_NUMBERS = {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__contains__"),
     *("__bool__", "__int__", "__float__", "__index__", "__complex__"),
-    *("storage", "__dlpack__", "__reduce_ex__", "__repr__", "__format__"),
+    *("storage", "__dlpack__", "__reduce_ex__"),
 }
 """Functions that give Python a tensor's values."""
+AS_TEXT = {"__repr__", "__format__"}
 SHAPED_BY_VALUES = {
     *("nonzero", "masked_select", "unique", "unique_consecutive", "bincount", "argwhere"),
     *("histc", "nonzero_static", "_pack_padded_sequence", "_pad_packed_sequence"),

@@ -29,6 +29,7 @@ from lightning_shard.dense import has_no_memory
 from lightning_shard.pipeline.dataflow.functions import (
     ABOUT,
     AS_NUMBERS,
+    AS_TEXT,
     OF_VALUES,
     SHAPED_BY_VALUES,
     SIZED_BY_NUMBERS,
@@ -143,6 +144,8 @@ class Unknown(torch.Tensor):
         is_written = bool(args) and writes(name)
         if is_written and isinstance(args[0], Unknown if ledger is None else Hollow) and has_no_memory(args[0]):
             return args[0]  # the user's code initialises or changes another stage's parameter: ignored
+        if name in AS_TEXT:
+            return f"<{origin.at_end}: not known on this pipeline stage>"
         if name in AS_NUMBERS:
             miss([unknown[0]], f"The step asks for {origin.text} as a number ({name}). {REMEDY}")
             return func(*args, **kwargs)
