@@ -252,10 +252,9 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "vmapped": lambda net, time: one_hot(torch.vmap(lambda each: each.argmax(-1))(time)),
     "vmapped inside": lambda net, time: torch.vmap(torch.vmap(lambda each: each * each.argmax(-1)))(time),
     "vmapped closure": lambda net, time: one_hot(nearest(net, time)),
-    "functionalized": lambda net, time: torch.func.functionalize(lambda each: each * 2)(time),
     "captured": lambda net, time: own_function(time),
 }
-"""Inside of them tensors lose their class; of the last two this package isn't told."""
+"""Inside of them tensors lose their class; of the last one this package isn't told."""
 
 
 class ByFunction(Net):
@@ -392,7 +391,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
             *(ReturnsTwice, Recurrent, Masked),
         )
     },
-    **{name: partial(ByFunction, name) for name in [*FUNCTIONS][:-2]},
+    **{name: partial(ByFunction, name) for name in [*FUNCTIONS][:-1]},
     **{"sequential": sequential, "like a VGG": like_a_vgg},
 }
 EVALUATED = ("UNet", "InPlace", "Decides", "EncoderAndDecoder", "vmapped inside")
@@ -1157,7 +1156,6 @@ class ValuesDecide(Conditioned):
         (partial(hooked, UNet, "pre_hook", "blocks.0"), r"net\.blocks\.0 has .*a part of the gradient, or none"),
         (Freezes, r"gradients switched off.*requires_grad_\(False\)"),
         (Differentiates, r"takes gradients itself \(grad\)"),
-        (partial(ByFunction, "functionalized"), r"net\.blocks\.\d.*Its value isn't known there"),
         (partial(ByFunction, "captured"), r"net\.blocks\.\d.*Its value isn't known there"),
         (CheckpointedTogether, "recomputes net.blocks.[12] together with blocks or other code"),
         (Backwards, r"came to net\.blocks\.3, net\.blocks\.2 before net\.blocks\.1, which an earlier"),
