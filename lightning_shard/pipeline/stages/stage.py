@@ -108,6 +108,8 @@ class Stage:
             checkpointing may rerun the block. Recomputation doesn't know which place it reruns a block of several
             places for. So such a block draws from the generators of the code around it, and these are reseeded after
             each place, on every stage: a checkpoint restores the generators before it recomputes.
+        network_begins: Called when the first block of a step is called; ``None``: nothing is.
+        block_ends: The same when a block returns, in a search.
     """
 
     def __init__(self, index: int, network: Network, device: torch.device) -> None:
@@ -132,6 +134,8 @@ class Stage:
         self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
         self.shown: Callable[[], AbstractContextManager[None]] = nullcontext
         self.draws: Callable[[int], Callable[[], None] | None] | None = None
+        self.network_begins: Callable[[], None] | None = None
+        self.block_ends: Callable[[], None] | None = None
 
         self.is_shown = True
         self.in_step = self.in_backward = False
@@ -322,6 +326,8 @@ class Stage:
             self._drawn[places[0]] = self.draws(places[0])
         if not passage.active:
             return  # recomputation under activation checkpointing
+        if self.network_begins is not None and not self._times_run:
+            self.network_begins()
         if self.running_places:  # another block calls it
             index = None
         elif (before := self._times_run[name]) < len(places):
@@ -388,6 +394,8 @@ class Stage:
         if not passage.active:
             return None
         index = self.running_places.pop()
+        if self.block_ends is not None and passage.searching:
+            self.block_ends()
         if index is not None and len(places) > 1 and self.draws is not None:
             self.draws(index)
         if index is not None and index in self.owned:
