@@ -8,8 +8,7 @@ Each is replaced for as long as a context lasts:
 * ``torch.autograd._engine_run_backward``, the one function that runs all backwards; torch's compiler replaces it too.
   ``torch.autograd.grad`` itself isn't replaced, since user code may have imported it by name.
 * ``CheckpointFunction.apply`` and ``_CheckpointFrame.__init__``, which are given the function of a reentrant and of
-  another checkpoint, whichever way code has imported ``checkpoint``; or what ``checkpoint`` calls with the user's
-  function, where it is to be known which checkpoints run (:func:`checkpoint_calls_within`).
+  another checkpoint, whichever way code has imported ``checkpoint``.
 * ``Optimizer.__init__``: it refuses no parameters, and a stage may train none.
 * ``torch.nn.utils.clip_grad``'s functions, and Lightning's ``grad_norm`` (``gradient_norms.py``); in Fabric's loops
   only ``_get_total_norm``, between a training step on stages and the optimizer's (:func:`total_norms_checked`).
@@ -42,7 +41,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils import clip_grad, parametrize
 from torch.overrides import _get_current_function_mode
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 BatchNorm = _BatchNorm
 NormOfChannels = _NormBase
@@ -50,8 +49,8 @@ NormOfChannels = _NormBase
 StridedShard = _StridedShard
 """Placement of a shard of each of several parts of a dim, as FSDP2's over tensor-parallel shards."""
 without_dispatch_modes = _disable_current_modes
-dispatch_mode, function_mode = _get_current_dispatch_mode, _get_current_function_mode
-"""Each returns the innermost mode that is on."""
+function_mode = _get_current_function_mode
+"""Returns the innermost mode that is on."""
 is_in_transform = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor is one within ``torch.func``'s transforms, which has no memory of its own."""
 TRANSFORMS: tuple[tuple[Any, str], ...] = ((apis, "vmap_impl"), (eager_transforms, "_jvp_with_argnums"))
@@ -194,27 +193,6 @@ def checkpointed_functions_replaced(
         make(frame, by(function), *rest, **others)
 
     return replaced((reentrant, "apply", run), (other, "__init__", begin))
-
-
-def checkpoint_calls_within(
-    context: Callable[[Callable[..., Any]], AbstractContextManager[None]],
-) -> AbstractContextManager[None]:
-    """Context in which the forward of a checkpoint of a function runs within ``context(function)``."""
-    reentrant: Any = checkpoint.CheckpointFunction
-    plain: Any = checkpoint._checkpoint_without_reentrant_generator
-
-    def run(function: Callable[..., Any], *rest: Any) -> Any:
-        with context(function):
-            return reentrant.apply(function, *rest)
-
-    def around(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        with context(function):
-            yield from plain(function, *args, **kwargs)
-
-    return replaced(
-        (checkpoint, "CheckpointFunction", SimpleNamespace(apply=run)),
-        (checkpoint, "_checkpoint_without_reentrant_generator", around),
-    )
 
 
 def is_in_function() -> bool:

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_shard.pipeline.dataflow import checkpoint_calls
 from lightning_shard.pipeline.dataflow.masks import nothing_packed
 from lightning_shard.scripted import after_calls, before_calls
 
@@ -33,13 +32,14 @@ Part = nn.Module | nn.Parameter
 class PartCost:
     """The cost of one block, or of one part before or after the blocks.
 
-    ``flops`` counts one forward: of the run that was counted, or an estimate per token (see
-    :attr:`ModelCost.counted`). A backward costs twice that, so each part's share of a training step is the same.
+    ``flops`` counts one forward: of the run that was counted, or an estimate per token. A backward costs twice that, so
+    each part's share of a training step is the same.
 
     Attributes:
         later: The share of ``flops`` spent in matrix products whose weight gradients can be deferred to the second
             part of a split backward (``split_backward.py``). An upper bound: only the autograd graph says for sure.
-        runs_again: Whether the backward recomputes the forward first (activation checkpointing).
+        runs_again: Whether the backward recomputes the forward first: by ``activation_checkpointing``, or by
+            transformers' own flag.
     """
 
     name: str
@@ -52,19 +52,20 @@ class PartCost:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """The costs of a network that can be cut between its blocks; every stage holds a full copy of ``everywhere``."""
+    """The costs of a network that can be cut between its blocks; every stage holds a full copy of ``everywhere``.
+
+    Attributes:
+        parts: Those around the blocks, each with the place of the block that it runs before; ``len(blocks)`` if it runs
+            after all.
+    """
 
     blocks: tuple[PartCost, ...]
-    before: tuple[PartCost, ...] = ()
-    after: tuple[PartCost, ...] = ()
-    between: tuple[tuple[int, PartCost], ...] = ()
+    parts: tuple[tuple[int, PartCost], ...] = ()
     everywhere: tuple[PartCost, ...] = ()
-    counted: bool = False
 
     def parts_at(self, place: int) -> tuple[PartCost, ...]:
         """The parts that run just before the block at this place, or after all blocks."""
-        ends = (self.before if place == 0 else ()) + (self.after if place == len(self.blocks) else ())
-        return ends + tuple(part for own, part in self.between if own == place)
+        return tuple(part for own, part in self.parts if own == place)
 
     def as_run(self, recomputed: Collection[int], *, keeps_products: bool = False, compiled: bool = False) -> ModelCost:
         """The costs with some blocks recomputed, or all blocks compiled: such blocks can't defer weight gradients.
@@ -94,13 +95,11 @@ class Run:
         calls: The names of the parts that were called, in order. A part that is called by another part is left out,
             unless it is a submodule of that part.
         products: Each part's operations in products of two matrices (``mm``, ``addmm``), as with weights.
-        checkpointed: The names of the parts that were called inside ``torch.utils.checkpoint``.
     """
 
     flops: Mapping[str, int]
     calls: tuple[str, ...]
     products: Mapping[str, int]
-    checkpointed: frozenset[str]
 
 
 def measure(
@@ -113,7 +112,7 @@ def measure(
 
     Args:
         blocks: Names and modules in running order, repeated as often as they run; on any device or on meta.
-        parts: By name, each with the place of the block that it runs before; ``len(blocks)`` if it runs after all.
+        parts: By name, each with its place, as in :attr:`ModelCost.parts`.
         seen: The counted run. Without it, operations are estimated as 2 per token and parameter; embeddings are
             lookups and count nothing. Parts that the run didn't call are estimated likewise, for the run's number of
             tokens.
@@ -134,13 +133,10 @@ def measure(
     every_part = {**dict(blocks), **{name: part for name, (_, part) in parts.items()}, **everywhere}
     users = Counter(id(parameter) for part in every_part.values() for parameter in _parameters(part))
 
-    def runs_again(name: str, part: Part) -> bool:
-        return _checkpoints_itself(part) or (seen is not None and name in seen.checkpointed)
-
     def later(name: str, part: Part) -> float:
         matrices = _matrices(part)
         deferrable = sum(p.numel() for p in matrices if p.requires_grad and users[id(p)] == 1)
-        if not deferrable or runs_again(name, part):
+        if not deferrable or _checkpoints_itself(part):
             return 0.0
         if seen is None or name not in called:
             return 2 * deferrable / _estimated_flops(part)
@@ -155,17 +151,13 @@ def measure(
             sum(parameter.numel() * parameter.element_size() for parameter in held),
             operations(name, part),
             later(name, part),
-            runs_again(name, part),
+            _checkpoints_itself(part),
         )
 
-    placed = [(place, cost(name, part)) for name, (place, part) in parts.items()]
     return ModelCost(
         tuple(cost(name, block) for name, block in blocks),
-        tuple(part for place, part in placed if place == 0),
-        tuple(part for place, part in placed if place == len(blocks)),
-        tuple((place, part) for place, part in placed if 0 < place < len(blocks)),
+        tuple((place, cost(name, part)) for name, (place, part) in parts.items()),
         tuple(cost(name, part) for name, part in everywhere.items()),
-        counted=seen is not None,
     )
 
 
@@ -181,7 +173,6 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
     flops, products = dict.fromkeys(parts, 0), dict.fromkeys(parts, 0)
     calls: list[str] = []
     running: list[str] = []
-    checkpointed: set[str] = set()
     passes = 0
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
 
@@ -194,8 +185,6 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
             if passes < 2 and all(name.startswith(f"{outer}.") for outer in running):
                 calls.append(name)
             running.append(name)
-            if checkpoint_calls.checkpointed():
-                checkpointed.add(name)
             flops[name] -= counter.get_total_flops()
             products[name] -= _product_flops(counter)
 
@@ -216,7 +205,6 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
                 stack.callback(after_calls(part, stop).remove)
         try:
             with (
-                checkpoint_calls.seen(),
                 torch.no_grad(),
                 on_fake_tensors(p for part in parts.values() for p in _parameters(part)),
                 counter,
@@ -229,7 +217,7 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
                 stacklevel=3,
             )
             return None
-    return Run(flops, tuple(calls), products, frozenset(checkpointed))
+    return Run(flops, tuple(calls), products)
 
 
 def _first_sentence(error: Exception) -> str:

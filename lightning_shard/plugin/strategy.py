@@ -23,7 +23,7 @@ from lightning_shard.parallel.fsdp import as_tensors
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.tensor.plan import Plan
 from lightning_shard.pipeline.placement import Placement
-from lightning_shard.pipeline.schedules.recorded import Watch
+from lightning_shard.pipeline.schedules.recorded import StopWatch
 from lightning_shard.plugin.assembly.prepared import PreparedStrategy
 from lightning_shard.plugin.data.loader import iterates_collectively, shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data, run_epoch_start
@@ -195,7 +195,7 @@ class HybridShardStrategy(PreparedStrategy):
         assert self._gradients is not None
         self._gradients.synchronize()
 
-    def watch_actions(self, watch: Watch | None) -> str | None:
+    def watch_actions(self, watch: StopWatch | None) -> str | None:
         """Call ``watch`` for each action of pipelined training steps on this rank, until another callable is set.
 
         Returns:

@@ -14,8 +14,7 @@ the same name, so the user's code continues as if the value had been computed lo
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from itertools import chain
@@ -43,9 +42,6 @@ from lightning_shard.user_hooks import is_of_fsdp
 
 if TYPE_CHECKING:
     from lightning_shard.pipeline.dataflow.fetching import Ledger
-
-LARGEST_PARAMETER = 2**24
-"""The most elements of a parameter that is sent with each microbatch to a stage that uses but doesn't hold it."""
 
 
 _NOTHING_YET = Counted()
@@ -169,17 +165,7 @@ class Passage:
         self.ledger: Ledger | None = None
         self.at_end: Callable[[], None] | None = None
         self.in_place_of: list[Tensor] = []
-        self._kept: dict[int, dict[tuple[str, str], None]] | None = None
         self._objects_cross: bool | None = None
-
-    def kept_by(self, number: int) -> list[tuple[str, str]]:
-        """Attributes that cross as set by the call of a part with this operation number: submodule and attribute."""
-        if self._kept is None:
-            self._kept = defaultdict(dict)
-            for key in chain(self.wanted, self.received):
-                if key[0] == "operation" and isinstance(key[2], tuple):
-                    self._kept[key[1]][key[2][:2]] = None
-        return [*self._kept.get(number, ())]
 
     @property
     def entered(self) -> bool:
@@ -187,11 +173,7 @@ class Passage:
 
     def wants(self, kind: str, block: int) -> bool:
         """Whether effects of this kind (``"inside"``, ``"changed"``) of a block must be recorded."""
-        return self.searching or self.is_asked_for(kind, block)
-
-    def is_asked_for(self, kind: str, block: int) -> bool:
-        """Whether a later stage requested a value of this kind of a block."""
-        return bool(self.wanted) and any(key[:2] == (kind, block) for key in self.wanted)
+        return self.searching or any(key[:2] == (kind, block) for key in self.wanted)
 
     def follows(self, block: int) -> bool:
         """Whether to follow the changes that a block makes to objects."""
@@ -382,7 +364,7 @@ def sendable_parameter(root: nn.Module, name: str, stage: int) -> Tensor:
     if parameter is None or isinstance(parameter, DTensor):
         raise StepError(
             f"{name}, of stage {stage}, is used on a later pipeline stage, and several ranks hold it in parts when a"
-            " step begins: have its module return (or keep as an attribute) what is needed of it there; or use"
+            " step begins: have its module return what is needed of it there; or use"
             " data_parallel_size=1 and tensor_parallel_size=1, or pipeline_parallel_size=1.",
             breaks=8,
         )
@@ -418,3 +400,43 @@ def unknown_states(modules: Iterable[nn.Module]) -> list[Unknown]:
     return [
         leaf for value in kept for leaf in leaves(value) if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow)
     ]
+
+
+# Messages for steps that call blocks in another order than they are placed, or none of them.
+
+_MAY = (
+    "may depend on the kind of step, the epoch and a batch's shapes, not on its values, its number or random numbers,"
+    " as where layers are dropped. Call all of them, and choose between what goes in and what comes out by torch.where;"
+    " or use pipeline_parallel_size=1."
+)
+
+
+def none_called(method: str, blocks: Sequence[str]) -> str:
+    """The message for a step that calls no block."""
+    return (
+        f"{method} returned without calling the network, or it runs none of {few(blocks)} (a block's methods other than"
+        " __call__ don't count); with several pipeline stages every step calls the network once, and at least one of"
+        " its blocks: call it, name modules that every step calls by pipeline_blocks, or use pipeline_parallel_size=1."
+    )
+
+
+def out_of_order(method: str, name: str, before: Collection[str]) -> str:
+    """The message for a step that calls a block after blocks of later stages."""
+    return (
+        f"{method} came to {few(before)} before {name}, which an earlier pipeline stage holds. A step may leave blocks"
+        " out, and calls the others in the order in which they are placed: name blocks in the order in which every step"
+        " runs them (pipeline_blocks=[…]), or use pipeline_parallel_size=1."
+    )
+
+
+def missing_now(method: str, names: Collection[str]) -> str:
+    """The message for a microbatch without blocks that an earlier one of its shapes has called."""
+    return (
+        f"{method} didn't call {few(names)}, and did for an earlier microbatch of the same shapes: which blocks run"
+        f" {_MAY}"
+    )
+
+
+def called_now(name: str) -> str:
+    """The message for a block that runs, and didn't for an earlier microbatch of the same shapes."""
+    return f"{name} runs, and didn't for an earlier microbatch of the same shapes: which blocks run {_MAY}"

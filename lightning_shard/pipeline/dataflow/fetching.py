@@ -29,28 +29,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
 from lightning_shard.pipeline.dataflow.crossing import (
-    LARGEST_PARAMETER,
     LateValue,
     Passage,
     held_parameter,
     sendable_parameter,
 )
-from lightning_shard.pipeline.dataflow.functions import is_computing_unknown
 from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.taint import (
     Hollow,
     Unknown,
     followed_by,
-    memory_of,
     put_values,
 )
-from lightning_shard.torch_private import dispatch_mode, is_in_function, saves_by_hooks
+from lightning_shard.torch_private import is_in_function, saves_by_hooks
 
 #: Asks the previous stage for values of these names, with the sentence of the error if they can't be had.
 Ask = Callable[[Sequence[Key], str], Mapping[Key, Tensor]]
@@ -90,9 +86,6 @@ class Ledger:
         self._names_of_own = own
         self._own: set[int] = set()
         self._parameters = {key[1]: tensor for key, tensor in passage.received.items() if key[0] == "parameter"}
-        self._unknown_memory: dict[int, Unknown] = {}
-        self._guard = Guard(self)
-        self._is_paused = False
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -100,23 +93,7 @@ class Ledger:
         own = (held_parameter(self._root, name) for name in self._names_of_own)
         self._own = {id(parameter) for parameter in own if parameter is not None}
         with followed_by(self):
-            self._guard.__enter__()
-            try:
-                yield
-            finally:
-                if not self._is_paused:  # the step may end inside of a block
-                    self._guard.__exit__(None, None, None)
-
-    def block_begins(self) -> None:
-        """An own block begins, which has no unknown values, and may be compiled."""
-        if dispatch_mode() is self._guard:
-            self._guard.__exit__(None, None, None)
-            self._is_paused = True
-
-    def block_ends(self) -> None:
-        if self._is_paused:
-            self._is_paused = False
-            self._guard.__enter__()
+            yield
 
     # Names
 
@@ -126,8 +103,6 @@ class Ledger:
             return
         if isinstance(tensor, Unknown):
             tensor.key = key
-            if memory := memory_of(tensor):
-                self._unknown_memory[memory] = tensor
         self._named[key] = _Named(tensor, -1 if tensor.is_inference() else tensor._version)
         self._keys[id(tensor)] = key
 
@@ -160,11 +135,11 @@ class Ledger:
     def clear(self) -> None:
         self._named.clear()
         self._keys.clear()
-        self._unknown_memory.clear()
 
     # What the user's code computes
 
     def substituted(self, arguments: Any) -> Any:
+        """The arguments, with received parameters in place of hollow ones."""
         if not self._parameters:
             return arguments
         return tree.map_leaves(self._substitute, arguments)
@@ -173,6 +148,7 @@ class Ledger:
         return self._parameters.get(leaf.fqn, leaf) if isinstance(leaf, Hollow) else leaf
 
     def late(self, unknown: Sequence[Unknown]) -> tuple[str, ...]:
+        """The parameters of later stages that these values are computed from."""
         names: dict[str, None] = {}
         for leaf in unknown:
             if not isinstance(leaf, Hollow):
@@ -184,6 +160,7 @@ class Ledger:
     def knows_operands(
         self, name: str, operands: Sequence[Any], *, into_known: bool = False, combines: bool = False
     ) -> bool:
+        """Before an operation: fetch its unknown operands where it must know them; returns whether it did."""
         unknown = [leaf for leaf in operands if isinstance(leaf, Unknown)]
         if not unknown or not self._passage.active or self.late(unknown) or not all(map(self._can_be_fetched, unknown)):
             return False
@@ -195,9 +172,7 @@ class Ledger:
         return True
 
     def _can_be_fetched(self, leaf: Unknown) -> bool:
-        if isinstance(leaf, Hollow):
-            return leaf.numel() <= LARGEST_PARAMETER
-        return leaf.key is not None and leaf.key in self._named and self._named[leaf.key].tensor is leaf
+        return isinstance(leaf, Hollow) or (leaf.key in self._named and self._named[leaf.key].tensor is leaf)
 
     # Fetching
 
@@ -217,7 +192,6 @@ class Ledger:
             missing: dict[Key, list[Unknown]] = {}
             for leaf in unknown:
                 if isinstance(leaf, Hollow):
-                    self._check_small(leaf, sentence)
                     missing.setdefault(("parameter", leaf.fqn), []).append(leaf)
                 elif not self._can_be_fetched(leaf) or self._passage.stage == 0:
                     raise StepError(sentence, breaks=1)
@@ -245,21 +219,11 @@ class Ledger:
         found = ((key, *named) for key, named in self._named.items() if id(named.tensor) in ids)
         return {key: tensor for key, tensor, before in found if before in (-1, tensor._version)}
 
-    def _check_small(self, hollow: Hollow, sentence: str) -> None:
-        if hollow.numel() > LARGEST_PARAMETER:
-            raise StepError(
-                f"{sentence} {hollow.fqn} is used on both sides of a cut, and too large to be sent with each"
-                f" microbatch ({hollow.numel()} elements, at most {LARGEST_PARAMETER}): use two modules that"
-                " share their weights.",
-                breaks=8,
-            )
-
     def _put(self, key: Key, leaf: Unknown) -> None:
         value = self._passage.received[key]
         if isinstance(leaf, Hollow):
             self._parameters[leaf.fqn] = value
             return
-        self._unknown_memory.pop(memory_of(leaf), None)
         put_values(leaf, value.clone())
         if leaf.requires_grad:
             self._passage.in_place_of.append(leaf)
@@ -318,32 +282,3 @@ class Ledger:
                 breaks=3,
             )
         return tensor
-
-    def is_memory_of_unknown(self, tensor: Tensor) -> bool:
-        """Whether a tensor that isn't marked as unknown lies in the memory of one that is."""
-        return isinstance(self._unknown_memory.get(memory_of(tensor)), Unknown) if self._unknown_memory else False
-
-
-class Guard(TorchDispatchMode):
-    """Refuses a kernel that reads an unknown value behind our back, as in a scripted function, which drops the class.
-
-    Raises:
-        StepError: There is one.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
-        self._ledger = ledger
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in () if is_computing_unknown() else tree.tensors((args, kwargs)):
-            if type(leaf) is Tensor and self._ledger.is_memory_of_unknown(leaf):
-                raise StepError(
-                    f"{function} reads what only an earlier stage has, in a way that can't be followed, such as in a"
-                    " scripted function. Use torch's own functions there, make it a part of the blocks, or use"
-                    " pipeline_parallel_size=1.",
-                    breaks=1,
-                )
-        return function(*args, **(kwargs or {}))

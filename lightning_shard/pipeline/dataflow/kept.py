@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -133,18 +133,6 @@ def put_into(container: Any, filled: Any) -> bool:
     if is_dict or is_other:
         put_entries(container, entries(filled))
     return is_dict or is_other
-
-
-def with_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """A kept value with ``function(leaf)`` for every leaf, in its own containers: other modules may hold them too."""
-    if not tree.is_node(value):
-        return function(value)
-    held = [child for _, child in tree.children(value)]
-    now = [with_leaves(function, child) for child in held]
-    if all(new is old for new, old in zip(now, held)):
-        return value
-    filled = tree.rebuild(value, now)
-    return value if put_into(value, filled) else filled
 
 
 def _is_same(told: Any, now: Any) -> bool:

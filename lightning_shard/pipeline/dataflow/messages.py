@@ -197,13 +197,10 @@ class Request(tree.Leaf):
     Attributes:
         done: Whether nothing is missing.
         sentence: The error message, in case the values can't be had.
-        again: Whether the step called the network a second time, so that it must run call by call
-            (``network_calls.py``).
         traced: Whether results of operations cross a later cut.
     """
 
     done: bool
     keys: tuple[Key, ...] = ()
     sentence: str = ""
-    again: bool = False
     traced: bool = False

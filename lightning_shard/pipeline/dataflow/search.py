@@ -21,9 +21,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.crossing import Crossing, Passage
+from lightning_shard.pipeline.dataflow.crossing import Crossing, Passage, called_now, missing_now, none_called
 from lightning_shard.pipeline.dataflow.messages import Delivery, Key, Request, Slot
-from lightning_shard.pipeline.dataflow.uncalled import called_now, missing_now, none_called
 from lightning_shard.pipeline.runtime.channel import Channel
 from lightning_shard.pipeline.stages.stage import Stage
 
@@ -93,7 +92,7 @@ class Post:
         """The next message from one stage to another, of this rank; requests to any of its stages are served."""
         while (source, to) not in self._arrived:
             if not self._to_here:
-                self._exchange(is_done=False)
+                self._exchange()
                 continue
             sender, receiver, message = self._to_here.popleft()
             if isinstance(message, Request) and message.keys:
@@ -102,16 +101,18 @@ class Post:
                 self._arrived[sender, receiver] = message
         return self._arrived.pop((source, to))
 
-    def close(self) -> None:
-        """Take part until all ranks have got what they wait for."""
-        while not self._exchange(is_done=True):
+    def close(self, *, found_other: bool = False) -> bool:
+        """Take part until all ranks have got what they wait for; returns whether any has found something else."""
+        while None in (said := self._exchange(found_other)):
             pass
+        return any(said)
 
-    def _exchange(self, *, is_done: bool) -> bool:
-        said = self._channel.gather((self._to_others, is_done))
+    def _exchange(self, found_other: bool | None = None) -> list[bool | None]:
+        """Send and receive messages; returns what the ranks have found that don't wait."""
+        said = self._channel.gather((self._to_others, found_other))
         self._to_others = []
         self._to_here.extend(each for letters, _ in said for each in letters if self._channel.is_here(each[1]))
-        return all(done for _, done in said)
+        return [found for _, found in said]
 
 
 @dataclass
@@ -120,6 +121,7 @@ class Search:
 
     Attributes:
         asked: Values to send at once, as they crossed for the last microbatch of this kind of step.
+        latest: What was found for that.
         passage: The run; ``None`` if the previous stage sent nothing.
         done: What the next stage said at its end, on the last stage this one.
         failed: Whether an earlier stage has failed, or met a second call of the network.
@@ -134,13 +136,19 @@ class Search:
     done: Request | None = field(default=None, init=False)
     failed: Request | None = field(default=None, init=False)
     crossing: Crossing = field(default_factory=lambda: Crossing(Delivery()), init=False)
+    latest: Crossing | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.post.stages[self.stage.index] = self
 
-    def begin_as(self, other: Crossing) -> None:
-        """Send what another signature's search has found at once."""
-        self.asked = [key for key in other.asked if key[0] != "inside"]
+    def begin_as(self, latest: Crossing) -> None:
+        """Send what the kind's latest search has found at once."""
+        self.latest, self.asked = latest, [key for key in latest.asked if key[0] != "inside"]
+
+    @property
+    def found_other(self) -> bool:
+        """Whether something else crosses than in the kind's latest search."""
+        return self.latest is not None and not self.crossing.is_like(self.latest)
 
     @property
     def ran(self) -> Ran:
@@ -255,12 +263,15 @@ def find_crossing(
     run: RunStep,
     i: int,
     returns: Callable[[Stage, list[Tensor]], None] = lambda stage, sent: None,
-) -> None:
+) -> bool:
     """Run one microbatch through all stages; each search then knows what crosses.
 
     Args:
         searches: Those of this rank's stages, in order.
         returns: Called for a stage with the values that it has sent, where some of them were after its run.
+
+    Returns:
+        Whether any stage, on any rank, has found something else than in the kind's latest search.
 
     Raises:
         CallsAgain: The step calls the network several times; on all ranks.
@@ -268,12 +279,13 @@ def find_crossing(
     for search in searches:
         search.run(run, i, serves=search is searches[-1])
     answers = [search.end() for search in reversed(searches)]
-    searches[0].post.close()
+    found_other = searches[0].post.close(found_other=any(search.found_other for search in searches))
     if not all(answer.done for answer in answers):
         raise CallsAgain
     for search in searches[:-1]:
         if search.asked:
             returns(search.stage, [*search.ran.passage.sent.values()])
+    return found_other
 
 
 def check_ran(stage: Stage, passage: Passage, crossing: Crossing) -> None:

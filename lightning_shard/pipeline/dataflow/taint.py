@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_shard import tree
 from lightning_shard.dense import has_no_memory
-from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.functions import (
     ABOUT,
     AS_NUMBERS,
@@ -37,7 +36,6 @@ from lightning_shard.pipeline.dataflow.functions import (
     TAKES_SOME,
     TO_INTEGERS,
     arguments_read,
-    computing_unknown,
     leaves,
     leaves_of_call,
     without_graph,
@@ -45,6 +43,9 @@ from lightning_shard.pipeline.dataflow.functions import (
 )
 from lightning_shard.sharding import put_attributes
 from lightning_shard.torch_private import is_in_transform, set_version, swap
+
+if TYPE_CHECKING:
+    from lightning_shard.pipeline.dataflow.fetching import Ledger
 
 REMEDY = (
     "A pipeline stage knows what its own blocks and earlier stages compute, and nothing that needs a later stage's"
@@ -82,29 +83,18 @@ class Origin:
         return self.text.rstrip(",")
 
 
-class _Collected(threading.local):
+class _OfThread(threading.local):
+    """
+    Attributes:
+        found: Unknown tensors that are collected.
+        ledger: Of a microbatch that finds out what crosses.
+    """
+
     found: list[Unknown] | None = None
+    ledger: Ledger | None = None
 
 
-class Follower(Protocol):
-    """Follows a microbatch that finds out what crosses (``crossing.Passage``)."""
-
-    def substituted(self, arguments: Any) -> Any:
-        """The arguments, with received parameters in place of hollow ones."""
-
-    def late(self, unknown: Sequence[Unknown]) -> tuple[str, ...]:
-        """The parameters of later stages that these values are computed from."""
-
-    def knows_operands(self, name: str, operands: Sequence[Any], *, into_known: bool) -> bool:
-        """Before an operation: fetch its unknown operands where it must know them; returns whether it did."""
-
-
-class _Recorded(threading.local):
-    follower: Follower | None = None
-
-
-_collected = _Collected()
-_recorded = _Recorded()
+_of_thread = _OfThread()
 
 
 class Unknown(torch.Tensor):
@@ -129,9 +119,9 @@ class Unknown(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        follower = _recorded.follower
-        if follower is not None:
-            args, kwargs = follower.substituted((args, kwargs))
+        ledger = _of_thread.ledger
+        if ledger is not None:
+            args, kwargs = ledger.substituted((args, kwargs))
         attribute = func.__self__.__name__ if name == "__get__" else ""
         if name in ABOUT or (attribute and attribute not in OF_VALUES):
             with torch._C.DisableTorchFunctionSubclass():
@@ -146,16 +136,16 @@ class Unknown(torch.Tensor):
             if isinstance(leaf, Unknown) and (leaf.base is None or not is_view_of_known(leaf)):
                 unknown.append(leaf)
         if not unknown:
-            with torch._C.DisableTorchFunctionSubclass(), computing_unknown():
+            with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if _collected.found is not None:
-            _collected.found += unknown
+        if _of_thread.found is not None:
+            _of_thread.found += unknown
         origin = unknown[0].origin
-        if name in AS_TEXT:
-            return _as_text(func, unknown[0])
         is_written = bool(args) and writes(name)
-        if is_written and isinstance(args[0], Unknown if follower is None else Hollow) and has_no_memory(args[0]):
+        if is_written and isinstance(args[0], Unknown if ledger is None else Hollow) and has_no_memory(args[0]):
             return args[0]  # the user's code initialises or changes another stage's parameter: ignored
+        if name in AS_TEXT:
+            return f"<{origin.at_end}: not known on this pipeline stage>"
         if name in AS_NUMBERS:
             miss([unknown[0]], f"The step asks for {origin.text} as a number ({name}). {REMEDY}")
             return func(*args, **kwargs)
@@ -164,18 +154,18 @@ class Unknown(torch.Tensor):
             return func(*args, **kwargs)
         written = [leaf for leaf in (*args[:is_written], *leaves(kwargs.get("out", ()))) if isinstance(leaf, Tensor)]
         late: tuple[str, ...] = ()
-        if follower is not None:
+        if ledger is not None:
             into_known = any(not isinstance(leaf, Unknown) for leaf in written)
-            if follower.knows_operands(name, given, into_known=into_known):
+            if ledger.knows_operands(name, given, into_known=into_known):
                 return func(*args, **kwargs)
-            late = follower.late(unknown)
+            late = ledger.late(unknown)
         needs = False
         if torch.is_grad_enabled() and name != "detach" and attribute != "data":
             for leaf in given:
                 if isinstance(leaf, Tensor) and (leaf.needs if isinstance(leaf, Unknown) else leaf.requires_grad):
                     needs = True
         try:
-            with without_graph() if follower is not None else torch._C.DisableTorchFunctionSubclass():
+            with without_graph() if ledger is not None else torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as error:
             miss(unknown, f"{name} can't be computed of {origin.at_end} ({error}). {REMEDY}")
@@ -190,7 +180,7 @@ class Unknown(torch.Tensor):
                         leaf.zero_()  # NaN cast to an index is out of range, which on CUDA kills the process
                     one: Any = mark(leaf, origin)
                     one.late, one.needs, one.base = late, needs, None if is_in_transform(leaf) else leaf._base
-            return result if follower is None else tree.map_leaves(partial(_apart, known, unknown), result)
+            return result if ledger is None else tree.map_leaves(partial(_apart, known, unknown), result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unknown:
         return self
@@ -296,7 +286,7 @@ def put_values(unknown: Unknown, values: Tensor) -> None:
 
     Where C++ holds the tensor too, such as for an activation checkpoint, it is overwritten.
     """
-    with torch._C.DisableTorchFunction(), computing_unknown():
+    with torch._C.DisableTorchFunction():
         size, stride = unknown.size(), unknown.stride()
         overlaps = any(length > 1 and step == 0 for length, step in zip(size, stride))
         real = (values.new_empty(size) if overlaps else values.new_empty_strided(size, stride)).copy_(values)
@@ -310,7 +300,7 @@ def is_view_of_known(leaf: Unknown) -> bool:
     base = leaf.base
     if base is None or isinstance(base, Unknown):
         return False
-    with torch._C.DisableTorchFunction(), computing_unknown():
+    with torch._C.DisableTorchFunction():
         is_shared = memory_of(base) == memory_of(leaf)
         if is_shared and leaf._base is base:
             leaf.__class__ = Tensor  # type: ignore[assignment]
@@ -326,7 +316,7 @@ def is_view_of_known(leaf: Unknown) -> bool:
 
 def put_tensor(unknown: Unknown, real: Tensor) -> None:
     """Put this tensor in the place of an unknown one."""
-    with torch._C.DisableTorchFunction(), computing_unknown():
+    with torch._C.DisableTorchFunction():
         for name in ("origin", "key", "late", "needs", "base", "offset"):
             unknown.__dict__.pop(name, None)  # other attributes are the user's
         unknown.__class__ = Tensor  # type: ignore[assignment]
@@ -354,7 +344,7 @@ def mark(tensor: Tensor, origin: Origin) -> Tensor:
 
 def fill(tensor: Tensor, values: Tensor) -> None:
     """Make a possibly unknown tensor known, in place, with these values."""
-    with torch._C.DisableTorchFunctionSubclass(), computing_unknown():
+    with torch._C.DisableTorchFunctionSubclass():
         tensor.__class__ = Tensor  # type: ignore[assignment]
         _overwrite(tensor, values)
 
@@ -385,16 +375,6 @@ def _mark_written(tensor: Tensor, origin: Origin, late: tuple[str, ...]) -> None
         unknown: Any = mark(written, origin)
         if not isinstance(written, Hollow):
             unknown.late, unknown.key = late, None
-
-
-def _as_text(func: Any, unknown: Unknown) -> Any:
-    """The text of an unknown value; a placeholder if the value can't be had."""
-    origin = unknown.origin
-    try:
-        miss([unknown], f"The step shows {origin.text} as a text. {REMEDY}")
-    except StepError:
-        return f"<{origin.at_end}: not known on this pipeline stage>"
-    return func(unknown)
 
 
 def _is_shaped_by_values(name: str, args: Any, kwargs: Any) -> bool:
@@ -464,24 +444,23 @@ def miss(values: Sequence[Unknown], sentence: str) -> None:
 @contextmanager
 def collecting_unknown(given: Any) -> Iterator[list[Unknown]]:
     """Yield a list that collects unknown tensors: those in ``given``, and the arguments of torch functions inside."""
-    outer, _collected.found = _collected.found, all_unknown(given)
+    outer, _of_thread.found = _of_thread.found, all_unknown(given)
     try:
-        with computing_unknown():
-            yield _collected.found
+        yield _of_thread.found
     finally:
         if outer is not None:
-            outer += _collected.found
-        _collected.found = outer
+            outer += _of_thread.found
+        _of_thread.found = outer
 
 
 @contextmanager
-def followed_by(follower: Follower) -> Iterator[None]:
+def followed_by(ledger: Ledger) -> Iterator[None]:
     """Context of a microbatch that finds out what crosses."""
-    before, _recorded.follower = _recorded.follower, follower
+    before, _of_thread.ledger = _of_thread.ledger, ledger
     try:
         yield
     finally:
-        _recorded.follower = before
+        _of_thread.ledger = before
 
 
 def mark_all(value: Any, origin: Origin) -> None:

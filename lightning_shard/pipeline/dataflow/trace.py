@@ -1,11 +1,10 @@
 """Traces the user's code around the blocks, operation by operation, where results of operations cross a cut.
 
-Traces opaque functions as one operation each: autograd functions, ``torch.func`` transforms, scripted functions.
+Traces opaque functions as one operation each: autograd functions, ``torch.func`` transforms, scripted code.
 
 torch's function modes see the operations inside ``Function.forward``, where gradients are disabled, and not the
 function itself. Inside a transform, such as ``vmap``, or a scripted function, tensors lose their class, and so their
-mark as unknown. So while a thread traces, such calls are patched to report to its watcher as one
-operation.
+mark as unknown. So while a thread traces, such calls are patched to report to its trace as one operation.
 """
 
 from __future__ import annotations
@@ -13,19 +12,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
+from torch.jit import ScriptFunction, ScriptModule
 from torch.overrides import TorchFunctionMode
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.crossing import Passage
 from lightning_shard.pipeline.dataflow.functions import arguments_read, leaves, writes
-from lightning_shard.pipeline.dataflow.kept import keep, with_leaves
 from lightning_shard.pipeline.dataflow.messages import Key
 from lightning_shard.pipeline.dataflow.taint import (
     REMEDY,
@@ -123,53 +121,23 @@ class Trace(TorchFunctionMode):
             self._passage.ledger.knows_operands(name, tree.leaves(args))
         self.suspend()
 
-    def ends(
-        self,
-        name: str,
-        result: Any,
-        *,
-        part: nn.Module | None = None,
-        kept: Sequence[tuple[str, str]] | None = None,
-        unknown: Sequence[Unknown] = (),
-    ) -> Any:
+    def ends(self, name: str, result: Any, *, unknown: Sequence[Unknown] = ()) -> Any:
         """The part or function has returned; returns what the user's code continues with.
 
         Args:
             name: The operation's name.
             result: What it returned.
-            part: The part; ``None`` for an opaque function.
-            kept: Attributes that the part's submodules set: the submodule's name and the attribute's. ``None`` outside
-                of a search: then those that were found to cross.
             unknown: Unknown values that the result is computed from, if its class doesn't show that it is unknown.
         """
         if unknown:
             mark_all(result, unknown[0].origin)
         if self._suspended == 1:  # still suspended: copies made here are no operations of the network
-            number = self._passage.counted.number
             for leaf in tree.tensors(result) if self._late else ():
                 if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow):
                     leaf.late = leaf.late or self._late
             result = self._count_operation(name, result, [], own=self._of_own)
-            if part is not None:
-                for path, key in kept if kept is not None else self._passage.kept_by(number):
-                    self._register_attributes(part.get_submodule(path), (number, path, key, name))
         self.resume()
         return result
-
-    def _register_attributes(self, module: nn.Module, named: tuple[int, str, str, str]) -> None:
-        """Register the tensors of an attribute that a part set, under names like those of its results."""
-        number, path, key, name = named
-        held = (module._buffers if key in module._buffers else vars(module)).get(key)
-        places = count()
-
-        def produced(leaf: Any) -> Any:
-            place = (path, key, next(places))
-            if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
-                return leaf
-            return self._passage.produced(("operation", number, place, name), leaf)
-
-        if any(not isinstance(leaf, nn.Parameter) for leaf in tree.tensors(held)):
-            keep(module, key, with_leaves(produced, held))
 
     def _count_operation(self, name: str, result: Any, changed: list[Tensor], *, own: bool) -> Any:
         passage = self._passage
@@ -208,7 +176,7 @@ class Trace(TorchFunctionMode):
     def running(self) -> Iterator[None]:
         self.__enter__()
         try:
-            with reported_to(self):
+            with _reported_to(self):
                 yield
         finally:
             if not self._off:
@@ -244,34 +212,28 @@ def _computed(func: Any, args: Any, kwargs: Any, ledger: Ledger | None) -> Any:
     return result
 
 
-class Watcher(Protocol):
-    def begins(self, args: Any) -> None: ...
-
-    def ends(self, name: str, result: Any, *, unknown: list[Unknown]) -> Any: ...
-
-
 _apply: Any = Function.__dict__["apply"]
 _of_thread = threading.local()
 
 
 def _reporting_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     call = _apply.__get__(None, cls)
-    watcher: Watcher | None = getattr(_of_thread, "watcher", None)
-    if watcher is None:
+    trace: Trace | None = getattr(_of_thread, "trace", None)
+    if trace is None:
         return call(*args, **kwargs)
-    watcher.begins((args, kwargs))
-    return watcher.ends(cls.__name__, call(*args, **kwargs), unknown=[])
+    trace.begins((args, kwargs))
+    return trace.ends(cls.__name__, call(*args, **kwargs), unknown=[])
 
 
 def _reporting(call: Callable[..., Any]) -> Callable[..., Any]:
     def reporting(*args: Any, **kwargs: Any) -> Any:
-        watcher: Watcher | None = getattr(_of_thread, "watcher", None)
-        if watcher is None:
+        trace: Trace | None = getattr(_of_thread, "trace", None)
+        if trace is None:
             return call(*args, **kwargs)
-        watcher.begins((args, kwargs))
+        trace.begins((args, kwargs))
         with collecting_unknown((args, kwargs)) as unknown:  # they may also come from a closure
             result = call(*args, **kwargs)
-        return watcher.ends(call.__name__, result, unknown=unknown)
+        return trace.ends(call.__name__, result, unknown=unknown)
 
     return reporting
 
@@ -280,18 +242,18 @@ _PATCHED: list[tuple[Any, str, Any]] = [
     (Function, "apply", classmethod(_reporting_apply)),
     *(
         (holder, name, _reporting(getattr(holder, name)))
-        for holder, name in [*TRANSFORMS, (torch.jit.ScriptFunction, "__call__")]
+        for holder, name in [*TRANSFORMS, *((kind, "__call__") for kind in (ScriptFunction, ScriptModule))]
     ),
 ]
-"""Each patched function: its holder, its name, and the replacement that reports to the watcher."""
+"""Each patched function: its holder, its name, and the replacement that reports to the trace."""
 
 
 @contextmanager
-def reported_to(watcher: Watcher) -> Iterator[None]:
-    """Context in which each such call on this thread is reported to ``watcher``, which may replace its result."""
-    _of_thread.watcher = watcher
+def _reported_to(trace: Trace) -> Iterator[None]:
+    """Context in which each such call on this thread is reported to ``trace``, which may replace its result."""
+    _of_thread.trace = trace
     try:
         with replaced(*_PATCHED):
             yield
     finally:
-        _of_thread.watcher = None
+        _of_thread.trace = None

@@ -50,18 +50,15 @@ class KnownCrossings:
 
     Attributes:
         ends: By the stage's index.
-        looked_again_at: The kind of step of which it was last searched again (:meth:`look_again`).
-        found_other: Whether that search found something else.
         returns: Called for a stage with the values that it has sent in a search, where some were sent after its run.
     """
 
     def __init__(self, stages: Iterable[Stage], channels: Iterable[Channel], remember: Callable[..., Memory]) -> None:
         self.ends = {stage.index: Ends(stage, channel) for stage, channel in zip(stages, channels, strict=True)}
-        self.looked_again_at: str | None = None
-        self.found_other = False
         self.returns: Callable[[Stage, list[Tensor]], None] = lambda stage, sent: None
         self._remember = remember
         self._again: set[str] = set()
+        self._looks_again = False  # in the batch that has begun, until its first search
 
     def gather(self, value: Any) -> list[Any]:
         """All ranks' values, the last stage's last; a collective call over the pipeline."""
@@ -70,29 +67,17 @@ class KnownCrossings:
     def look_again(self, step: str) -> None:
         """Search once more for what crosses, in the next batch of each kind that begins with ``step``: at a new epoch.
 
-        What a step computes may depend on the epoch. :attr:`looked_again_at` is then the kind, and if
-        :attr:`found_other` is true on any stage, all have to :meth:`forget` what they know of other signatures.
+        What a step computes may depend on the epoch. If something else crosses now, all stages forget what they know
+        of other signatures.
         """
         kinds = {kind for end in self.ends.values() for kind in end.latest}
         self._again |= {kind for kind in kinds if kind.split()[0] == step}
 
     def has_to_look_again(self, kind: str) -> bool:
         """Whether the batch of this kind that begins now is such a one."""
-        if kind not in self._again:
-            return False
+        self._looks_again = kind in self._again
         self._again.discard(kind)
-        self.looked_again_at, self.found_other = kind, False
-        return True
-
-    def knows_others(self, kind: str) -> bool:
-        """Whether more than the latest signature is known of a kind of step; the same on all stages."""
-        return any(sum(key[0] == kind for key in end.crossings) > 1 for end in self.ends.values())
-
-    def forget(self, kind: str) -> None:
-        """Forget what crosses for signatures of this kind, but the latest."""
-        for end in self.ends.values():
-            latest = end.latest[kind]
-            end.crossings = {k: each for k, each in end.crossings.items() if k[0] != kind or each is latest}
+        return self._looks_again
 
     def knows(self, keys: Iterable[Signature]) -> bool:
         """Whether a stage needs no answer from the next one to run its part of microbatches with these signatures.
@@ -127,20 +112,22 @@ class KnownCrossings:
                 search.begin_as(self.ends[search.stage.index].latest[kind])
         memory = self._remember(puts_back=not torch.is_grad_enabled() or len(self.ends) > 1)
         try:
-            find_crossing(searches, run, i, self.returns)
+            found_other = find_crossing(searches, run, i, self.returns)
             memory.check()
         except CallsAgain:
             memory.put_back()
             raise
         finally:
             memory.forget()
+        forgets, self._looks_again = found_other and self._looks_again, False
         ran = {}
         for search, end in zip(searches, self.ends.values()):
             crossing = search.crossing
-            self.found_other |= kind not in end.latest or not crossing.is_like(end.latest[kind])
             # A first microbatch may run more operations than others, to fill caches. So if operations are counted, the
             # second microbatch is searched too. Whether any stage counts them is known to all stages.
             crossing.is_settled = crossing.is_settled or keys[i] in end.crossings
+            if forgets:
+                end.crossings = {key: each for key, each in end.crossings.items() if key[0] != kind}
             end.crossings[keys[i]] = end.latest[kind] = crossing
             _forget_oldest(end.crossings, keys)
             ran[end.stage.index] = search.ran

@@ -2,18 +2,17 @@
 
 The merge is the inverse of the split into microbatches:
 
-- Tensors and arrays are concatenated along their first dimension, in order, if they have a row per sample, are a flat
-  view of one that has, differ in length, such as detections, or were seen to be longer for more samples.
+- Tensors and arrays are concatenated along their first dimension, in order, if they have a row per sample, differ in
+  length, such as detections, or were seen to be longer for more samples.
 - Floats, and floating-point tensors without dimensions, are means over the batch: they are averaged.
-- Lists are concatenated if they have an entry per sample, or differ in length. A list of different results, such as
-  ``[logits, {"features": …}]``, or one that was seen to be as long for more samples, is merged entry by entry, as
-  tuples, dicts and dataclasses always are.
+- Lists are concatenated on the same conditions. Others, such as ``[logits, {"features": …}]``, are merged entry by
+  entry, as tuples, dicts and dataclasses are.
 - Integers that are the number of a microbatch's samples, and were seen to be that of twice as many, are added up.
 - Values that are equal for all microbatches, and that can't be counts, are kept.
 
 Anything else is ambiguous, such as a vector with an element per class: it is refused by its key. So is one with as many
-classes as a microbatch has samples, if it was as long for twice as many samples (:class:`Lengths`). So are indices of
-samples within the microbatch, where they can be recognised: the keys of a dict, and rows such as ``torch.nonzero``'s.
+classes as a microbatch has samples, if it was as long for twice as many samples (:class:`Lengths`), and a dict that was
+seen to have more keys for more samples, such as their places in the microbatch.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def merge(parts: Sequence[Any], size: int, known: Lengths = UNKNOWN) -> Any:
 
 
 def lengths(result: Any, size: int, path: tree.Path = ()) -> dict[tree.Path, int]:
-    """How long the tensors, arrays and lists are that a step returned, by their paths; and integers that are ``size``.
+    """How long the tensors, arrays, lists and dicts are that a step returned, by path; and integers that are ``size``.
 
     Args:
         size: The number of samples of which the step returned it.
@@ -79,7 +78,7 @@ def lengths(result: Any, size: int, path: tree.Path = ()) -> dict[tree.Path, int
     found = {}
     if _is_array(result):
         return {path: len(result)} if result.ndim else {}
-    if isinstance(result, (list, tuple)):
+    if isinstance(result, (list, tuple, Mapping)):
         found[path] = len(result)
     for key, child in tree.children(result):
         found.update(lengths(child, size, (*path, str(key))))
@@ -90,32 +89,28 @@ def _merge(parts: Sequence[Any], size: int, known: Lengths, path: tree.Path) -> 
     first = parts[0]
     if path in known.growing and all(_integer(part) == size for part in parts):
         return first * len(parts)
-    is_fixed = path in known.fixed and lengths(first, size).get(()) == size
-    if is_fixed and (_is_array(first) or (isinstance(first, list) and _holds_plain_values(first))):
-        _refuse(
-            path,
-            f"it has {size} entries for each, as many as samples, and as many for twice as many samples",
-            "return one entry for each sample, or means without dimensions",
-        )
     if any(type(part) is not type(first) for part in parts):
         _refuse(path, "it is of another type for each", "return the same type for every batch")
     if _is_array(first):
-        return _merge_arrays(parts, size, path, grows=path in known.growing)
-    may_have_entries = isinstance(first, list) and not _is_of_results(parts, is_as_long=path in known.fixed)
-    if may_have_entries and (path in known.growing or _has_entries(parts, size, path)):
-        return type(first)(chain.from_iterable(parts))
-    if type(first) is tuple and not is_fixed and all(len(part) == size and _holds_texts(part) for part in parts):
-        return tuple(chain.from_iterable(parts))  # one text per sample: the split treats it as a column too
+        return _merge_arrays(parts, size, known, path)
+    if isinstance(first, list):
+        if _have_entries(parts, size, known, path):
+            _check_no_parts(parts, size, known, path)
+            return type(first)(chain.from_iterable(parts))
+        if _holds_plain_values(first):
+            _refuse(
+                path,
+                f"it is a list of {len(first)} {_of_samples(size, known, path)}",
+                "return a list with an entry for each sample, or means without dimensions",
+            )
+    if type(first) is tuple and (path in known.growing or _are_columns(parts, size, known, path)):
+        return tuple(chain.from_iterable(parts))
     if tree.is_node(first):
+        if path in known.growing:
+            _refuse(path, "it has more keys for more samples", "return a list with an entry for each sample")
         keys = [[key for key, _ in tree.children(part)] for part in parts]
         if any(own != keys[0] for own in keys):
             _refuse(path, "it has other keys, or another length, for each", "return the same for every batch")
-        if isinstance(first, Mapping) and _has_keys_by_place(first, size):
-            _refuse(
-                path,
-                f"its keys, 0 to {size - 1}, may be the places of the {size} samples in a microbatch",
-                "return a list with an entry for each sample, or texts as keys",
-            )
         columns = zip(*([child for _, child in tree.children(part)] for part in parts))
         return tree.rebuild(first, [_merge(c, size, known, (*path, str(k))) for k, c in zip(keys[0], columns)])
     if isinstance(first, (float, np.floating)):
@@ -131,7 +126,7 @@ def _merge(parts: Sequence[Any], size: int, known: Lengths, path: tree.Path) -> 
     )
 
 
-def _merge_arrays(parts: Sequence[Any], size: int, path: tree.Path, *, grows: bool) -> Any:
+def _merge_arrays(parts: Sequence[Any], size: int, known: Lengths, path: tree.Path) -> Any:
     first = parts[0]
     is_tensor = isinstance(first, Tensor)
     if any(part.ndim != first.ndim or part.shape[1:] != first.shape[1:] for part in parts):
@@ -141,18 +136,11 @@ def _merge_arrays(parts: Sequence[Any], size: int, path: tree.Path, *, grows: bo
             "pad all to one length, or return a list with an entry for each sample",
         )
     if first.ndim:
-        may_be_fixed = len(first) not in (0, size) and len({len(part) for part in parts}) == 1
-        if may_be_fixed and not grows and not _is_flat_view(first, size):
+        if not _have_entries(parts, size, known, path):
             _refuse(
                 path,
-                f"it has shape {tuple(first.shape)} for each, of {size} samples",
+                f"it has shape {tuple(first.shape)} {_of_samples(size, known, path)}",
                 "return a row for each sample ([samples, …], not flattened), or means without dimensions",
-            )
-        if first.ndim == 2 and _begin_with_places(parts, size):
-            _refuse(
-                path,
-                f"its rows begin with the places of samples, 0 to {size - 1}, in a microbatch, as torch.nonzero's",
-                "return the tensor that they index, or a list with an entry for each sample",
             )
         return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
     if is_tensor and first.is_floating_point():
@@ -166,36 +154,38 @@ def _merge_arrays(parts: Sequence[Any], size: int, path: tree.Path, *, grows: bo
     )
 
 
-def _is_flat_view(value: Any, size: int) -> bool:
-    """Whether a vector is a view of a tensor or array that has a row per sample, as ``flatten()`` gives it."""
-    base = value._base if isinstance(value, Tensor) else value.base
-    return value.ndim == 1 and isinstance(base, (Tensor, np.ndarray)) and base.ndim > 1 and len(base) == size
+def _have_entries(parts: Sequence[Any], size: int, known: Lengths, path: tree.Path) -> bool:
+    """Whether tensors, arrays or lists have an entry for each sample, or a number of entries that varies."""
+    found = {len(part) for part in parts}
+    return path in known.growing or len(found) > 1 or found == {0} or (found == {size} and path not in known.fixed)
 
 
-def _has_keys_by_place(result: Mapping[Any, Any], size: int) -> bool:
-    """Whether a dict's keys are 0 to ``size - 1``, in order, and its values aren't parts with a row per sample."""
-    if [*result] != [*range(size)] or not all(type(key) is int for key in result):
-        return False
-    return not all(_is_array(v) and v.ndim and len(v) == size for v in result.values())
+def _of_samples(size: int, known: Lengths, path: tree.Path) -> str:
+    return f"for each, of {size} samples" + ", and as long for twice as many" * (path in known.fixed)
 
 
-_ROWS = 4
-"""Fewer rows of integers may begin with small numbers, in order, by chance."""
+def _are_columns(parts: Sequence[tuple[Any, ...]], size: int, known: Lengths, path: tree.Path) -> bool:
+    """Whether tuples have a text for each sample: the split into microbatches treats such a tuple as a column too."""
+    are_texts = all(isinstance(entry, str) for part in parts for entry in part)
+    return are_texts and all(len(part) == size for part in parts) and path not in known.fixed
 
 
-def _begin_with_places(parts: Sequence[Any], size: int) -> bool:
-    """Whether all parts' rows are integers, in order, that begin with the place of a sample in the microbatch."""
-    arrays = [
-        part.detach().cpu().numpy() if isinstance(part, Tensor) and not _is_real(part) else part for part in parts
-    ]
-    if not all(isinstance(a, np.ndarray) and np.issubdtype(a.dtype, np.integer) and a.shape[1] for a in arrays):
-        return False
-    if all(len(a) == size for a in arrays):
-        return size > 1 and all((a[:, 0] == np.arange(size)).all() for a in arrays)
-    if sum(map(len, arrays)) < _ROWS or not any(map(len, arrays[1:])):
-        return False
-    rows = [[tuple(row) for row in a.tolist()] for a in arrays]
-    return all(own == sorted(set(own)) and all(0 <= row[0] < size for row in own) for own in rows)
+def _check_no_parts(parts: Sequence[list[Any]], size: int, known: Lengths, path: tree.Path) -> None:
+    """Check that lists, which have as many entries as samples, don't hold a different part of the result at each index.
+
+    Where it wasn't seen that they grow, entries of several kinds may be such parts, and so may tensors that have a row
+    for each sample, or no dimensions.
+    """
+    if path in known.growing or any(len(part) != size for part in parts):
+        return
+    entries = [*chain.from_iterable(parts)]
+    kinds = {Number if isinstance(entry, Number) else type(entry) for entry in entries}
+    if len(kinds) > 1 or all(_is_array(entry) and (not entry.ndim or len(entry) == size) for entry in entries):
+        _refuse(
+            path,
+            f"it is a list of {size}, which may be one for each sample or parts of the result",
+            "return a tuple or a dict of parts, or one tensor with an entry for each sample",
+        )
 
 
 def _integer(value: Any) -> int | None:
@@ -212,66 +202,12 @@ def _is_real(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _has_entries(parts: Sequence[list[Any]], size: int, path: tree.Path) -> bool:
-    """Whether lists hold entries to be concatenated, rather than a different result at each index.
-
-    A list of different results has the same length for all microbatches and holds only tensors, each with a row per
-    sample or without dimensions.
-    """
-    sizes = {len(part) for part in parts}
-    tensors = [entry for part in parts for entry in part]
-    if len(sizes) > 1 or not tensors:
-        return True
-    if not all(map(_is_array, tensors)):
-        constant = _holds_plain_values(parts[0]) and sizes != {size}
-        if constant and (not isinstance(parts[0][0], str) or all(_equal(part, parts[0]) for part in parts)):
-            _refuse(
-                path,
-                f"it is a list of {len(parts[0])} for each, of {size} samples",
-                "return a list with an entry for each sample, or means without dimensions",
-            )
-        return True
-    whole = all(not entry.ndim or len(entry) == size for entry in tensors)
-    if whole and sizes == {size}:
-        _refuse(
-            path,
-            f"it is a list of {size} tensors, which may be one for each sample or parts of the result",
-            "return a tuple or a dict of parts, or one tensor with an entry for each sample",
-        )
-    return not whole
-
-
-def _is_of_results(parts: Sequence[list[Any]], *, is_as_long: bool) -> bool:
-    """Whether lists are known to hold a different result at each index.
-
-    Args:
-        is_as_long: Whether they were seen to be as long for more samples.
-    """
-    if len({len(part) for part in parts}) > 1 or _holds_plain_values(parts[0]):
-        return False
-    kinds = [[_kind(entry) for entry in part] for part in parts]
-    return is_as_long or (len({*kinds[0]} - {None}) > 1 and all(own == kinds[0] for own in kinds))
-
-
-def _kind(entry: Any) -> str | None:
-    """What a list's entries for samples have in common; ``None`` may be there in place of one."""
-    if entry is None:
-        return None
-    if _is_array(entry) or isinstance(entry, Number):
-        return "number"
-    return "nesting" if tree.is_node(entry) else type(entry).__name__
-
-
 def _is_array(value: Any) -> bool:
     return isinstance(value, (Tensor, np.ndarray))
 
 
 def _holds_plain_values(part: list[Any]) -> bool:
     return all(isinstance(entry, (Number, np.generic, str)) for entry in part)
-
-
-def _holds_texts(part: tuple[Any, ...]) -> bool:
-    return all(isinstance(entry, str) for entry in part)
 
 
 def _equal(one: Any, other: Any) -> bool:

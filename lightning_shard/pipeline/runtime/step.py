@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_shard import tree
-from lightning_shard.pipeline.dataflow import checkpoint_calls
 from lightning_shard.pipeline.dataflow.backward_hooks import refuse_earlier_graph
 from lightning_shard.pipeline.dataflow.crossing import Crossing
 from lightning_shard.pipeline.dataflow.messages import Key
@@ -26,7 +25,7 @@ from lightning_shard.pipeline.runtime.channel import Channel, Signature, signatu
 from lightning_shard.pipeline.runtime.known_crossings import Ends, KnownCrossings
 from lightning_shard.pipeline.runtime.network_calls import Calls
 from lightning_shard.pipeline.runtime.split_backward import Product, backward_but_products, backward_of_products
-from lightning_shard.pipeline.schedules.recorded import Watch
+from lightning_shard.pipeline.schedules.recorded import StopWatch
 from lightning_shard.pipeline.schedules.schedule import Action
 from lightning_shard.pipeline.stages.stage import Stage
 
@@ -77,12 +76,11 @@ class PipelinedStep:
         self.rehearse, self.gather = self.crossings.rehearse, self.crossings.gather
         self._ends = self.crossings.ends
         self.has_skipped_backward = False  # in this batch, since the later stages had no gradient for it
-        self.watch: Watch | None = None
+        self.watch: StopWatch | None = None
         self._call_by_call: set[Signature] = set()
         self._of_any = of_any
         self.calls = partial(Calls, [(end.stage, end.channel) for end in self._ends.values()])
 
-    @checkpoint_calls.seen()
     def train(
         self,
         run_on: RunOn,
@@ -145,7 +143,6 @@ class PipelinedStep:
         self.flush()
         return [results[i] for i in sorted(results)]
 
-    @checkpoint_calls.seen()
     def evaluate(
         self,
         run_on: RunOn,
@@ -205,7 +202,7 @@ class PipelinedStep:
         microbatches: Sequence[Any],
         actions: Sequence[Action],
         kind: str,
-        watch: Watch | None,
+        watch: StopWatch | None,
         arriving: dict[Action, Arriving],
         in_flight: Mapping[tuple[int, int], _InFlight],
     ) -> Iterator[tuple[Action, Ran | None]]:

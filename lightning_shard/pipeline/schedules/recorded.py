@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,19 +22,6 @@ from lightning_shard.pipeline.schedules.schedule import Action, Schedule
 from lightning_shard.pipeline.schedules.simulate import Costs, Event, Timeline
 
 FORMAT = "lightning_shard timeline"
-
-
-class Watch(Protocol):
-    """Receives the events of each action of a training step."""
-
-    def begins(self, action: Action) -> None:
-        """This action begins; the previous one has ended."""
-
-    def computes(self) -> None:
-        """The action's inputs from other ranks have arrived."""
-
-    def ends(self) -> None:
-        """The last action has ended."""
 
 
 Span = tuple[Action, float, float, float]
@@ -57,13 +44,16 @@ class StopWatch:
         self._marks: list[tuple[Action | None, Any, Any]] = []
 
     def begins(self, action: Action) -> None:
+        """This action begins; the previous one has ended."""
         self._marks.append((action, self._mark(), None))
 
     def computes(self) -> None:
+        """The action's inputs from other ranks have arrived."""
         action, began, _ = self._marks[-1]
         self._marks[-1] = action, began, self._mark()
 
     def ends(self) -> None:
+        """The last action has ended."""
         self._marks.append((None, self._mark(), None))
 
     def spans(self) -> list[Span]:

@@ -13,41 +13,34 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, takewhile
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow import checkpoint_calls
-from lightning_shard.pipeline.dataflow.backward_hooks import (
-    HOOKS_OF_ALL,
-    refuse_hooks,
-    refuse_hooks_around,
-    refuse_pre_hooks,
-)
+from lightning_shard.pipeline.dataflow.backward_hooks import refuse_hooks
 from lightning_shard.pipeline.dataflow.crossing import (
     Crossing,
     LateValue,
     Passage,
     StageEnd,
+    none_called,
     parameters_crossing,
     parameters_in_place,
     switched_off,
     unknown_states,
 )
 from lightning_shard.pipeline.dataflow.fetching import Ask, Ledger
-from lightning_shard.pipeline.dataflow.kept import keep
+from lightning_shard.pipeline.dataflow.kept import Found, keep
 from lightning_shard.pipeline.dataflow.masks import masks_made_as_given
 from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, Request, Slot
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
-from lightning_shard.pipeline.dataflow.uncalled import none_called
-from lightning_shard.pipeline.stages.around import around_all, around_any
 from lightning_shard.pipeline.stages.compiled_functions import CompiledFunctions
-from lightning_shard.pipeline.stages.own_call import OwnBlock, OwnCall
-from lightning_shard.pipeline.stages.part_calls import PartCalls, part_of
+from lightning_shard.pipeline.stages.own_call import OwnCall
+from lightning_shard.pipeline.stages.parts import PartCalls, part_of
 from lightning_shard.scripted import after_calls, before_calls
 
 if TYPE_CHECKING:
@@ -159,7 +152,7 @@ class Stage:
         self._root: nn.Module | None = None
         self._times_run: defaultdict[str, int] = defaultdict(int)
         self._part_calls = PartCalls(self)
-        self._own_blocks: dict[int, OwnBlock] = {}
+        self._found: defaultdict[int, Found] = defaultdict(Found)
         self._own_call: OwnCall | None = None
         self._drawn: dict[int, Callable[[], None] | None] = {}
         self._compiled = CompiledFunctions()
@@ -241,7 +234,6 @@ class Stage:
             try:
                 yield
             except StageEnd:
-                checkpoint_calls.left()
                 self.passage.check_hooks()
                 raise
             else:
@@ -263,21 +255,13 @@ class Stage:
 
     def join(self, root: nn.Module) -> None:
         """Register the hooks, after ``root`` was sharded: they enclose FSDP's, with no code of the network between."""
-        self._root, self.entrances = root, [root.get_submodule(name) for name in around_all(self.blocks)]
-        for name, places in self.places.items():
+        self._root, self.entrances = root, [root.get_submodule(name) for name in _around_all(self.blocks)]
+        for name in self.places:
             block = root.get_submodule(name)
-            for place in places:
-                if place in self.owned:
-                    hands_on = place == self.owned[-1]
-                    self._own_blocks[place] = OwnBlock(
-                        name, place, block, self.device, self.is_last, hands_on, self._warn_if_shared
-                    )
             before_calls(block, partial(self._enter, name), prepend=True, with_kwargs=True)
             after_calls(block, partial(self._leave, name))
-        for name in around_any(self.blocks):
-            around = root.get_submodule(name)
-            around.register_forward_pre_hook(partial(self._enter_around, name))
-            around.register_forward_hook(partial(self._leave_around, name))
+        for name in _around_any(self.blocks):
+            root.get_submodule(name).register_forward_pre_hook(partial(self._enter_around, name))
         self._part_calls.join(root)
         # The step itself runs inside a call of root. So if the network is root, only root's third call is a second one.
         root.get_submodule(self.network.path).register_forward_pre_hook(
@@ -305,6 +289,7 @@ class Stage:
     # Hooks
 
     def _count_calls(self, allowed: int, *_: Any) -> None:
+        """Notice a second call where it begins: its code before the blocks may need what can't be had."""
         if self.passage.active:
             self.passage.calls += 1
             if self.passage.calls > allowed:
@@ -332,7 +317,7 @@ class Stage:
                 " pipeline_parallel_size=1.",
                 breaks=2,
             )
-        self.passage.missing = Request(done=False, again=True)
+        self.passage.missing = Request(done=False)
         raise StageEnd
 
     def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -356,9 +341,8 @@ class Stage:
                 " in running order and as often as they run, or use pipeline_parallel_size=1."
             )
         self.running_places.append(index)
-        hooks = block._backward_hooks, block._backward_pre_hooks, *HOOKS_OF_ALL
-        if any(hooks) and index is not None and passage.differentiates:
-            self._check_backward_hooks(index, name, block)
+        if passage.differentiates and index is not None:
+            refuse_hooks(name, block)
         if self.trace is not None:
             self.trace.suspend()
         if self.calls is not None and index is not None:
@@ -372,13 +356,11 @@ class Stage:
         passage.in_block = True
         if kwargs or {*map(type, args)} != {Tensor}:  # else they are known
             refuse((args, kwargs), name)
-        if passage.ledger is not None:
-            passage.ledger.block_begins()
         self._compiled.run_compiled()
         if passage.searching or not self.is_last:
-            self._own_call = OwnCall(self._own_blocks[index], passage, (args, kwargs))
+            self._own_call = OwnCall(self, index, block, self._found[index], (args, kwargs))
 
-    def _warn_if_shared(self, path: str, value: Any) -> None:
+    def warn_if_shared(self, path: str, value: Any) -> None:
         """Warn of what a block changes in place, and code around this stage's blocks may read by another name."""
         assert self._root is not None
         within = tuple(f"{self.blocks[place]}." for place in self.owned)
@@ -394,38 +376,16 @@ class Stage:
                 stacklevel=2,
             )
 
-    def _check_backward_hooks(self, index: int, name: str, module: nn.Module) -> None:
-        if index < (self.owned.start if self.is_last else self.owned.stop):  # its output is received or sent here
-            refuse_hooks(name, module)
-        if self.passage.is_asked_for("block", index):  # by a stage beside the one that gets the hidden state
-            refuse_pre_hooks(name, module)
-
     def check_asked(self, keys: Iterable[Key]) -> None:
-        """Refuse hooks that would see a part of the gradient, once a later stage has asked for these values."""
+        """Refuse hooks of parts whose output a later stage has asked for: they would see a part of the gradient."""
         assert self._root is not None
         for key in keys if self.passage.differentiates else ():
-            if key[0] == "block":
-                name = self.blocks[key[1]]
-                for each in (name, *(around for around in around_any(self.blocks) if name.startswith(f"{around}."))):
-                    refuse_pre_hooks(each, self._root.get_submodule(each))
-            elif key[0] == "operation" and key[3] in self.parts:
-                part = part_of(self._root, key[3])
-                refuse_hooks(key[3], part)
-                refuse_pre_hooks(key[3], part)
+            if key[0] == "operation" and key[3] in self.parts:
+                refuse_hooks(key[3], part_of(self._root, key[3]))
 
-    def _enter_around(self, name: str, module: nn.Module, args: Any) -> None:
-        if self.is_shown and self.passage.active and self.passage.differentiates and not self.is_last:
-            refuse_hooks_around(name, module, args)
-
-    def _leave_around(self, name: str, module: nn.Module, *_: Any) -> None:
-        """A module that contains blocks returns on this stage, whose later blocks may use its output."""
-        passage = self.passage
-        if self.is_shown and passage.active and passage.differentiates and passage.wanted:
-            inside = (
-                place for block, places in self.places.items() if block.startswith(f"{name}.") for place in places
-            )
-            if any(passage.is_asked_for("block", place) for place in inside):
-                refuse_pre_hooks(name, module)
+    def _enter_around(self, name: str, module: nn.Module, _: Any) -> None:
+        if self.is_shown and self.passage.active and self.passage.differentiates:
+            refuse_hooks(name, module)
 
     def _leave(self, name: str, _block: nn.Module, _args: Any, output: Any) -> Any:
         if not self.is_shown:
@@ -443,8 +403,6 @@ class Stage:
         if index is not None and index in self.owned:
             if torch.is_grad_enabled() != passage.differentiates:
                 raise switched_off(name)
-            if passage.ledger is not None:
-                passage.ledger.block_ends()
             if self._own_call is not None:
                 own_call, self._own_call = self._own_call, None
                 own_call.end(output)
@@ -466,3 +424,16 @@ class Stage:
         if index in self.owned:
             return None
         return self.given.pop(index, output)  # discards what hooks return here: the received output includes it
+
+
+def _around_all(blocks: Sequence[str]) -> list[str]:
+    """The names of the modules that contain all blocks, beginning with the root."""
+    paths = [name.split(".")[:-1] for name in blocks]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths))
+    return list(accumulate((parts[0] for parts in shared), lambda path, part: f"{path}.{part}".lstrip("."), initial=""))
+
+
+def _around_any(blocks: Sequence[str]) -> list[str]:
+    """The names of the modules that contain at least one block, without the root."""
+    paths = [name.split(".") for name in blocks]
+    return [*dict.fromkeys(".".join(path[:length]) for path in paths for length in range(1, len(path)))]

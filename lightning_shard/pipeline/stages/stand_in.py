@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow import kept
-from lightning_shard.pipeline.dataflow.checkpoint_calls import checkpointed
-from lightning_shard.pipeline.dataflow.crossing import StageEnd, switched_off
+from lightning_shard.pipeline.dataflow.crossing import StageEnd, called_now, out_of_order, switched_off
 from lightning_shard.pipeline.dataflow.messages import BlockCall, End, Held, Kept, KeptNumber, Key, Slot
 from lightning_shard.pipeline.dataflow.objects import at, rebuilt, set_entry
 from lightning_shard.pipeline.dataflow.taint import Origin, base_of, mark
-from lightning_shard.pipeline.dataflow.uncalled import called_now, out_of_order
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.state.walk import entries
+from lightning_shard.torch_private import saves_by_hooks
 from lightning_shard.user_hooks import forward_hooks
 
 _NOTHING = object()
@@ -85,8 +84,13 @@ class StandIn:
         if index >= self.stage.owned.stop:
             passage.until = End(index)
             raise StageEnd
-        if self.own is not None and passage.differentiates:
-            self._check_recomputed_alone()
+        if self.own is not None and passage.differentiates and saves_by_hooks():
+            raise StepError(
+                f"{self.name} runs on several stages, and here within a torch.utils.checkpoint, whose recomputation"
+                " runs the block itself where a stage has what it returned elsewhere: use activation_checkpointing=True"
+                " in its place, place all of its calls on one stage (placement=[…]), or use pipeline_parallel_size=1.",
+                breaks=3,
+            )
         done = passage.blocks.get(index)
         if done is None:
             if before := [self.stage.blocks[place] for place in self.stage.places_run if place > index]:
@@ -171,23 +175,6 @@ class StandIn:
                     " use pipeline_parallel_size=1.",
                     breaks=1,
                 ) from error
-
-    def _check_recomputed_alone(self) -> None:
-        """Check that each enclosing activation checkpoint calls just this block.
-
-        A recomputation in the backward runs the block itself, also for places where a stand-in replaces it. So nothing
-        else may depend on its output.
-
-        Raises:
-            StepError: An activation checkpoint calls more than this block.
-        """
-        if not all(each is self.block for each in checkpointed()):
-            raise StepError(
-                f"{self.name} runs on several stages, and here within a torch.utils.checkpoint of more than it:"
-                " checkpoint each of its calls by itself (checkpoint(block, x, use_reentrant=False)), place them on one"
-                " stage (placement=[…]), or use pipeline_parallel_size=1.",
-                breaks=3,
-            )
 
     def _reproduce_write(self, tensor: Tensor, key: Key) -> None:
         """Reproduce that the block wrote to one of its arguments: the received value, or unknown."""

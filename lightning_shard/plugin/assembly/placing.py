@@ -90,7 +90,7 @@ def warn_of_idle_stages(cost: ModelCost, placement: Placement) -> None:
     if share * stages >= _LITTLE:
         return
     names = placement.stages[least].names
-    parts = (*cost.blocks, *cost.before, *(part for _, part in cost.between), *cost.after)
+    parts = (*cost.blocks, *(part for _, part in cost.parts))
     rank_zero_warn(
         f"Of {stages} pipeline stages, stage {least} ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''}) has"
         f" {100 * share:.1f} % of the network's cost, less than a fifth of an even share, so its ranks wait most of the"

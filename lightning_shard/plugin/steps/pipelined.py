@@ -26,7 +26,7 @@ from lightning_shard.pipeline.dataflow.taint import refuse
 from lightning_shard.pipeline.runtime.channel import Channel, Pipeline, signature
 from lightning_shard.pipeline.runtime.outputs import merge, with_losses
 from lightning_shard.pipeline.runtime.step import PipelinedStep, RunOn
-from lightning_shard.pipeline.schedules.recorded import Watch
+from lightning_shard.pipeline.schedules.recorded import StopWatch
 from lightning_shard.pipeline.schedules.schedule import Row, Schedule
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
@@ -155,7 +155,7 @@ class PipelinedSteps:
         """Look anew at what crosses in the next step of this kind: it may depend on the epoch."""
         self._crossings.look_again(method)
 
-    def watch(self, watch: Watch | None) -> str:
+    def watch(self, watch: StopWatch | None) -> str:
         """Call ``watch``, if any, for each action of training steps from now on; returns the schedule's name."""
         self._step.watch = watch
         return self._schedule.name
@@ -336,16 +336,6 @@ class PipelinedSteps:
             inference_mode_as_no_grad(),
         ):
             yield
-        self._forget_others()
-
-    def _forget_others(self) -> None:
-        """After such a step: if it found something else, forget what is known of batches of other shapes."""
-        crossings = self._crossings
-        kind, crossings.looked_again_at = crossings.looked_again_at, None
-        if kind is None or not crossings.knows_others(kind):
-            return
-        if any(self._groups.gather_over_stages(crossings.found_other)):
-            crossings.forget(kind)
 
     def _run(self, stage: Stage, step: Step, i: int, part: Any) -> Any:
         """Run a microbatch in its own call of the root, so that the root's hooks see what is returned or sent."""

@@ -53,10 +53,9 @@ def test_operations_are_counted_part_by_part_on_tensors_without_data(device):
     with torch.device(device):
         network = Network()
     cost = network.cost(run=lambda: network(torch.zeros(1, TOKENS, dtype=torch.long)))
-    assert cost.counted
     assert [block.flops for block in cost.blocks] == [MLP_FLOPS] * 3
-    assert by_name(cost.before)["embedding"].flops == 0
-    assert by_name(cost.after)["head"].flops == 2 * TOKENS * WIDTH * VOCABULARY
+    assert by_name(cost.parts_at(0))["embedding"].flops == 0
+    assert by_name(cost.parts_at(3))["head"].flops == 2 * TOKENS * WIDTH * VOCABULARY
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
 
 
@@ -66,13 +65,12 @@ def test_parameters_and_bytes_are_of_the_dtype_and_count_a_shared_parameter_once
     network.blocks[1].again = network.blocks[1].up
     cost = network.cost()
     assert [(block.parameters, block.bytes) for block in cost.blocks] == [(2048, 4096)] * 3
-    assert by_name(cost.before)["scale"].bytes == 2 * WIDTH
-    assert by_name(cost.after)["norm"].parameters == 2 * WIDTH
+    assert by_name(cost.parts_at(0))["scale"].bytes == 2 * WIDTH
+    assert by_name(cost.parts_at(3))["norm"].parameters == 2 * WIDTH
 
 
 def test_a_network_that_needs_real_values_is_estimated_and_says_so():
     network = Network()
     with pytest.warns(UserWarning, match="estimated"):
         cost = network.cost(run=lambda: network(torch.zeros(1, TOKENS, dtype=torch.long)).sum().item())
-    assert not cost.counted
     assert cost == network.cost()

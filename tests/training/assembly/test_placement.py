@@ -17,8 +17,7 @@ def model(blocks, before=0, after=0):
 
     return ModelCost(
         tuple(part(str(index), flops) for index, flops in enumerate(blocks)),
-        (part("embedding", before),),
-        (part("norm", 0), part("head", after)),
+        ((0, part("embedding", before)), (len(blocks), part("norm", 0)), (len(blocks), part("head", after))),
     )
 
 
@@ -99,8 +98,11 @@ def test_what_can_not_be_placed_is_refused_with_what_would_fit(stages, policy, r
 def test_the_table_has_a_row_per_stage_and_fits_a_terminal():
     big = ModelCost(
         tuple(PartCost(f"model.layers.{i}", 1_500_000_000, 6_000_000_000, 3_000_000_000) for i in range(96)),
-        (PartCost("model.embed_tokens", 600_000_000, 2_400_000_000, 0),),
-        (PartCost("model.norm", 12288, 49152, 24576), PartCost("lm_head", 600_000_000, 2_400_000_000, 1_200_000_000)),
+        (
+            (0, PartCost("model.embed_tokens", 600_000_000, 2_400_000_000, 0)),
+            (96, PartCost("model.norm", 12288, 49152, 24576)),
+            (96, PartCost("lm_head", 600_000_000, 2_400_000_000, 1_200_000_000)),
+        ),
     )
     placement = place(big, 8, devices=[f"node{i // 4}:cuda:{i % 4}" for i in range(8)])
     text = str(placement)

@@ -376,9 +376,14 @@ class Noted(Net):
         return self.head(self.norm(hidden) + self.noted[0]["mean"])
 
 
-@pytest.mark.parametrize(("network", "step"), [(Informed, with_mask), (Shortened, with_other_lengths), (Noted, loss)])
+@pytest.mark.parametrize(("network", "step"), [(Informed, with_mask), (Shortened, with_other_lengths)])
 def test_what_parts_keep_is_of_each_microbatch_on_all_stages(network: type[Net], step: Any) -> None:
     assert_alike(seeded(network), step, batches(), 2)
+
+
+def test_what_parts_compute_crosses_only_if_they_return_it() -> None:
+    with pytest.raises(StepError, match=r"computed from net\.extra\.words\.weight"):
+        on_stages(seeded(Noted), loss, batches(), 2)
 
 
 # -- objects with tensors that blocks and their submodules are given, return and keep

@@ -45,6 +45,7 @@ STEPS: dict[str, Any] = {
     "parts in a tuple": lambda x, names: (x, [*names]),
     "parts by name": lambda x, names: {"pair": Pair(x, x[:, 0]), "found": Found(x, list(names)), "none": None},
     "means": lambda x, names: {"loss": x.mean(), "plain": float(x.mean()), "numpy": x.numpy().mean()},
+    "a tuple of rows": lambda x, names: tuple(x.unbind()),
     "by number, a row per sample": lambda x, names: {0: x, 1: x + 1},
     "means by number": lambda x, names: {n: x.mean() for n in range(9)},
     "integers that were found": lambda x, names: x[x[:, 0] != 3].long(),
@@ -64,12 +65,19 @@ def same(ours: Any, whole: Any) -> bool:
     return type(ours) is type(whole) and ours == whole
 
 
+def seen(one: Any, other: Any, joined: Any, size: int) -> Lengths:
+    """What is known after a rehearsal of two microbatches."""
+    runs = [lengths(result, of) for result, of in ((one, size), (other, size), (joined, 2 * size))]
+    return Lengths(*as_long(*({(LENGTH, at): Number(torch.tensor(float(n))) for at, n in run.items()} for run in runs)))
+
+
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("step", STEPS)
 def test_results_are_those_of_the_whole_batch(step: str, parts: int) -> None:
-    batches = tree.split({"x": X, "names": NAMES}, parts)
-    merged = merge([STEPS[step](**batch) for batch in batches], 8 // parts)
-    assert same(merged, STEPS[step](X, NAMES))
+    size, run = 8 // parts, STEPS[step]
+    results = [run(**batch) for batch in tree.split({"x": X, "names": NAMES}, parts)]
+    known = seen(*results[:2], run(X[: 2 * size], NAMES[: 2 * size]), size) if parts > 1 else Lengths()
+    assert same(merge(results, size, known), run(X, NAMES))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +91,9 @@ def test_results_are_those_of_the_whole_batch(step: str, parts: int) -> None:
         (lambda x: {"n": np.int64(len(x))}, r"\['n'\].*counts samples"),
         (lambda x: x.shape, r"returned can't be .*it is torch\.Size\(\[2, 3\]\)"),
         (lambda x: {"who": str(float(x[0, 0]))}, r"\['who'\].*a str that differs"),
-        (lambda x: [x, x + 1], r"a list of 2 tensors, which may be one for each sample"),
+        (lambda x: [x, x + 1], r"a list of 2, which may be one for each sample"),
+        (lambda x: [x, {"y": x}], r"a list of 2, which may be one for each sample"),
+        (lambda x: x.flatten(), r"shape \(6,\) for each, of 2 samples"),
         (lambda x: {"x": x[:, : 1 + int(x[0, 0]) % 4]}, r"\['x'\].*shapes \[\(2, 1\), \(2, 3\), .*pad all"),
         (lambda x: {"per_class": x.sum(0)}, r"\['per_class'\].*shape \(3,\) for each, of 2 samples.*a row for each"),
         (lambda x: x.T @ x, r"shape \(3, 3\) for each"),
@@ -91,10 +101,6 @@ def test_results_are_those_of_the_whole_batch(step: str, parts: int) -> None:
         (lambda x: ["cat", "dog", "cow"], r"a list of 3 for each"),
         (lambda x: {"k" + str(int(x[0, 0])): x}, r"other keys"),
         (lambda x: x if float(x[0, 0]) else [], r"another type"),
-        (lambda x: {"p": {i: float(row[0]) for i, row in enumerate(x)}}, r"\['p'\].*keys, 0 to 1, may be the places"),
-        (lambda x: {"at": torch.nonzero(x % 5 > 1)}, r"\['at'\].*begin with the places of samples, 0 to 1"),
-        (lambda x: np.argwhere(x.numpy() % 5 > 1), r"begin with the places of samples"),
-        (lambda x: torch.tensor([[i, int(row[0])] for i, row in enumerate(x)]), r"begin with the places of samples"),
         (lambda x: {"cache": object()}, r"\['cache'\].*an? object that differs"),
     ],
 )
@@ -110,6 +116,13 @@ def test_a_list_that_is_as_long_for_more_samples_has_a_result_at_each_index() ->
     assert same(merged, [{"x": X}, {"y": X + 1}])
 
 
+def test_a_dict_with_a_key_for_each_sample_is_refused() -> None:
+    """The places of samples in a microbatch aren't those in the batch."""
+    results = [{"p": {i: float(row[0]) for i, row in enumerate(part)}} for part in (*X.split(4), X)]
+    with pytest.raises(StepError, match=r"\['p'\].*more keys for more samples"):
+        merge(results[:2], 4, seen(*results, 4))
+
+
 FIXED: dict[str, Any] = {
     "a vector": lambda x: x[:, :2].mean(0),
     "an array": lambda x: x[:, :2].mean(0).numpy(),
@@ -122,7 +135,7 @@ FIXED: dict[str, Any] = {
 def test_what_is_as_long_for_twice_as_many_samples_is_refused(step: str) -> None:
     """With as many classes as a microbatch has samples it was joined as if it had a row for each."""
     fixed = lengths({"x": FIXED[step](X[:2])}, 2).items() & lengths({"x": FIXED[step](X[:4])}, 4).items()
-    with pytest.raises(StepError, match=r"\['x'\].*it has 2 entries for each"):
+    with pytest.raises(StepError, match=r"\['x'\].*2.* for each, of 2 samples, and as long for twice as many"):
         merge([{"x": FIXED[step](batch)} for batch in tree.split(X, 4)], 2, Lengths(set(dict(fixed))))
 
 

@@ -35,6 +35,8 @@ class Looped(nn.Module):
 
 
 class Recomputing(Looped):
+    """A stage would recompute what was computed elsewhere."""
+
     def call(self, block: nn.Module, hidden: Tensor) -> Tensor:
         return checkpoint(block, hidden, use_reentrant=False)
 
@@ -76,7 +78,6 @@ AT_FOUR_PLACES = ["net.block"] * 4
     [
         (Looped, 2, AT_FOUR_PLACES),
         (Looped, 2, [*AT_FOUR_PLACES, "net.block", "net.block"]),  # a place that isn't come to
-        (Recomputing, 3, AT_FOUR_PLACES),
         (Listed, 3, None),
         (TiedBlocks, 3, None),
     ],
@@ -87,17 +88,10 @@ def test_each_use_of_a_block_is_a_place(
     assert_alike(seeded(network), loss, batches(), stages, blocks=blocks)
 
 
-class RecomputingMore(Looped):
-    """A checkpoint around more than the block: what it would recompute here was computed elsewhere."""
-
-    def call(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        return checkpoint(lambda x: block(x).tanh() * x, hidden, use_reentrant=False)
-
-
 @pytest.mark.parametrize(
     ("network", "stages", "blocks", "says"),
     [
-        (RecomputingMore, 2, AT_FOUR_PLACES, r"net\.block runs on several .* within a torch.utils.checkpoint of more"),
+        (Recomputing, 2, AT_FOUR_PLACES, r"net\.block runs on several stages, and here within a torch\.utils"),
         (Looped, 2, AT_FOUR_PLACES[:3], "net.block ran 4 times within one step, and a pipeline expects it 3×"),
     ],
 )

@@ -477,7 +477,7 @@ class ReturnsMeans(UndroppedMean):
 
 
 def test_means_of_as_many_classes_as_samples_are_refused() -> None:
-    with pytest.raises(RanksFailed, match=rf"\['means'\].* it has {WIDTH} entries for each, as many as samples"):
+    with pytest.raises(RanksFailed, match=rf"\['means'\].* for each, of {WIDTH} samples, and as long"):
         run_ranks(fit, 2, ReturnsMeans, STAGES, 4 * WIDTH, elastic=True)
 
 
