@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.containers import has_forward
-from lightning_shard.parallel.running_order import LISTS, children_of, first_names, held_by, lay_out, trains
+from lightning_shard.parallel.running_order import LISTS, children_of, first_names, held_by, lay_out, names_used, trains
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _SMALL = 0.1
@@ -125,8 +125,8 @@ def find_blocks(
       as those of a vision tower if the example is text.
     - A module that runs several times: instead of lists inside of it, or if there are no lists.
     - The parts of an ``nn.Sequential``.
-    - Modules that a forward calls one after the other, each once, as the example shows: also instead of lists that
-      carry next to nothing, such as the layers of a U-Net's embedding of time.
+    - Modules that a forward calls one after the other, each once, as its source or the example shows: also instead of
+      lists that carry next to nothing, such as the layers of a U-Net's embedding of time.
 
     Modules of a list that are containers without a forward, ``ModuleList([attention, feedforward])`` say, are replaced
     by what they hold, in order.
@@ -335,8 +335,14 @@ def _opened(root: nn.Module, calls: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _called_once(root: nn.Module, names: list[str], calls: Sequence[str]) -> list[str]:
-    """Of one module's children, those that an example's run calls once."""
-    return [name for name in names if all(calls.count(each) == 1 for each in _called(root, name))]
+    """Of one module's children, those that it calls once: in an example's run, or else by its source."""
+    path = names[0].rpartition(".")[0] if names else ""
+    if path in calls:
+        return [name for name in names if all(calls.count(each) == 1 for each in _called(root, name))]
+    own = {name.rpartition(".")[2]: name for name in names}
+    uses = Counter(names_used(type(root.get_submodule(path)), own.__contains__))
+    lists = {key for key, name in own.items() if isinstance(root.get_submodule(name), nn.ModuleList)}
+    return [name for key, name in own.items() if uses[key] == 1 or (key in lists and key in uses)]
 
 
 def _nothing_to_cut(root: nn.Module) -> str:
@@ -347,9 +353,8 @@ def _nothing_to_cut(root: nn.Module) -> str:
     such_as = f", such as {[path + name for name in trained[:4]]} if they run one after the other" if trained else ""
     return (
         f"{type(root).__name__} has no list of repeated blocks (an nn.ModuleList, nn.Sequential or nn.ModuleDict of at"
-        f" least two modules that hold parameters): name modules to cut between by pipeline_blocks{such_as}, or give"
-        " the LightningModule an example_input_array, whose run shows what is called. Or use pipeline_parallel_size=1:"
-        " a single module, such as an nn.LSTM, isn't cut."
+        f" least two modules that hold parameters): name modules to cut between by pipeline_blocks{such_as}. Or use"
+        " pipeline_parallel_size=1: a single module, such as an nn.LSTM, isn't cut."
     )
 
 

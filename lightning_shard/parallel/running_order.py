@@ -131,22 +131,35 @@ def _running_order(
         runs: Whether code that names attribute ``rest`` of a carrier may run blocks in it.
     """
     places: dict[str, int] = {}
-    for method in ("training_step", "forward"):
-        for place, full in enumerate(_names_in(cls, method, _DEPTH)):
-            name, _, rest = full.partition(".")
-            if name in carriers and runs(name, rest):
-                places[name] = place
-            elif name in bare or (name in children and name not in carriers):
-                places.setdefault(name, place)
-        if any(name in places for name in carriers):
-            break
-        places.clear()
+
+    def runs_carrier(full: str) -> bool:
+        name, _, rest = full.partition(".")
+        return name in carriers and runs(name, rest)
+
+    for place, full in enumerate(names_used(cls, runs_carrier)):
+        name = full.partition(".")[0]
+        if runs_carrier(full):
+            places[name] = place
+        elif name in bare or (name in children and name not in carriers):
+            places.setdefault(name, place)
     order = sorted(places, key=places.__getitem__)
     order += [name for name in carriers if name not in order]
     for name in reversed([child for child in children if child not in order]):
         earlier = [order.index(carrier) for carrier in carriers if children.index(carrier) < children.index(name)]
         order.insert(max(earlier) + 1 if earlier else 0, name)
     return [*(name for name in bare if name not in order), *order]
+
+
+def names_used(cls: type, wanted: Callable[[str], bool]) -> list[str]:
+    """Names of attributes as a class's step uses them, or its forward: the first of these that uses a wanted one.
+
+    What it uses in a loop comes twice.
+    """
+    for method in ("training_step", "forward"):
+        names = [*_names_in(cls, method, _DEPTH)]
+        if any(map(wanted, names)):
+            return names
+    return []
 
 
 def _names_in(cls: type, method: str, depth: int, after: type | None = None) -> Iterator[str]:

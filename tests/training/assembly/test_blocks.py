@@ -206,5 +206,5 @@ def test_what_cant_be_cut_says_what_could_be_named() -> None:
         find_blocks(module)
     assert find_blocks(module, ["first", "second"]).names == ("net.first", "net.second")
     del module.net.first
-    with pytest.raises(PlacementError, match=r"by pipeline_blocks, .* single module, such as an nn\.LSTM, isn't cut"):
+    with pytest.raises(PlacementError, match=r"by pipeline_blocks\. .* single module, such as an nn\.LSTM, isn't cut"):
         find_blocks(module)

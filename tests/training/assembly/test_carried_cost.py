@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import re
 import warnings
-from functools import partial
 
 import lightning as L
 import pytest
-import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import PlacementError
-from lightning_shard.parallel.blocks import Blocks, find_blocks
+from lightning_shard.parallel.blocks import find_blocks
 from lightning_shard.pipeline.placement import Placement, place
 from lightning_shard.plugin.assembly.placing import costs_of, warn_of_idle_stages
-from lightning_shard.plugin.assembly.probe import calls_on_example
 from tests.training.models.unets import Diffusion, OfLists, Towers
 
 
-def found(module: L.LightningModule, path: list[str] | None = None) -> Blocks:
-    return find_blocks(module, path, partial(calls_on_example, module))
-
-
-def cut(module: L.LightningModule, stages: int = 2, path: list[str] | None = None) -> tuple[Placement, list[str]]:
+def cut(module: L.LightningModule, stages: int = 2, **options: object) -> tuple[Placement, list[str]]:
     """The placement that a run would have, and what it warns of."""
-    _, cost = costs_of(module, found(module, path), runs=True)
+    _, cost = costs_of(module, find_blocks(module, **options), runs=True)  # type: ignore[arg-type]
     placement = place(cost, stages)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -38,7 +31,7 @@ def test_a_unet_is_cut_between_its_levels_and_not_along_its_embedding_of_time() 
         (Diffusion(), ["down1", *(f"down2.{part}" for part in ("into", "conv", "attention")), "up1", "up2"]),
         (Diffusion(OfLists), ["down.0", "down.1", "middle", "up.0", "up.1"]),
     ):
-        assert found(module).names == tuple(f"unet.{level}" for level in levels)
+        assert find_blocks(module).names == tuple(f"unet.{level}" for level in levels)
         placement, said = cut(module)
         parameters = [stage.parameters for stage in placement.stages]
         assert min(parameters) > 0.3 * sum(parameters)
@@ -47,14 +40,14 @@ def test_a_unet_is_cut_between_its_levels_and_not_along_its_embedding_of_time() 
 
 def test_two_networks_that_a_step_calls_once_each_are_both_cut() -> None:
     towers = [*(f"image.blocks.{i}" for i in range(3)), *(f"text.layers.{i}" for i in range(3))]
-    assert found(Towers()).names == tuple(towers)
+    assert find_blocks(Towers()).names == tuple(towers)
     placement, said = cut(Towers(), 4)
     assert placement.stages[-1].names[0].startswith("text.layers")
     assert not said
 
 
 class Parts(nn.Module):
-    """Three modules that the code calls one after the other."""
+    """Three modules that the code calls one after the other, or in a loop."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -86,20 +79,20 @@ class Large(nn.Module):
 
 
 class Stepping(L.LightningModule):
-    def __init__(self, network: nn.Module, example: Tensor | None = None) -> None:
+    def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.network, self.example_input_array = network, example
+        self.network = network
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.network(x)
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.network(batch).sum()
 
 
-def test_modules_that_an_example_calls_once_each_are_cut_between_without_a_list() -> None:
-    three = ("network.first", "network.second", "network.third")
-    assert found(Stepping(Parts(), torch.zeros(2, 8))).names == three
-    assert found(Stepping(Looped(), torch.zeros(2, 32))).names == three
+def test_modules_that_the_source_calls_once_each_are_cut_between_without_a_list() -> None:
+    assert find_blocks(Stepping(Parts())).names == ("network.first", "network.second", "network.third")
+    looped = Looped()
+    del looped.small
     with pytest.raises(PlacementError, match=r"such as \['network.first', 'network.second', 'network.third'\] if"):
-        found(Stepping(Parts()))
+        find_blocks(Stepping(looped))
 
 
 def test_a_useless_cut_is_said_and_the_largest_module_is_named() -> None:

@@ -1,7 +1,4 @@
-"""U-Nets whose levels are conditioned on the time, written in the two usual ways; and a pair of towers.
-
-With examples, whose run shows what is called, and when.
-"""
+"""U-Nets whose levels are conditioned on the time, written in the two usual ways; and a pair of towers."""
 
 from __future__ import annotations
 
@@ -99,14 +96,10 @@ class Diffusion(Trained):
     def __init__(self, network: type[nn.Module] = OfAttributes) -> None:
         super().__init__()
         self.unet = network()
-        self.example_input_array = noisy_images()[0][::2]
-
-    def forward(self, image: Tensor, time: Tensor) -> Tensor:
-        return self.unet(image, time)
 
     def loss(self, batch: Batch) -> Tensor:
         image, noise, time = batch
-        return F.mse_loss(self(image + noise, time), noise)
+        return F.mse_loss(self.unet(image + noise, time), noise)
 
 
 class Images(nn.Module):
@@ -142,13 +135,10 @@ class Towers(Trained):
     def __init__(self) -> None:
         super().__init__()
         self.image, self.text, self.scale = Images(), Texts(), nn.Parameter(torch.tensor(1.0))
-        self.example_input_array = pairs()[0]
-
-    def forward(self, image: Tensor, tokens: Tensor) -> Tensor:
-        return self.scale.exp() * F.normalize(self.image(image), dim=-1) @ F.normalize(self.text(tokens), dim=-1).T
 
     def loss(self, batch: Batch) -> Tensor:
-        scores = self(*batch)
+        image, tokens = batch
+        scores = self.scale.exp() * F.normalize(self.image(image), dim=-1) @ F.normalize(self.text(tokens), dim=-1).T
         return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
 
 
