@@ -149,8 +149,6 @@ class PlanCheck:
         returning = {each: layer for each, layer in layers.items() if each in self._returning_whole}
         # units inside would take such a backward for the step's
         has_units = any(is_unit(part) for part in block.modules() if part is not block)
-        meshes = {p.device_mesh.mesh_dim_names for p in block.parameters() if isinstance(p, DTensor)}
-        is_local = not has_units and meshes <= {(TENSOR_AXIS,)}
 
         def results(*, whole: bool, evaluates: bool) -> list[Result]:
             if evaluates:
@@ -164,9 +162,9 @@ class PlanCheck:
             for evaluates in (False, True):
                 runs = (
                     partial(outcome, partial(results, whole=each, evaluates=evaluates), changes, device)
-                    for each in (False, True)
+                    for each in (True, False)
                 )
-                (split, drawn), (whole, drawn_whole) = _outcomes(name, *runs, explains=is_local)
+                (whole, drawn_whole), (split, drawn) = _compared(name, *runs)
                 if drawn == drawn_whole:
                     break
                 if not evaluates:
@@ -200,50 +198,36 @@ def _are_parts(given: Any, block: nn.Module) -> bool:
     return bool(differing(exchanged(axis.get_group(), fingerprints(own))[0], _APART[True]))
 
 
-def _outcomes(
-    name: str, split: Callable[[], _Outcome], whole: Callable[[], _Outcome], *, explains: bool
-) -> tuple[_Outcome, _Outcome]:
+def _compared(name: str, whole: Callable[[], _Outcome], split: Callable[[], _Outcome]) -> tuple[_Outcome, _Outcome]:
     """The outcomes of both runs.
 
-    Args:
-        explains: Whether a run with whole layers makes no collective calls, so that it can follow one that failed.
-
     Raises:
-        PlanError: One of them fails, and not the other.
+        PlanError: One of them fails.
     """
-    failed: Exception | None = None
-    as_split: _Outcome = ((), b"")
-    try:
-        as_split = split()
-    except (RuntimeError, ValueError, IndexError) as error:
-        if not explains or isinstance(error, (ShardError, torch.OutOfMemoryError)):
-            raise
-        failed = error
     try:
         as_whole = whole()
+    except (OpaqueError, PlanError):
+        raise
+    except torch.OutOfMemoryError:
+        warnings.warn(f"tensor_parallel_plan: {name} isn't compared with itself whole: out of memory.", stacklevel=2)
+        raise OpaqueError from None
     except Exception as error:
-        if failed is not None:
-            raise failed from None
-        if isinstance(error, (OpaqueError, PlanError)):
-            raise
-        if isinstance(error, torch.OutOfMemoryError):
-            warnings.warn(
-                f"tensor_parallel_plan: {name} isn't compared with itself whole: out of memory.", stacklevel=2
-            )
-            raise OpaqueError from None
         raise PlanError(
-            f"tensor_parallel_plan: {name} runs as it is split, but not with whole layers, with which it is compared"
+            f"tensor_parallel_plan: {name} doesn't run with whole layers, with which it is compared"
             f" ({type(error).__name__}: {error}). Have its code take sizes from tensors (x.size(-1)), not those of one"
             " rank, or leave these layers out of the plan."
         ) from error
-    if failed is None:
-        return as_split, as_whole
-    text = str(failed).partition("\n")[0].rstrip(".")
-    raise PlanError(
-        f"The first step fails with tensor_parallel_plan: {text}. {name} runs with whole layers, and as it is split"
-        " gets this rank's features only: leave out of the plan what can't be split (it comes with the model, if you"
-        " gave none), or use tensor_parallel_size=1."
-    ) from failed
+    try:
+        return as_whole, split()
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, (ShardError, torch.OutOfMemoryError)):
+            raise
+        text = str(error).partition("\n")[0].rstrip(".")
+        raise PlanError(
+            f"The first step fails with tensor_parallel_plan: {text}. {name} runs with whole layers, and as it is split"
+            " gets this rank's features only: leave out of the plan what can't be split (it comes with the model, if"
+            " you gave none), or use tensor_parallel_size=1."
+        ) from error
 
 
 def _results(module: nn.Module, run: Forward, given: Any, *, with_gradients: bool) -> Iterator[Result]:
