@@ -161,18 +161,17 @@ def assemble(
     sequences = _sequences(module, blocks, layout, groups, device)
     agree_on_weights(module)
     held_blocks = _held_blocks(blocks, placement, schedule, layout) if blocks and placement else set()
-    compared = {} if settings.compile_blocks else styles
-    is_own = settings.tensor_parallel_plan is None
-    plan_check = PlanCheck(module, held_blocks, compared, partial(trial_runs, device), is_own=is_own)
-    # before the cut, which replaces some calls by stand-ins
-    compile_forwards(
+    plan_check = PlanCheck(
         module,
-        compilers,
-        {*listed, *(blocks.names if blocks else ())},
-        within=held_blocks if layout.pipeline_parallel_size > 1 else None,
-        compiles=not experts and sequences is None,
-        tells=layout.rank == 0,
+        held_blocks,
+        {} if settings.compile_blocks else styles,
+        partial(trial_runs, device),
+        is_own=settings.tensor_parallel_plan is None,
     )
+    if not experts and sequences is None:  # compiled code can't send tokens to experts or parts of sequences to ranks
+        # before the cut, which replaces some calls by stand-ins
+        within = held_blocks if layout.pipeline_parallel_size > 1 else None
+        compile_forwards(module, compilers, {*listed, *(blocks.names if blocks else ())}, within=within)
     _wrap_blocks(module, held_blocks, recomputed, settings, sequences, device)
     plan_check.compare(module)
 
@@ -189,8 +188,8 @@ def assemble(
     units = listed
     if blocks and (part.stages is not None or settings.pipeline_blocks is not None):
         # without stages, what isn't in a list stays in the root's unit: the step may read its parameters
-        within = held_blocks if part.stages is not None else _within(listed, held_blocks)
-        units = _units(module, within, blocks.names, listed)
+        own = held_blocks if part.stages is not None else _within(listed, held_blocks)
+        units = _units(module, own, blocks.names, listed)
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
     data_mesh = mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]]
