@@ -11,7 +11,6 @@ and ``_torchdynamo_orig_callable``, which ``torch.compile`` sets on functions.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -62,8 +61,6 @@ def compile_forwards(
     blocks: Collection[str],
     *,
     within: Collection[str] | None,
-    compiles: bool,
-    tells: bool,
 ) -> None:
     """Compile what :func:`take_out` has found, without hooks. Where a module holds blocks, these are compiled.
 
@@ -71,29 +68,15 @@ def compile_forwards(
         blocks: The names of all blocks, on which hooks will be.
         within: The blocks of this rank's stages, outside of which forwards run as they are; ``None`` without stages.
             Stages replace attributes of the modules around blocks, which the compiler doesn't take.
-        compiles: Whether forwards can be compiled; else all run as they are.
-        tells: Whether this rank warns of code that isn't compiled.
     """
-    holders = []
-    for name, compiler in compilers.items() if compiles else ():
-        below = [block for block in blocks if not name or block.startswith(f"{name}.")]
-        holders += [name] if below else []
-        for each in below or [name]:
+    for name, compiler in compilers.items():
+        for each in [block for block in blocks if not name or block.startswith(f"{name}.")] or [name]:
             if within is not None and not any(f"{each}.".startswith(f"{block}.") for block in within):
                 continue
             for called in with_forward(root.get_submodule(each)):
                 own = called.__dict__.get("forward")
                 if not (_is_wrapped(called) or hasattr(own, "_torchdynamo_orig_callable")):
                     called.__dict__["forward"] = compiler(called.forward)
-    uncompiled = holders if compiles else [*compilers]
-    if uncompiled and tells:
-        why = (
-            "as a whole, and between its blocks ranks communicate: these are compiled, and not the code around them"
-            if compiles
-            else "and runs uncompiled, since compiled code can't send tokens to experts or parts of sequences to ranks"
-        )
-        name = uncompiled[0].removesuffix("_orig_mod").rstrip(".")
-        warnings.warn(f"{name or 'The LightningModule'} was compiled by torch.compile {why}.", stacklevel=2)
 
 
 def _compiler_of(compiled: Any) -> Compiler | None:

@@ -3,13 +3,13 @@
 What torch's DTensors (2.11 to 2.14) do by themselves is silently wrong, or fails. Here they are as the full tensor:
 
 - *Assigned*: ``p.data = values`` uses the memory of ``values``, which torch ignores. ``p.copy_(values)`` and
-  ``load_state_dict`` take a full tensor, equal on all ranks; ``p[:4] = 0``, ``p.index_fill_(…)``, ``p.triu_()`` and
-  others write by places in it. A slice across shards is a copy: ``p[:4].zero_()`` is refused.
+  ``load_state_dict`` take a full tensor, equal on all ranks; ``p[:4] = 0`` writes by places in it. A slice across
+  shards is a copy: ``p[:4].zero_()`` is refused.
 - *Read*: ``float(p.norm())``, ``bool((p > 0).all())``, ``(p > 0).any(0).sum()``, ``p.norm(dim=0).sum()`` and
   ``f"{p.norm():.4f}"`` are the full tensor's; torch's are this rank's, or count a column once per rank. So are
   ``p.tolist()``, ``p.numpy()`` and ``np.asarray(p)`` of scalars, and where this rank holds all of ``p``.
-- *Drawn*: ``nn.init.normal_(p)`` and ``torch.bernoulli(p)`` draw for the full tensor, as one process does. torch gives
-  all shards the same values, since it coordinates generators over ranks on accelerators only.
+- *Refused*: draws, as ``nn.init.normal_(p)``, of which torch gives all shards the same values, since it coordinates
+  generators over ranks on accelerators only; and other writes by place, as ``p.index_fill_(…)`` and ``p.triu_()``.
 - *Combined*: parameters that are split over tensor ranks are on another mesh than others. Scalars of both are the full
   tensors', and an operation that joins both, such as ``torch.cat``, returns a plain tensor. Lists of sharded and plain
   tensors (``torch._foreach_lerp_`` in timm's ``ModelEmaV3``) are changed one kind after the other. A plain number that
@@ -56,9 +56,9 @@ _REDUCING = {
     torch.ops.aten.linalg_vector_norm.default,
 }
 """Operations that torch applies to each rank's partial norms or maxima as if these were the full tensor's."""
-_FILLING = ["normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"]
-_MAKING = ["rand_like", "randn_like", "randint_like"]
-_DRAWING_BY_VALUES = [
+_DRAWING = [
+    *("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"),
+    *("rand_like", "randn_like", "randint_like"),
     *("bernoulli", "binomial", "multinomial", "normal", "poisson", "_sample_dirichlet", "_standard_gamma"),
     *("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"),
 ]
@@ -88,10 +88,8 @@ def _add_handlers(known: dict[Any, Handler]) -> None:
     known.update((getattr(aten.any, each), _any) for each in ("default", "dim", "dims"))
     known[aten._is_all_true.default] = _all
     known[aten._foreach_copy_.default] = _copy_each
-    for names, handler in ((_FILLING, _fill), (_MAKING, _make), (_DRAWING_BY_VALUES + _WRITING_ELSEWHERE, _on_full)):
-        for packet in (getattr(aten, name) for name in names):
-            for overload in packet.overloads():
-                known[getattr(packet, overload)] = _on_full if "out" in overload else handler
+    for packet in (getattr(aten, name) for name in _DRAWING + _WRITING_ELSEWHERE):
+        known.update({getattr(packet, overload): _refuse for overload in packet.overloads()})
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = known.pop(operation, None)  # torch handles the calls below
@@ -148,55 +146,13 @@ def _all(_: Any, args: tuple[Any, ...], __: Any) -> Any:
     return torch.all(args[0])
 
 
-def _on_full(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A handler: ``operation`` of the full tensors.
-
-    Returns:
-        DTensors. A result is placed as the first argument of its shape; if there is none, each rank holds all of it.
-        What the operation changes in place is returned itself.
-    """
-    names = [argument.name for argument in operation._schema.arguments]
-    given = {**dict(zip(names, args)), **kwargs}
-    wholes = full(given)
-    result = operation(*[wholes[name] for name in names[: len(args)]], **{name: wholes[name] for name in kwargs})
-    changed = [name for _, name in written_by(operation) if name in given]
-    for name in changed:
-        if isinstance(given[name], DTensor):
-            given[name].copy_(wholes[name])
-
-    def place(whole: Tensor) -> Tensor:
-        itself = [given[name] for name in changed if wholes[name] is whole]
-        return itself[0] if itself else _placed(whole, tree.leaves(given, DTensor))
-
-    return tuple(map(place, result)) if isinstance(result, tuple) else place(result)
-
-
-def _cut(whole: Tensor, like: DTensor) -> DTensor:
-    """This rank's part of a full tensor, placed as ``like`` is. Partial sums become replicas."""
-    placements = _joined(like)
-    own = part_on(whole, like.device_mesh, placements).clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(own, like.device_mesh, placements, shape=whole.shape, stride=whole.stride())
-
-
-def _placed(whole: Tensor, given: Sequence[DTensor]) -> DTensor:
-    alike = [each for each in given if each.shape == whole.shape]
-    if alike:
-        return _cut(whole, alike[0])
-    mesh = given[0].device_mesh
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    target = args[0]
-    return target.copy_(operation(_empty(target), *full(args[1:]), **kwargs))
-
-
-def _make(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _cut(operation(_empty(args[0]), *full(args[1:]), **kwargs), args[0])
-
-
-def _empty(like: DTensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+def _refuse(operation: Any, _: tuple[Any, ...], __: dict[str, Any]) -> Any:
+    raise StepError(
+        f"{operation.overloadpacket.__name__} of a sharded tensor would be of each rank's part by itself, and draw the"
+        " same numbers for each, or take places in the part for those in the whole: change the whole, alike on all"
+        " ranks (values = p.full_tensor(); torch.nn.init.normal_(values); p.copy_(values)).",
+        breaks=9,
+    )
 
 
 def _copy_each(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

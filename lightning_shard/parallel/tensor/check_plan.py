@@ -8,20 +8,19 @@ on the same input, gradient and random numbers, and what it returns and the grad
 have the same modules with the same settings; of a model's own plan, but for layers' numbers. What runs without training
 before, in an evaluation or as a frozen network, is compared then.
 
-Split layers outside of blocks (of a user's plan, with one stage) are compared in the step that calls them, which runs
-twice more: in the second run these layers are whole, and blocks are split as in the first.
+Outside of blocks, where nothing is compared, a user's plan may have layers that are given and return whole features.
 
 During the comparison, trained parameters that are small everywhere have other values (``whole_layers.py``).
 
 Not checked: blocks with a user's hooks inside; compiled blocks; calls with objects; blocks that are given a part on
-each rank; sequence-parallel plans; layers of a block that code outside of the block calls; gradients outside of blocks.
+each rank; sequence-parallel plans; layers of a block that code outside of the block calls.
 """
 
 from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from typing import Any
@@ -67,17 +66,38 @@ _SMALL_GRADIENT = {True: 1e-3, False: 5e-2}
 _Outcome = tuple[Sequence[Result], bytes]
 
 
+def refuse_parts_around(blocks: Iterable[str], styles: Mapping[str, ParallelStyle]) -> None:
+    """Refuse that a user's plan splits features between layers outside of blocks.
+
+    Args:
+        blocks: The names of all blocks. One that is a layer itself, as in a list of linear layers, counts as outside.
+        styles: Styles of split modules, by name.
+
+    Raises:
+        PlanError: It does.
+    """
+    if any(isinstance(style, ScatterSequence) for style in styles.values()):
+        return
+    within = tuple(f"{name}." for name in blocks)
+    for name, style in styles.items():
+        takes_and_returns_whole = _is_whole(style, "input_layout") and _is_whole(style, "output_layout")
+        if not (takes_and_returns_whole or name.startswith(within)):
+            raise PlanError(
+                f"tensor_parallel_plan: {name} would take or return a part of all features on each rank, and is in no"
+                " block: only blocks are compared with themselves whole, since code between split layers may need all"
+                " features. Choose 'colwise_gather_output', 'rowwise_split_input' or 'embedding_rowwise', or name a"
+                " module that holds it and what it works with by pipeline_blocks, beside the blocks."
+            )
+
+
 class PlanCheck:
-    """Compares one block of each kind, and what is split around blocks.
+    """Compares one block of each kind.
 
     Args:
         root: The whole model, before anything wraps it.
         held: Names of this rank's blocks.
-        listed: Names of all blocks.
         styles: Styles of split modules, by name.
-        steps: Names of the methods of ``root`` that are its calls, if they can be run again.
         trial_runs: A context for runs of a module; its :class:`RunChanges` restore what a run has changed.
-        trial_runs_of_step: The same for runs of ``root``'s ``step``.
         is_own: Whether the plan is the model's own.
     """
 
@@ -85,11 +105,8 @@ class PlanCheck:
         self,
         root: nn.Module,
         held: Collection[str],
-        listed: Collection[str],
         styles: Mapping[str, ParallelStyle],
-        steps: Collection[str],
         trial_runs: TrialRuns,
-        trial_runs_of_step: TrialRuns,
         *,
         is_own: bool,
     ) -> None:
@@ -108,15 +125,9 @@ class PlanCheck:
             if inside:
                 kinds.setdefault(repr((_kind(modules[name], numbered=not is_own), inside)), name)
         self._blocks = {name: modules[name].forward for name in kinds.values()}
-        around = [name for name in listed if not (name in styles and _is_layer(modules[name]))]
-        within = tuple(f"{name}." for name in around)
-        self._around = [name for name in around if not name.startswith(within)]
-        self._outside = {name: layer for name, layer in self._layers.items() if not f"{name}.".startswith(within)}
-        is_split = (name for name in self._outside if not _is_whole(styles[name], "input_layout", "output_layout"))
-        self._steps = steps if any(is_split) else ()
-        self._runs, self._runs_of_step = trial_runs, trial_runs_of_step
+        self._runs = trial_runs
 
-    def compare_blocks(self, root: nn.Module) -> None:
+    def compare(self, root: nn.Module) -> None:
         """Wrap the blocks' forwards, so that their first calls are compared; on all tensor ranks.
 
         Call it before ``root`` is sharded or cut: what replaces a block's forward later must call this wrapper.
@@ -124,74 +135,44 @@ class PlanCheck:
         for name, plain in self._blocks.items():
             block = root.get_submodule(name)
             layers = {each: layer for each, layer in self._layers.items() if each.startswith(f"{name}.")}
-            compare = partial(self._compare, block, name, plain, layers, {}, self._runs)
-            _FirstCalls(block).compare("forward", compare)
+            _FirstCalls(block, partial(self._compare, block, name, plain, layers)).wrap()
 
-    def compare_steps(self, root: nn.Module) -> None:
-        """Wrap the steps of the model, if there is something to compare, after it is sharded; on all tensor ranks."""
-        first = _FirstCalls(root)
-        blocks = {each: root.get_submodule(each) for each in self._around}
-        within = {part for block in blocks.values() for part in block.modules()}  # such a layer stays split
-        layers = {name: layer for name, layer in self._outside.items() if layer[0] not in within}
-        for method in self._steps:
-            own = getattr(root, method)
-            first.compare(method, partial(self._compare, root, method, own, layers, blocks, self._runs_of_step))
-
-    def _compare(
-        self,
-        module: nn.Module,
-        name: str,
-        run: Forward,
-        layers: Layers,
-        blocks: Mapping[str, nn.Module],
-        trial_runs: TrialRuns,
-        given: tuple[Any, Any],
-    ) -> None:
-        """Run code twice more, and compare.
+    def _compare(self, block: nn.Module, name: str, plain: Forward, layers: Layers, given: tuple[Any, Any]) -> None:
+        """Run a block twice more, and compare.
 
         Raises:
             PlanError: The results differ, or the code fails with whole layers.
         """
-        if not blocks and _are_parts(given, module):
+        if _are_parts(given, block):
             return
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        noted = {each: layer for each, layer in layers.items() if each in self._returning_whole}
+        device = next((p.device for p in block.parameters()), torch.device("cpu"))
+        returning = {each: layer for each, layer in layers.items() if each in self._returning_whole}
         # units inside would take such a backward for the step's
-        has_units = any(is_unit(part) for part in module.modules() if part is not module)
-        with_gradients = module.training and not blocks and not has_units
-        meshes = {p.device_mesh.mesh_dim_names for p in module.parameters() if isinstance(p, DTensor)}
-        is_local = not has_units and meshes <= {(TENSOR_AXIS,)}
+        has_units = any(is_unit(part) for part in block.modules() if part is not block)
 
         def results(*, whole: bool, evaluates: bool) -> list[Result]:
             if evaluates:
-                module.eval()
-            with with_whole_layers(layers, made) if whole else nullcontext(), _noting(noted, blocks) as found:
-                found.extend(_results(module, run, given, with_gradients=with_gradients))
+                block.eval()
+            with with_whole_layers(layers, made) if whole else nullcontext(), _noting(returning) as found:
+                found.extend(_results(block, plain, given, with_gradients=block.training and not has_units))
                 return found
 
-        around = set(module.parameters()).difference(*(block.parameters() for block in blocks.values()))
-        with enlarged(p for p in module.parameters() if p in around), trial_runs(module) as changes:
+        with enlarged(block.parameters()), self._runs(block) as changes:
             made = whole_parameters(layers)
             for evaluates in (False, True):
                 runs = (
                     partial(outcome, partial(results, whole=each, evaluates=evaluates), changes, device)
-                    for each in (False, True)
+                    for each in (True, False)
                 )
-                (split, drawn), (whole, drawn_whole) = _outcomes(name, *runs, explains=is_local)
+                (whole, drawn_whole), (split, drawn) = _compared(name, *runs)
                 if drawn == drawn_whole:
                     break
                 if not evaluates:
-                    _warn_of_draws(module, name)
+                    _warn_of_draws(block, name)
             else:
                 return  # what draws other numbers can't be compared
-        pairs = [*zip(split, whole)]
-        runs_alike = [each.name for each in split] == [each.name for each in whole]
-        if blocks:  # what code around blocks has is split in places
-            if not runs_alike:
-                return
-            pairs = [(ours, theirs) for ours, theirs in pairs if ours.values.shape == theirs.values.shape]
-        apart = first_apart(pairs, _APART[in_32_bits(module.parameters())])
-        if apart is not None or not runs_alike:
+        apart = first_apart(zip(split, whole), _APART[in_32_bits(block.parameters())])
+        if apart is not None or [each.name for each in split] != [each.name for each in whole]:
             raise PlanError(
                 f"tensor_parallel_plan: {name} computes something else when it is split than whole, first in {apart}"
                 " (sentence 12 of the contract). What follows a 'colwise' layer, up to a 'rowwise' one, is given a part"
@@ -217,50 +198,36 @@ def _are_parts(given: Any, block: nn.Module) -> bool:
     return bool(differing(exchanged(axis.get_group(), fingerprints(own))[0], _APART[True]))
 
 
-def _outcomes(
-    name: str, split: Callable[[], _Outcome], whole: Callable[[], _Outcome], *, explains: bool
-) -> tuple[_Outcome, _Outcome]:
+def _compared(name: str, whole: Callable[[], _Outcome], split: Callable[[], _Outcome]) -> tuple[_Outcome, _Outcome]:
     """The outcomes of both runs.
 
-    Args:
-        explains: Whether a run with whole layers makes no collective calls, so that it can follow one that failed.
-
     Raises:
-        PlanError: One of them fails, and not the other.
+        PlanError: One of them fails.
     """
-    failed: Exception | None = None
-    as_split: _Outcome = ((), b"")
-    try:
-        as_split = split()
-    except (RuntimeError, ValueError, IndexError) as error:
-        if not explains or isinstance(error, (ShardError, torch.OutOfMemoryError)):
-            raise
-        failed = error
     try:
         as_whole = whole()
+    except (OpaqueError, PlanError):
+        raise
+    except torch.OutOfMemoryError:
+        warnings.warn(f"tensor_parallel_plan: {name} isn't compared with itself whole: out of memory.", stacklevel=2)
+        raise OpaqueError from None
     except Exception as error:
-        if failed is not None:
-            raise failed from None
-        if isinstance(error, (OpaqueError, PlanError)):
-            raise
-        if isinstance(error, torch.OutOfMemoryError):
-            warnings.warn(
-                f"tensor_parallel_plan: {name} isn't compared with itself whole: out of memory.", stacklevel=2
-            )
-            raise OpaqueError from None
         raise PlanError(
-            f"tensor_parallel_plan: {name} runs as it is split, but not with whole layers, with which it is compared"
+            f"tensor_parallel_plan: {name} doesn't run with whole layers, with which it is compared"
             f" ({type(error).__name__}: {error}). Have its code take sizes from tensors (x.size(-1)), not those of one"
             " rank, or leave these layers out of the plan."
         ) from error
-    if failed is None:
-        return as_split, as_whole
-    text = str(failed).partition("\n")[0].rstrip(".")
-    raise PlanError(
-        f"The first step fails with tensor_parallel_plan: {text}. {name} runs with whole layers, and as it is split"
-        " gets this rank's features only: leave out of the plan what can't be split (it comes with the model, if you"
-        " gave none), or use tensor_parallel_size=1."
-    ) from failed
+    try:
+        return as_whole, split()
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, (ShardError, torch.OutOfMemoryError)):
+            raise
+        text = str(error).partition("\n")[0].rstrip(".")
+        raise PlanError(
+            f"The first step fails with tensor_parallel_plan: {text}. {name} runs with whole layers, and as it is split"
+            " gets this rank's features only: leave out of the plan what can't be split (it comes with the model, if"
+            " you gave none), or use tensor_parallel_size=1."
+        ) from error
 
 
 def _results(module: nn.Module, run: Forward, given: Any, *, with_gradients: bool) -> Iterator[Result]:
@@ -303,77 +270,63 @@ def _whole_gradient(tensor: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 @contextmanager
-def _noting(layers: Layers, blocks: Mapping[str, nn.Module]) -> Iterator[list[Result]]:
-    """Yields what layers return inside, and what the first call of a block is given, in running order.
-
-    Later blocks are given outputs of blocks, and to keep all of them needs much memory.
-    """
+def _noting(layers: Layers) -> Iterator[list[Result]]:
+    """Yields what layers return inside, in running order."""
     found: list[Result] = []
-    given: list[str] = []
-
-    def note(what: str, value: Any) -> None:
-        found.extend(Result(what, each.detach().clone()) for each in tree.tensors(value))
 
     def returns(name: str, _: nn.Module, __: Any, returned: Any) -> None:
-        note(f"what {name} returns", returned)
-
-    def begins(name: str, _: nn.Module, *arguments: Any) -> None:
-        if not given:
-            given.append(name)
-            note(f"what {name} is given", arguments)
+        found.extend(Result(f"what {name} returns", each.detach().clone()) for each in tree.tensors(returned))
 
     with ExitStack() as inside:
         for name, (layer, _) in layers.items():
             inside.callback(layer.register_forward_hook(partial(returns, name)).remove)
-        for name, block in blocks.items():
-            hook = block.register_forward_pre_hook(partial(begins, name), prepend=True, with_kwargs=True)
-            inside.callback(hook.remove)
         yield found
 
 
 class _FirstCalls:
-    """Compares a module's first call in training, and one before that without training."""
+    """Compares a block's first call in training, and one before that without training."""
 
-    _is_comparing = False  # any module: what runs for a comparison isn't compared itself
+    _is_comparing = False  # any block: what runs for a comparison isn't compared itself
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, block: nn.Module, compare: Callable[[tuple[Any, Any]], None]) -> None:
+        self._block = block
+        self._compare = compare
         self._compared: bool | None = None  # whether in training
 
-    def compare(self, method: str, by: Callable[[tuple[Any, Any]], None]) -> None:
-        """Wrap one of the module's methods, until its call in training was compared."""
-        module = self._module
-        own, had = getattr(module, method), method in vars(module)
+    def wrap(self) -> None:
+        """Wrap the block's forward, until its call in training was compared."""
+        own, attributes = self._block.forward, vars(self._block)
+        had = "forward" in attributes
 
         @wraps(own)
         def compared(*args: Any, **kwargs: Any) -> Any:
             if self._is_due():
                 trains = self._compared = self._trains
                 # otherwise a later replacement calls this wrapper, and stays
-                if trains and vars(module).get(method) is compared:
-                    del vars(module)[method]
-                    vars(module).update({method: own} if had else {})
+                if trains and attributes.get("forward") is compared:
+                    del attributes["forward"]
+                    attributes.update({"forward": own} if had else {})
                 has_cache = any(map(is_cache, (*args, *kwargs.values())))  # which an evaluation may need
                 _FirstCalls._is_comparing = True
                 try:
                     with suppress(OpaqueError, *([] if trains or not has_cache else [Exception])):
-                        by((args, kwargs))
+                        self._compare((args, kwargs))
                 finally:
                     _FirstCalls._is_comparing = False
             return own(*args, **kwargs)
 
-        vars(module)[method] = compared
+        attributes["forward"] = compared
 
     def _is_due(self) -> bool:
         if _FirstCalls._is_comparing or self._compared or (self._compared is not None and not self._trains):
             return False
         # hooks of users would see the additional runs
-        inside = (part for part in self._module.modules() if part is not self._module)
+        inside = (part for part in self._block.modules() if part is not self._block)
         return not any(has_other_hooks(part, ("torch.", "lightning_shard.", "lightning.")) for part in inside)
 
     @property
     def _trains(self) -> bool:
-        return self._module.training and torch.is_grad_enabled()
+        return self._block.training and torch.is_grad_enabled()
 
 
 def _warn_of_draws(module: nn.Module, name: str) -> None:
@@ -411,10 +364,5 @@ def _is_setting(value: Any) -> bool:
     return isinstance(value, (*PLAIN, types.FunctionType, types.BuiltinFunctionType))
 
 
-def _is_layer(module: nn.Module) -> bool:
-    """Whether a block is a layer, as in a list of linear layers: its own code can't misread how it is split."""
-    return not any(True for _ in module.children())
-
-
-def _is_whole(style: ParallelStyle, *sides: str) -> bool:
-    return isinstance(style, Split) and all(getattr(style, side) == REPLICATED for side in sides)
+def _is_whole(style: ParallelStyle, side: str) -> bool:
+    return isinstance(style, Split) and getattr(style, side) == REPLICATED

@@ -6,11 +6,9 @@ A plan maps patterns of module names to styles. :func:`resolve_plan` checks it o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -127,17 +125,14 @@ def _is_in(name: str, outer: Collection[str]) -> bool:
 def _stays_whole(modules: Mapping[str, nn.Module], name: str, chosen: Any, parts: int) -> bool:
     """Whether a layer of a declared plan stays whole: ``parts`` doesn't divide it, and its input and output are whole.
 
-    For example a head or an embedding with a vocabulary to which a token was added. Warns, since such a layer takes its
-    full memory on each rank.
+    For example a head or an embedding with a vocabulary to which a token was added.
     """
     style = STYLES.get(chosen)
     if not isinstance(style, Split) or (style.input_layout, style.output_layout) != (REPLICATED, REPLICATED):
         return False
     try:
         [*_styles(modules, name, name, chosen, parts)]
-    except IndivisibleError as error:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            warnings.warn(f"{name} stays whole on every tensor rank. {error}", stacklevel=2)
+    except IndivisibleError:
         return True
     return False
 

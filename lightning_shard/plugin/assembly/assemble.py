@@ -8,14 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_shard.errors import ConfigurationError, LayoutError
 from lightning_shard.layout import EXPERT_AXIS, TENSOR_AXIS, Layout
-from lightning_shard.lightning_private import has_trainer
 from lightning_shard.parallel.activation_checkpointing import chosen, leave_out_caches, recompute
 from lightning_shard.parallel.blocks import Blocks, block_lists, names_of_parameters
 from lightning_shard.parallel.clip import count_elsewhere
@@ -31,7 +29,7 @@ from lightning_shard.parallel.fsdp.shard import Sharding, apply_fully_sharded, p
 from lightning_shard.parallel.fsdp.units import leave_gathers_uncounted, remember_units, sharded_units
 from lightning_shard.parallel.fsdp.unsharded import unsharded_of
 from lightning_shard.parallel.init import Attributes, agree_on_weights, attributes_of, materialize
-from lightning_shard.parallel.tensor.check_plan import PlanCheck
+from lightning_shard.parallel.tensor.check_plan import PlanCheck, refuse_parts_around
 from lightning_shard.parallel.tensor.plan import apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.dataflow.taint import Hollow
 from lightning_shard.pipeline.placement import Placement
@@ -40,7 +38,7 @@ from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.tied import Tie
 from lightning_shard.plugin.assembly.parameters import LaidOutParameters, refuse_copies
 from lightning_shard.plugin.assembly.placing import OwnPart, blocks_of, cut_to_rank, place_blocks
-from lightning_shard.plugin.assembly.probe import trial_runs, trial_runs_of_step, two_runs
+from lightning_shard.plugin.assembly.probe import trial_runs, two_runs
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
@@ -155,9 +153,7 @@ def assemble(
     blocks = blocks_of(module, settings, layout.pipeline_parallel_size)
     listed = list(dict.fromkeys(name for names in block_lists(module).values() for name in names))
     experts = resolve_experts(module, settings.expert_parallel_plan, layout.expert_parallel_size)
-    styles: dict[str, ParallelStyle] = {}
-    if layout.tensor_parallel_size > 1:
-        styles = resolve_plan(module, settings.tensor_parallel_plan, layout.tensor_parallel_size, without=experts)
+    styles = _styles(module, {*listed, *(blocks.names if blocks else ())}, settings, layout, experts)
     placement, schedule = None, schedules[0]
     if blocks:
         blocks, placement, schedule = place_blocks(module, blocks, layout, settings, schedules, groups, device)
@@ -165,18 +161,19 @@ def assemble(
     sequences = _sequences(module, blocks, layout, groups, device)
     agree_on_weights(module)
     held_blocks = _held_blocks(blocks, placement, schedule, layout) if blocks and placement else set()
-    plan_check = _plan_check(module, held_blocks, listed, settings, styles, device, layout)
-    # before the cut, which replaces some calls by stand-ins
-    compile_forwards(
+    plan_check = PlanCheck(
         module,
-        compilers,
-        {*listed, *(blocks.names if blocks else ())},
-        within=held_blocks if layout.pipeline_parallel_size > 1 else None,
-        compiles=not experts and sequences is None,
-        tells=layout.rank == 0,
+        held_blocks,
+        {} if settings.compile_blocks else styles,
+        partial(trial_runs, device),
+        is_own=settings.tensor_parallel_plan is None,
     )
+    if not experts and sequences is None:  # compiled code can't send tokens to experts or parts of sequences to ranks
+        # before the cut, which replaces some calls by stand-ins
+        within = held_blocks if layout.pipeline_parallel_size > 1 else None
+        compile_forwards(module, compilers, {*listed, *(blocks.names if blocks else ())}, within=within)
     _wrap_blocks(module, held_blocks, recomputed, settings, sequences, device)
-    plan_check.compare_blocks(module)
+    plan_check.compare(module)
 
     named = names_of_parameters(module)
     part = OwnPart()
@@ -191,8 +188,8 @@ def assemble(
     units = listed
     if blocks and (part.stages is not None or settings.pipeline_blocks is not None):
         # without stages, what isn't in a list stays in the root's unit: the step may read its parameters
-        within = held_blocks if part.stages is not None else _within(listed, held_blocks)
-        units = _units(module, within, blocks.names, listed)
+        own = held_blocks if part.stages is not None else _within(listed, held_blocks)
+        units = _units(module, own, blocks.names, listed)
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
     data_mesh = mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]]
@@ -219,7 +216,6 @@ def assemble(
         )
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
-    plan_check.compare_steps(module)
     _watch(module, layout, part, units, whole_steps=whole_steps)
     return Assembly(
         layout,
@@ -335,6 +331,18 @@ def _deal(
     return apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts, data_mesh, again)
 
 
+def _styles(
+    module: nn.Module, blocks: Collection[str], settings: Settings, layout: Layout, experts: Collection[str]
+) -> dict[str, ParallelStyle]:
+    """The style of every module that tensor ranks split, by name."""
+    if layout.tensor_parallel_size == 1:
+        return {}
+    styles = resolve_plan(module, settings.tensor_parallel_plan, layout.tensor_parallel_size, without=experts)
+    if settings.tensor_parallel_plan is not None:
+        refuse_parts_around(blocks, styles)
+    return styles
+
+
 def _recomputed(module: nn.Module, blocks: Blocks | None, settings: Settings) -> set[str]:
     """The names of the blocks that are recomputed in a backward: the same on every layout.
 
@@ -367,37 +375,6 @@ def _sequences(
             " pipeline_blocks, or use context_parallel_size=1."
         )
     return ShardedSequences(Part.of(groups.context), partial(trial_runs, device))
-
-
-def _plan_check(
-    module: nn.Module,
-    names: Collection[str],
-    listed: Collection[str],
-    settings: Settings,
-    styles: Mapping[str, ParallelStyle],
-    device: torch.device,
-    layout: Layout,
-) -> PlanCheck:
-    """Prepare the comparison of what a plan splits with itself whole, before anything wraps it.
-
-    Args:
-        names: This stage's blocks.
-        listed: The blocks of all lists. With several stages a step can't run again, so what is outside isn't compared.
-    """
-    is_own, steps = settings.tensor_parallel_plan is None, []
-    if not is_own and layout.pipeline_parallel_size == 1 and has_trainer(module):
-        steps = [name for name in ("validation_step", "test_step") if is_overridden(name, module)]
-        steps += ["predict_step", "training_step"] if has_whole_steps(module) else ["predict_step"]
-    return PlanCheck(
-        module,
-        names,
-        {*listed, *names},
-        {} if settings.compile_blocks else styles,
-        steps,
-        partial(trial_runs, device),
-        partial(trial_runs_of_step, device),
-        is_own=is_own,
-    )
 
 
 def _wrap_blocks(

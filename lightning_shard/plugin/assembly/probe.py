@@ -7,16 +7,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_shard.lightning_private import logging_by
 from lightning_shard.parallel.blocks import Blocks
 from lightning_shard.parallel.experts.module_lists import RestoreAndReplay
 from lightning_shard.pipeline.cost import Part, watch
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.direct_output import DirectOutput
 from lightning_shard.state.tree_state import take
 
 
@@ -42,25 +39,6 @@ def trial_runs(device: torch.device, module: nn.Module) -> Iterator[RunChanges]:
         yield RunChanges(taken.changed, restore)
     finally:
         taken.forget()
-
-
-@contextmanager
-def trial_runs_of_step(device: torch.device, module: pl.LightningModule) -> Iterator[RunChanges]:
-    """The same for a LightningModule's step; inside, nothing is logged or printed by the module's own means."""
-    own = vars(module)
-    before = own.get("log")
-    own["log"] = _log_nothing
-    try:
-        with logging_by(module, _log_nothing), DirectOutput(module).watched(), trial_runs(device, module) as changes:
-            yield changes
-    finally:
-        del own["log"]
-        if before is not None:
-            own["log"] = before
-
-
-def _log_nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 @contextmanager

@@ -194,37 +194,6 @@ def test_lists_that_run_one_after_the_other_and_parts_beside_the_network() -> No
     assert blocks.network == "net"
 
 
-class Stage(nn.Module):
-    """As timm's RegNet has: its blocks are attributes, and it loops over its children."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        for i in range(depth):
-            self.add_module(f"b{i + 1}", nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.children():
-            x = block(x)
-        return x
-
-
-class OfStages(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.s1, self.s2, self.head = nn.Linear(8, 8), Stage(2), Stage(3), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.s2(self.s1(self.stem(x))))
-
-
-def test_a_module_that_loops_over_its_children_is_a_list() -> None:
-    module = Holder()
-    module.net = OfStages()
-    blocks = find_blocks(module)
-    assert blocks.names == ("net.s1.b1", "net.s1.b2", "net.s2.b1", "net.s2.b2", "net.s2.b3")
-    assert blocks.parts == (("net.stem", 0), ("net.head", 5))
-
-
 class Holder(nn.Module):
     """Of what is set on it."""
 

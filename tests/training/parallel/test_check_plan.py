@@ -39,10 +39,10 @@ def called(block: Block, x: Tensor, *others: Any, split: Callable[[Tensor], Tens
     """What its first call returns, in which it is compared with itself, or where its layer computes ``split``."""
     root = nn.ModuleDict({"block": block})
     runs = partial(trial_runs, x.device)
-    check = PlanCheck(root, ["block"], ["block"], {"block.linear": ColwiseParallel()}, (), runs, runs, is_own=False)
+    check = PlanCheck(root, ["block"], {"block.linear": ColwiseParallel()}, runs, is_own=False)
     if split is not None:
         block.linear.forward = split  # type: ignore[method-assign]
-    check.compare_blocks(root)
+    check.compare(root)
     return block(x, *others)
 
 
