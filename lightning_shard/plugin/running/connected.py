@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,22 +27,15 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
     """Sets up a layout's mesh, process groups and seed, and watches for failures.
 
     Args:
-        sizes: The axes' settings, as :meth:`Layout.resolve` takes them.
-        process_group_backend, timeout: See :class:`HybridShardStrategy`.
+        given: The arguments of :class:`HybridShardStrategy`, by name.
     """
 
     _known_after = "a Trainer was made with this strategy"
 
-    def __init__(
-        self, sizes: dict[str, Any], process_group_backend: str | None = None, timeout: timedelta | None = None
-    ) -> None:
-        super().__init__(
-            data_parallel_size=sizes["data_parallel_size"],
-            tensor_parallel_size=sizes["tensor_parallel_size"],
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-        self._lay_out_by(sizes)
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        names = ("data_parallel_size", "tensor_parallel_size", "process_group_backend", "timeout")
+        super().__init__(**{name: given[name] for name in names})
+        self._take(given)
         self._undo_guards: Callable[[], None] = lambda: None
         self._preemption = Preemption()
         lightning_private.choose_precision_by(self)

@@ -47,10 +47,10 @@ def _is_anyones(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(_ANYONES)
 
 
-def edits_checkpoints(module: pl.LightningModule, hook: str = "on_load_checkpoint") -> bool:
-    """Whether a module or a callback has a hook of its own, which may compute with the checkpoint's values."""
+def edits_checkpoints(module: pl.LightningModule) -> bool:
+    """Whether a module or a callback loads by a hook of its own, which may compute with the checkpoint's values."""
     holders: list[Any] = [module, *module.trainer.callbacks]  # type: ignore[attr-defined]
-    return not all(_is_anyones(getattr(each, hook)) for each in holders)
+    return not all(_is_anyones(each.on_load_checkpoint) for each in holders)
 
 
 def as_lazy(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,23 +90,18 @@ class LazyTensor(torch.Tensor):
     """A lazy tensor of a checkpoint, unsharded. Results are plain tensors; operations in place change this one."""
 
     content: Any
-    """A stored tensor, or another object with its ``shape``, ``dtype`` and ``full()``; once it was used, a tensor."""
-    source: Any
-    """What was the content at first."""
+    """A stored tensor; once it was used, a tensor."""
 
     @classmethod
     def of(cls, content: Any) -> LazyTensor:
         lazy = torch.Tensor._make_subclass(cls, torch.empty((), dtype=content.dtype).expand(content.shape))
-        lazy.content = lazy.source = content
+        lazy.content = content
         return lazy
 
     def whole(self) -> Tensor:
         """Its values, read once and kept, since they may be written to."""
         self.content = self.content if isinstance(self.content, Tensor) else self.content.full()
         return self.content  # type: ignore[no-any-return]
-
-    full = whole
-    """The name that a stored tensor has for it."""
 
     def plain(self) -> Tensor:
         """Its values as a plain tensor; as a parameter, if ``nn.Parameter`` was applied to this."""
