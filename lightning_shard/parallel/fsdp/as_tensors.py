@@ -29,8 +29,9 @@ its dispatcher, in C++, refuses plain tensors before it asks anything that could
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -160,15 +161,17 @@ def _on_full(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     wholes = full(given)
     result = operation(*[wholes[name] for name in names[: len(args)]], **{name: wholes[name] for name in kwargs})
     changed = [name for _, name in written_by(operation) if name in given]
-    for name in changed:
-        if isinstance(given[name], DTensor):
-            given[name].copy_(wholes[name])
+    for target, whole in zip(*(tree.leaves([of[name] for name in changed], Tensor) for of in (given, wholes))):
+        if isinstance(target, DTensor):
+            target.copy_(whole)
 
-    def place(whole: Tensor) -> Tensor:
+    def place(whole: Any) -> Any:
         itself = [given[name] for name in changed if wholes[name] is whole]
-        return itself[0] if itself else _placed(whole, tree.leaves(given, DTensor))
+        if itself or not isinstance(whole, Tensor):
+            return itself[0] if itself else whole
+        return _placed(whole, tree.leaves(given, DTensor))
 
-    return tuple(map(place, result)) if isinstance(result, tuple) else place(result)
+    return tree.map_leaves(place, result)
 
 
 def _cut(whole: Tensor, like: DTensor) -> DTensor:
@@ -261,11 +264,33 @@ def _refusing_lost_writes(ends: Any) -> Any:
     return end
 
 
+_supporting_all = ContextVar("supporting_all", default=False)
+
+
+@contextmanager
+def all_operations() -> Iterator[None]:
+    """Inside, what DTensors don't support is computed from full tensors, and plain tensors are taken for such."""
+    before = _supporting_all.set(True)
+    try:
+        with implicit_replication():
+            yield
+    finally:
+        _supporting_all.reset(before)
+
+
 def _over_meshes(plan: Any) -> Any:
     """Wrap the planning of operations: handle those that mix meshes, write to ``out=``, or reduce partial norms."""
 
     @wraps(plan)
     def planned(dispatcher: Any, operation: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        try:
+            return planned_or_done(dispatcher, operation, args, kwargs, *rest)
+        except RuntimeError:
+            if not _supporting_all.get():
+                raise
+            return _on_full(operation, args, kwargs)
+
+    def planned_or_done(dispatcher: Any, operation: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
         written = [place for place, _ in written_by(operation)]
         if written not in ([], [0]):
             out = kwargs.get("out")

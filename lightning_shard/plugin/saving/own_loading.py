@@ -14,8 +14,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_shard import checkpoint as ckpt
@@ -23,7 +21,7 @@ from lightning_shard import tree
 from lightning_shard.arguments import few
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.errors import StateMismatchError
-from lightning_shard.sharding import full_tensor, local_part, local_tensor
+from lightning_shard.sharding import full_tensor, local_tensor
 from lightning_shard.state.walk import below, entries, is_object, put_entry, reachable
 
 _LOADERS = ("load_state_dict", "_load_from_state_dict")
@@ -129,17 +127,6 @@ class LazyTensor(torch.Tensor):
         return result
 
 
-class _WholeIntoSharded(TorchFunctionMode):
-    """Copies unsharded tensors into sharded ones by this rank's part, since loading code computes plain tensors."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "copy_" and isinstance(args[0], DTensor):
-            source = args[1] if len(args) > 1 else None
-            if isinstance(source, Tensor) and not isinstance(source, DTensor):
-                return copy_part(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 @torch.no_grad()
 def copy_part(target: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
     """Copy this rank's part of a whole tensor; of a stored one, it is all that is read."""
@@ -147,11 +134,7 @@ def copy_part(target: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
     if isinstance(content, ckpt.StoredTensor) and content.shape == target.shape:
         ckpt.load_tensors([(content, target.detach())], cast=True)
         return target
-    whole = full_tensor(content) if isinstance(content, Tensor) else content.full()
-    if isinstance(target, DTensor):
-        whole = local_part(whole.expand(target.shape), target)
-    local_tensor(target.detach()).copy_(whole)
-    return target
+    return target.copy_(full_tensor(content) if isinstance(content, Tensor) else content.full())
 
 
 def load_by_own_code(
@@ -189,8 +172,7 @@ def load_by_own_code(
     with ckpt.all_or_none():
         half_loaded.mark(own)
         try:
-            with _WholeIntoSharded():
-                module.load_state_dict(given, strict=strict)
+            module.load_state_dict(given, strict=strict)
             replace_lazy(module)
             half_loaded.clear(own)
         except RuntimeError as error:
