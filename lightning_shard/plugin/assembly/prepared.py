@@ -48,8 +48,8 @@ from lightning_shard.plugin.reporting.summary import (
     warn_of_number_of_ranks,
 )
 from lightning_shard.plugin.saving.averaging import average_shards
+from lightning_shard.plugin.saving.beside_tensors import warn_of_unstorable_buffers
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
-from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable_buffers
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.alike import Alike, OwnCalls
 from lightning_shard.plugin.steps.checks.buffers import CopiesOfStages, SharedBuffers

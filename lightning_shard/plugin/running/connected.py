@@ -17,8 +17,8 @@ from lightning_shard import lightning_private
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin.data.loader import drop_repeated
+from lightning_shard.plugin.running.failure import print_failed_saves
 from lightning_shard.plugin.running.laid_out import LaidOut
-from lightning_shard.plugin.running.last_words import print_failed_saves
 from lightning_shard.plugin.running.launchers import ForkedRanks, check_number_of_ranks, launcher_of
 from lightning_shard.plugin.running.preemption import Preemption
 
@@ -117,7 +117,7 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
                     watch.fails()
                     self._report(raised)
                     raised = watch.failure_elsewhere(raised) or raised
-                    self._undo_guards = print_failed_saves(self._module.trainer, watch.is_first_to_say)
+                    self._undo_guards = print_failed_saves(self._module.trainer, watch.say_once)
                 if raised is error:
                     raise
                 raise raised from error

@@ -30,8 +30,9 @@ from lightning_shard.plugin.assembly.assemble import Assembly
 from lightning_shard.plugin.data.resume import reopen_epoch
 from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
-from lightning_shard.plugin.running.last_words import say
+from lightning_shard.plugin.running.failure import say
 from lightning_shard.plugin.saving.averaging import by_stages
+from lightning_shard.plugin.saving.beside_tensors import describe
 from lightning_shard.plugin.saving.checkpoint_io import WEIGHTS_ALONE, ShardedCheckpointIO, Site, sharded
 from lightning_shard.plugin.saving.drift import Drift, copies_of_stages, on_several_stages
 from lightning_shard.plugin.saving.frozen import Frozen
@@ -43,7 +44,6 @@ from lightning_shard.plugin.saving.own_loading import (
     loads_itself,
     replace_lazy,
 )
-from lightning_shard.plugin.saving.pretrained import describe
 from lightning_shard.plugin.saving.uploads import upload_folders
 from lightning_shard.plugin.steps.checks.agreement import check_copies
 from lightning_shard.plugin.steps.checks.stage_parameters import by_parts
