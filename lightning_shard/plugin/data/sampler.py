@@ -81,7 +81,7 @@ class ShardedSampler(Sampler[Any]):
         self._start = 0
         # the position at which the next iteration begins. A loader that is shorter than others beside it is iterated
         # several times in an epoch, from the second time on from 0
-        self._next_start = 0
+        self.next_start = 0
         # how many times it was iterated to its end in this epoch, and by then when the epoch was begun or resumed
         self._passes = self._passes_before = 0
         # the training loop's batch count at `_start`; None between loading a state and beginning from it
@@ -96,7 +96,7 @@ class ShardedSampler(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of this epoch; if it is the current epoch, keep the place in it."""
         if epoch != self.epoch:
-            self._start = self._next_start = self._batches_before = self._passes = self._passes_before = 0
+            self._start = self.next_start = self._batches_before = self._passes = self._passes_before = 0
         self.epoch = epoch
         for part in self._user_samplers():
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -107,7 +107,7 @@ class ShardedSampler(Sampler[Any]):
         positions = chain.from_iterable(self._positions())
         head = list(islice(positions, self.data_size - 1))
         positions = chain(head, positions)
-        next(islice(positions, self._next_start, self._next_start), None)
+        next(islice(positions, self.next_start, self.next_start), None)
         taken = 0
         while dealt := list(islice(positions, self.data_size)):
             if (missing := self.data_size - len(dealt)) and self.drop_last:
@@ -117,7 +117,7 @@ class ShardedSampler(Sampler[Any]):
             dealt += islice(cycle(head), missing)
             yield dealt[self.data_rank]
             taken += 1
-        self._next_start = 0
+        self.next_start = 0
         self._passes += self.counts_passes
 
     def __len__(self) -> int:
@@ -179,23 +179,15 @@ class ShardedSampler(Sampler[Any]):
 
     # -- the place in the epoch ---------------------------------------------------------------------------------------
 
-    @property
-    def next_start(self) -> int:
-        """The global position at which the next iteration begins."""
-        return self._next_start
-
     def next_pass(self) -> tuple[int, ...]:
         """The epoch, and which of its passes over the data the next iteration is, if it isn't the first."""
         return (self.epoch, self._passes) if self._passes else (self.epoch,)
 
-    def position(self, batches: int) -> int:
-        """The global position after training on ``batches`` batches of this epoch, as the training loop counts them.
+    def _pass_and_position(self, batches: int) -> tuple[int, int]:
+        """The pass, and the global position in it, after training on this many batches, as the training loop counts.
 
         Not the number of batches handed out, since workers and fetchers run ahead of training.
         """
-        return self._pass_and_position(batches)[1]
-
-    def _pass_and_position(self, batches: int) -> tuple[int, int]:
         if self._batches_before is None:
             return self._passes_before, self._start
         done = batches - self._batches_before
@@ -236,7 +228,7 @@ class ShardedSampler(Sampler[Any]):
             )
         self.seed = state["seed"]
         self.set_epoch(state["epoch"])
-        self._start = self._next_start = state["position"]
+        self._start = self.next_start = state["position"]
         self._passes = self._passes_before = state.get("pass", 0)
         self._batches_before = None
         self._seed_workers()
@@ -252,7 +244,7 @@ class ShardedSampler(Sampler[Any]):
         """Begin ``epoch`` at the loaded place if it is in it, else at 0. The loop has counted ``batches`` so far."""
         is_same = epoch == self.epoch
         self.set_epoch(epoch)
-        self._next_start, self._passes = self._start, self._passes_before
+        self.next_start, self._passes = self._start, self._passes_before
         self._batches_before = batches if is_same else 0
         self._seed_workers()
 
@@ -269,7 +261,7 @@ class ShardedSampler(Sampler[Any]):
     @start.setter
     def start(self, position: int) -> None:
         length = self._order_length()
-        self._start = self._next_start = position if length is None else min(position, length)
+        self._start = self.next_start = position if length is None else min(position, length)
 
     def _order_length(self) -> int | None:
         try:
