@@ -49,9 +49,9 @@ class WholeSummary:
         example, module.example_input_array = module.example_input_array, None
         try:
             found = summarize(module, max_depth=depth)
+            data = [(title, each) for title, each in found._get_summary_data() if title != "FLOPs" or example is None]
         finally:
             module.example_input_array = example
-        data = [(title, column) for title, column in found._get_summary_data() if title != "FLOPs" or example is None]
         counts = (found.total_parameters, found.trainable_parameters, found.model_size)
         return cls(data, *counts, found.total_training_modes, found.total_flops)
 

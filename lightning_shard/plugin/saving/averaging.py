@@ -84,7 +84,8 @@ class ShardedCopy(nn.Module):
         copies = self._by_live_tensor()
         state = {} if destination is None else destination
         for name, value in live.state_dict(keep_vars=True).items():
-            state[prefix + name] = copies.get(id(value), value)
+            held = copies.get(id(value), value)
+            state[prefix + name] = held.detach() if isinstance(held, Tensor) else held
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

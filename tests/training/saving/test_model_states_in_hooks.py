@@ -73,7 +73,7 @@ class Module(L.LightningModule):
             if "current_model_state" not in checkpoint:
                 state["renamed"] = state.pop("net.1.0.weight")
         state["net.3.0.bias"] = torch.ones(WIDTH)
-        state["added"] = torch.arange(3)
+        state["added"] = torch.arange(3.0)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         states = {key: checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint}
