@@ -134,7 +134,8 @@ def _one_by_one(
 
 
 _OTHER_STATE = {"state_dict", "current_model_state", "optimizer_states", "hyper_parameters"}
-Shape, Path = tuple[int, ...], tuple[Any, ...]
+Shape = tuple[int, ...]
+Path = tuple[Any, ...]
 
 
 def by_stages(
