@@ -28,7 +28,7 @@ from torch.utils.data import Sampler
 from lightning_shard.errors import StateMismatchError
 from lightning_shard.plugin.steps import randomness
 
-__all__ = ["ShardedSampler", "drawing_apart"]
+__all__ = ["ShardedSampler", "drawing_apart", "length_of"]
 
 READ_AHEAD = 256
 """How many positions are drawn from the user's sampler at a time; generators are swapped once for these."""
@@ -133,7 +133,7 @@ class ShardedSampler(Sampler[Any]):
     @property
     def ends_with_a_repeated_batch(self) -> bool:
         """Whether this rank's last batch of a whole epoch holds only a repeated position, which another rank took."""
-        if (length := self._order_length()) is None or self.drop_last:
+        if (length := length_of(self.order)) is None or self.drop_last:
             return False
         rest = length % self.data_size
         return 0 < rest <= self.data_rank and (self._share(length) - 1) % self.batch_size == 0
@@ -192,7 +192,7 @@ class ShardedSampler(Sampler[Any]):
             return self._passes_before, self._start
         done = batches - self._batches_before
         per_batch = self.data_size * self.batch_size
-        if (length := self._order_length()) is None:
+        if (length := length_of(self.order)) is None:
             return self._passes_before, self._start + done * per_batch
         first_pass = self._batches(length - self._start)
         whole_pass = self._batches(length)
@@ -206,7 +206,7 @@ class ShardedSampler(Sampler[Any]):
 
         If it falls inside a batch, the result is the count from which the remaining batches reach the epoch's end.
         """
-        if (length := self._order_length()) is None:
+        if (length := length_of(self.order)) is None:
             return -(-position // (self.data_size * self.batch_size))
         return self._batches(length) - self._batches(max(0, length - position))
 
@@ -260,14 +260,8 @@ class ShardedSampler(Sampler[Any]):
 
     @start.setter
     def start(self, position: int) -> None:
-        length = self._order_length()
+        length = length_of(self.order)
         self._start = self.next_start = position if length is None else min(position, length)
-
-    def _order_length(self) -> int | None:
-        try:
-            return len(self.order)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return None
 
     def _share(self, positions: int) -> int:
         """How many of this many positions each rank takes."""
@@ -276,6 +270,14 @@ class ShardedSampler(Sampler[Any]):
     def _batches(self, positions: int) -> int:
         share = self._share(positions)
         return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
+
+
+def length_of(sized: Any) -> int | None:
+    """The length of a sampler or a loader, if it has one."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 @contextmanager
