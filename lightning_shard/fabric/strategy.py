@@ -38,11 +38,10 @@ from lightning_shard.parallel.tensor.plan import Plan
 from lightning_shard.plugin.assembly.assemble import Assembly, assemble
 from lightning_shard.plugin.assembly.prepared import make_steps
 from lightning_shard.plugin.limits import refuse_network
-from lightning_shard.plugin.optimizers import whole_tensors
+from lightning_shard.plugin.optimizers import trials
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, sharded
 from lightning_shard.plugin.saving.drift import on_several_stages
-from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.agreement import check_copies
 from lightning_shard.plugin.steps.loss_weight import LossWeights, agree_on_overflows, loss_of, weighted_for_backward
@@ -97,6 +96,7 @@ class HybridShardStrategy(FabricRanks):
         timeout: timedelta | None = default_pg_timeout,
         rehearse: bool = True,
     ) -> None:
+        given = dict(locals())  # all arguments, by name
         super().__init__(
             lambda module, _: module,
             data_parallel_size=data_parallel_size,
@@ -105,26 +105,7 @@ class HybridShardStrategy(FabricRanks):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        sizes: dict[str, Any] = {
-            "pipeline_parallel_size": pipeline_parallel_size,
-            "tensor_parallel_size": tensor_parallel_size,
-            "data_parallel_size": data_parallel_size,
-            "data_parallel_replicas": data_parallel_replicas,
-            "expert_parallel_size": expert_parallel_size,
-        }
-        self._lay_out_by(sizes)
-        settings = Settings(
-            placement,
-            pipeline_blocks,
-            tensor_parallel_plan,
-            expert_parallel_plan,
-            activation_checkpointing=activation_checkpointing,
-            cpu_offload=cpu_offload,
-            compile_blocks=compile_blocks,
-            reshard_after_forward=reshard_after_forward,
-            rehearse=rehearse,
-        )
-        self._settle(settings, schedule, microbatches, loss_weight, reduce_each_microbatch)
+        self._take(given)
         self._io = checkpoint_io or ShardedCheckpointIO()
         self._set_up: WeakKeyDictionary[nn.Module, Built] = WeakKeyDictionary()
         self._pipelined: WeakKeyDictionary[nn.Module, Pipelined] = WeakKeyDictionary()
@@ -349,7 +330,7 @@ class HybridShardStrategy(FabricRanks):
                 with as_tensors.step():
                     result = super().optimizer_step(optimizer, **kwargs)
             finally:
-                whole_tensors.end()
+                trials.end()
             if pipelined is not None:
                 pipelined.first_checks.after_update()
         return result

@@ -6,9 +6,8 @@ Also one rank's tensor to a group.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from math import prod
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -19,22 +18,7 @@ from lightning_shard import tree
 from lightning_shard.tree import as_bytes
 
 _INLINE_BYTES = 512
-"""Host tensors of up to this many bytes in all are sent within the first message."""
-_NEW, _SAME, _SAME_INLINE = range(3)
-_IMMUTABLE = (
-    FunctionType,
-    BuiltinFunctionType,
-    str,
-    bytes,
-    bool,
-    int,
-    float,
-    complex,
-    type,
-    type(None),
-    torch.dtype,
-    torch.device,
-)
+"""Host tensors of up to this many bytes in all are sent with the object."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +36,6 @@ class _TensorSlot(tree.Leaf):
 class Broadcaster:
     """Broadcasts a value from a pipeline's first rank, which holds the last stage, to its other ranks.
 
-    From step to step usually only the tensors differ. Then one short message says so, and nothing is pickled.
-
     Args:
         control: The pipeline's ranks, host to host.
         values: The same ranks, for tensors.
@@ -62,8 +44,6 @@ class Broadcaster:
     def __init__(self, control: dist.ProcessGroup, values: dist.ProcessGroup) -> None:
         self._control = control
         self._values = values
-        self._last: Any = None
-        self._slots: list[_TensorSlot] = []
 
     def broadcast(self, value: Any, device: torch.device) -> Any:
         """Return the first rank's value on all ranks; a collective call. On the first rank it is the same object.
@@ -92,38 +72,26 @@ class Broadcaster:
 
         skeleton = tree.map_leaves(slot_or_leaf, value)
         flat = _concatenated(sent)
-        message = torch.zeros(1 + _INLINE_BYTES, dtype=torch.uint8)
-        if _is_equal_and_immutable(self._last, skeleton):
-            message[0] = _SAME
-            if flat is not None and device.type == "cpu" and len(flat) <= _INLINE_BYTES:
-                message[0] = _SAME_INLINE
-                message[1 : 1 + len(flat)] = flat
-                flat = None
-            dist.broadcast(message, group=self._control, group_src=0)
-        else:
-            dist.broadcast(message, group=self._control, group_src=0)
-            dist.broadcast_object_list([skeleton], group=self._control, group_src=0)
-        self._last = skeleton
+        inline = None
+        if flat is not None and device.type == "cpu" and len(flat) <= _INLINE_BYTES:
+            inline, flat = flat.numpy().tobytes(), None
+        dist.broadcast_object_list([(skeleton, inline)], group=self._control, group_src=0)
         if flat is not None:
             dist.broadcast(flat, group=self._values, group_src=0)
 
     def _receive(self, device: torch.device) -> Any:
-        message = torch.empty(1 + _INLINE_BYTES, dtype=torch.uint8)
-        dist.broadcast(message, group=self._control, group_src=0)
-        if message[0] == _NEW:
-            box: list[Any] = [None]
-            dist.broadcast_object_list(box, group=self._control, group_src=0)
-            self._last = box[0]
-            self._slots = [leaf for _, leaf in tree.walk(self._last) if isinstance(leaf, _TensorSlot)]
-        size = sum(slot.bytes for slot in self._slots)
-        if message[0] == _SAME_INLINE:
-            flat = message[1 : 1 + size]
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, group=self._control, group_src=0)
+        skeleton, inline = box[0]
+        slots = tree.leaves(skeleton, _TensorSlot)
+        if inline is not None:
+            flat = torch.frombuffer(bytearray(inline), dtype=torch.uint8)
         else:
-            flat = torch.empty(size, dtype=torch.uint8, device=device)
-            if size:
+            flat = torch.empty(sum(slot.bytes for slot in slots), dtype=torch.uint8, device=device)
+            if len(flat):
                 dist.broadcast(flat, group=self._values, group_src=0)
-        tensors = _split(flat, self._slots)
-        return tree.map_leaves(lambda leaf: next(tensors) if isinstance(leaf, _TensorSlot) else leaf, self._last)
+        tensors = _split(flat, slots)
+        return tree.map_leaves(lambda leaf: next(tensors) if isinstance(leaf, _TensorSlot) else leaf, skeleton)
 
 
 def values_of(source: int, tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
@@ -154,16 +122,3 @@ def _split(flat: Tensor, slots: list[_TensorSlot]) -> Iterator[Tensor]:
     """Split into tensors with memory of their own: keeping one alive keeps no other."""
     for slot, part in zip(slots, flat.split([slot.bytes for slot in slots])):
         yield part.clone().view(slot.dtype).reshape(slot.shape)
-
-
-def _is_equal_and_immutable(one: Any, other: Any) -> bool:
-    """Whether two trees are equal and all their leaves immutable, so that the earlier object can be returned again."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return [*one] == [*other] and all(map(_is_equal_and_immutable, one.values(), other.values()))
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_equal_and_immutable, one, other))
-    if is_dataclass(one):
-        return all(_is_equal_and_immutable(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
-    return isinstance(one, _IMMUTABLE) and bool(one == other)

@@ -24,15 +24,14 @@ from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.tensor.plan import Plan
 from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedules.recorded import StopWatch
+from lightning_shard.plugin.assembly.parameters import gather_parameters
 from lightning_shard.plugin.assembly.prepared import PreparedStrategy
 from lightning_shard.plugin.data.loader import iterates_collectively, shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data, run_epoch_start
-from lightning_shard.plugin.full_parameters import gather_parameters
-from lightning_shard.plugin.optimizers import whole_tensors
+from lightning_shard.plugin.optimizers import trials
 from lightning_shard.plugin.reporting.memory import HeldMemory, held_memory
 from lightning_shard.plugin.saving.averaging import postpone_copies
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
-from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.stage_parameters import by_parts, guard_of
 from lightning_shard.plugin.steps.look_ahead import BatchesAhead, runs_in_order
@@ -119,27 +118,7 @@ class HybridShardStrategy(PreparedStrategy):
         context_parallel_size: int = 1,
         rehearse: bool = True,
     ) -> None:
-        sizes: dict[str, Any] = {
-            "pipeline_parallel_size": pipeline_parallel_size,
-            "tensor_parallel_size": tensor_parallel_size,
-            "data_parallel_size": data_parallel_size,
-            "data_parallel_replicas": data_parallel_replicas,
-            "expert_parallel_size": expert_parallel_size,
-            "context_parallel_size": context_parallel_size,
-        }
-        super().__init__(sizes, process_group_backend, timeout)
-        settings = Settings(
-            placement,
-            pipeline_blocks,
-            tensor_parallel_plan,
-            expert_parallel_plan,
-            activation_checkpointing=activation_checkpointing,
-            cpu_offload=cpu_offload,
-            compile_blocks=compile_blocks,
-            reshard_after_forward=reshard_after_forward,
-            rehearse=rehearse,
-        )
-        self._settle(settings, schedule, microbatches, loss_weight, reduce_each_microbatch)
+        super().__init__(dict(locals()))  # all arguments, by name
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
         self._samples: bool | None = None
@@ -327,7 +306,7 @@ class HybridShardStrategy(PreparedStrategy):
             with as_tensors.step():
                 result = super().optimizer_step(*args, **kwargs)
         finally:
-            whole_tensors.end()
+            trials.end()
         assert self._first_checks is not None
         self._first_checks.after_update()
         return result

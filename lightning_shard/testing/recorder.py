@@ -198,12 +198,7 @@ class Recorder(L.Callback):
 
     def _state(self, trainer: L.Trainer) -> dict[str, Tensor]:
         """The full tensors that a checkpoint would have of this stage, on the rank that keeps them. Collective."""
-        strategy = trainer.strategy
-        state = (
-            strategy.own_state_dict()
-            if isinstance(strategy, HybridShardStrategy)
-            else strategy.lightning_module_state_dict()
-        )
+        state = trainer.strategy.lightning_module_state_dict()
         whole = {name: full_tensor(value) for name, value in state.items() if isinstance(value, Tensor)}
         return {name: value.clone() for name, value in whole.items()} if self._keeps else {}
 

@@ -62,7 +62,7 @@ ELSEWHERE = {
         "lightning.fabric.utilities.distributed._init_dist_connection",
         "lightning.fabric.utilities.distributed._sync_ddp_if_available",
     },
-    "plugin/running/last_words.py": {
+    "plugin/running/failure.py": {
         "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver",
     },
     "plugin/running/launchers.py": {

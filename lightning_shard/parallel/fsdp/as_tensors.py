@@ -3,13 +3,13 @@
 What torch's DTensors (2.11 to 2.14) do by themselves is silently wrong, or fails. Here they are as the full tensor:
 
 - *Assigned*: ``p.data = values`` uses the memory of ``values``, which torch ignores. ``p.copy_(values)`` and
-  ``load_state_dict`` take a full tensor, equal on all ranks; ``p[:4] = 0`` writes by places in it. A slice across
-  shards is a copy: ``p[:4].zero_()`` is refused.
+  ``load_state_dict`` take a full tensor, equal on all ranks; ``p[:4] = 0``, ``p.index_fill_(…)``, ``p.triu_()`` and
+  others write by places in it. A slice across shards is a copy: ``p[:4].zero_()`` is refused.
 - *Read*: ``float(p.norm())``, ``bool((p > 0).all())``, ``(p > 0).any(0).sum()``, ``p.norm(dim=0).sum()`` and
   ``f"{p.norm():.4f}"`` are the full tensor's; torch's are this rank's, or count a column once per rank. So are
   ``p.tolist()``, ``p.numpy()`` and ``np.asarray(p)`` of scalars, and where this rank holds all of ``p``.
-- *Refused*: draws, as ``nn.init.normal_(p)``, of which torch gives all shards the same values, since it coordinates
-  generators over ranks on accelerators only; and other writes by place, as ``p.index_fill_(…)`` and ``p.triu_()``.
+- *Drawn*: ``nn.init.normal_(p)`` and ``torch.bernoulli(p)`` draw for the full tensor, as one process does. torch gives
+  all shards the same values, since it coordinates generators over ranks on accelerators only.
 - *Combined*: parameters that are split over tensor ranks are on another mesh than others. Scalars of both are the full
   tensors', and an operation that joins both, such as ``torch.cat``, returns a plain tensor. Lists of sharded and plain
   tensors (``torch._foreach_lerp_`` in timm's ``ModelEmaV3``) are changed one kind after the other. A plain number that
@@ -29,8 +29,9 @@ its dispatcher, in C++, refuses plain tensors before it asks anything that could
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -89,7 +90,7 @@ def _add_handlers(known: dict[Any, Handler]) -> None:
     known[aten._is_all_true.default] = _all
     known[aten._foreach_copy_.default] = _copy_each
     for packet in (getattr(aten, name) for name in _DRAWING + _WRITING_ELSEWHERE):
-        known.update({getattr(packet, overload): _refuse for overload in packet.overloads()})
+        known.update({getattr(packet, overload): _on_full for overload in packet.overloads()})
 
     def handle(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = known.pop(operation, None)  # torch handles the calls below
@@ -146,13 +147,44 @@ def _all(_: Any, args: tuple[Any, ...], __: Any) -> Any:
     return torch.all(args[0])
 
 
-def _refuse(operation: Any, _: tuple[Any, ...], __: dict[str, Any]) -> Any:
-    raise StepError(
-        f"{operation.overloadpacket.__name__} of a sharded tensor would be of each rank's part by itself, and draw the"
-        " same numbers for each, or take places in the part for those in the whole: change the whole, alike on all"
-        " ranks (values = p.full_tensor(); torch.nn.init.normal_(values); p.copy_(values)).",
-        breaks=9,
-    )
+def _on_full(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A handler: ``operation`` of the full tensors.
+
+    Returns:
+        DTensors. A result is placed as the first argument of its shape; if there is none, each rank holds all of it.
+        What the operation changes in place is returned itself.
+    """
+    names = [argument.name for argument in operation._schema.arguments]
+    given = {**dict(zip(names, args)), **kwargs}
+    wholes = full(given)
+    result = operation(*[wholes[name] for name in names[: len(args)]], **{name: wholes[name] for name in kwargs})
+    changed = [name for _, name in written_by(operation) if name in given]
+    for target, whole in zip(*(tree.leaves([of[name] for name in changed], Tensor) for of in (given, wholes))):
+        if isinstance(target, DTensor):
+            target.copy_(whole)
+
+    def place(whole: Any) -> Any:
+        itself = [given[name] for name in changed if wholes[name] is whole]
+        if itself or not isinstance(whole, Tensor):
+            return itself[0] if itself else whole
+        return _placed(whole, tree.leaves(given, DTensor))
+
+    return tree.map_leaves(place, result)
+
+
+def _cut(whole: Tensor, like: DTensor) -> DTensor:
+    """This rank's part of a full tensor, placed as ``like`` is. Partial sums become replicas."""
+    placements = _joined(like)
+    own = part_on(whole, like.device_mesh, placements).clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(own, like.device_mesh, placements, shape=whole.shape, stride=whole.stride())
+
+
+def _placed(whole: Tensor, given: Sequence[DTensor]) -> DTensor:
+    alike = [each for each in given if each.shape == whole.shape]
+    if alike:
+        return _cut(whole, alike[0])
+    mesh = given[0].device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _copy_each(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -217,11 +249,33 @@ def _refusing_lost_writes(ends: Any) -> Any:
     return end
 
 
+_supporting_all = ContextVar("supporting_all", default=False)
+
+
+@contextmanager
+def all_operations() -> Iterator[None]:
+    """Inside, what DTensors don't support is computed from full tensors, and plain tensors are taken for such."""
+    before = _supporting_all.set(True)
+    try:
+        with implicit_replication():
+            yield
+    finally:
+        _supporting_all.reset(before)
+
+
 def _over_meshes(plan: Any) -> Any:
     """Wrap the planning of operations: handle those that mix meshes, write to ``out=``, or reduce partial norms."""
 
     @wraps(plan)
     def planned(dispatcher: Any, operation: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        try:
+            return planned_or_done(dispatcher, operation, args, kwargs, *rest)
+        except RuntimeError:
+            if not _supporting_all.get():
+                raise
+            return _on_full(operation, args, kwargs)
+
+    def planned_or_done(dispatcher: Any, operation: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
         written = [place for place, _ in written_by(operation)]
         if written not in ([], [0]):
             out = kwargs.get("out")

@@ -7,7 +7,8 @@ While ``configure_optimizers`` runs, each stage shows all parameters of the modu
 process. One of another stage is a hollow tensor (``taint.Hollow``: right shape and dtype, no values), which is removed
 from the optimizers afterwards.
 
-Parameters that were added or removed after that, and copies of sharded modules, are refused.
+Parameters that were added or removed after that, and copies of sharded modules, are refused. All of them are gathered,
+unsharded, on rank 0.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.errors import ConfigurationError, PlacementError, StepError
+from lightning_shard.layout import Layout
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.fsdp.units import class_name, is_unit
 from lightning_shard.pipeline.dataflow.taint import Hollow
+from lightning_shard.plugin.groups import Groups
+from lightning_shard.sharding import full_tensor
 from lightning_shard.state.walk import CONTAINERS, below, entries, hold_same, put_entries, reachable
 
 _LARGEST = 2**17
@@ -224,3 +229,33 @@ def _refuse_copy(kind: str, _: Any) -> Any:
         " in module.named_parameters()}.",
         breaks=9,
     )
+
+
+def gather_parameters(
+    module: nn.Module, layout: Layout, groups: Groups | None, device: torch.device
+) -> dict[str, Tensor]:
+    """Return full parameters by name on rank 0's CPU, and an empty dict on other ranks. Collective over all ranks.
+
+    They are copies, which later steps don't change.
+
+    While it runs, the first data and tensor rank of each stage holds its stage's full parameters on its CPU.
+    """
+    gathered: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        full = full_tensor(parameter)
+        if layout.rank in layout.pipelines()[0]:
+            gathered[name] = full.to("cpu", copy=True)  # on one data rank it is the parameter's memory
+    if groups is None or layout.pipeline_parallel_size == 1 or layout.rank not in layout.pipelines()[0]:
+        return gathered if layout.rank == 0 else {}
+    described = {name: (tuple(t.shape), t.dtype) for name, t in gathered.items()}
+    stages = groups.gather_over_stages(described)
+    for stage, names in enumerate(stages):
+        for name, (shape, dtype) in names.items():
+            of_rank = layout.pipelines()[0][stage]
+            if layout.rank == of_rank and of_rank:
+                dist.send(gathered[name].to(device).contiguous(), group=groups.pipeline, group_dst=0)
+            elif layout.rank == 0 and of_rank:
+                received = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(received, group=groups.pipeline, group_src=layout.pipeline_parallel_size - 1 - stage)
+                gathered[name] = received.cpu()
+    return gathered if layout.rank == 0 else {}

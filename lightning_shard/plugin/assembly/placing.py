@@ -8,7 +8,6 @@ from functools import partial
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_shard.errors import PlacementError
@@ -28,9 +27,6 @@ from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps.schedule_choice import agree, choose, fitting_schedules
 from lightning_shard.scripted import is_scripted
 from lightning_shard.torch_private import NormOfChannels
-
-_LITTLE = 0.2
-"""A stage that has less than this of an even share of the cost isn't worth its ranks."""
 
 
 def blocks_of(module: nn.Module, settings: Settings, stages: int) -> Blocks | None:
@@ -67,8 +63,6 @@ def place_blocks(
     choice = choose(fitting, placed, settings.of_blocks, has_data_ranks=layout.data_parallel_size > 1)
     schedule = agree(fitting, choice, groups)
     placement = placed(schedule)
-    if layout.rank == 0 and settings.placement == "auto":
-        warn_of_idle_stages(cost, placement)
     if isinstance(module, pl.LightningModule):
         module.example_input_array = None  # Lightning's summary would call the module on it, outside of any step
     return blocks, placement, schedule
@@ -80,23 +74,6 @@ def placed_on(schedule: Schedule, cost: ModelCost, policy: Policy, layout: Layou
     holders = [schedule.rank_of[stage] for stage in range(schedule.stages)]
     own, of = [devices[rank] for rank in holders], [ranks[rank] for rank in holders]
     return place(cost, schedule.stages, policy, devices=own, ranks=of)
-
-
-def warn_of_idle_stages(cost: ModelCost, placement: Placement) -> None:
-    """Warn of a stage that has next to nothing to do."""
-    costs = [stage.cost for stage in placement.stages]
-    least, stages = costs.index(min(costs)), len(costs)
-    share = costs[least] / max(1, sum(costs))
-    if share * stages >= _LITTLE:
-        return
-    names = placement.stages[least].names
-    parts = (*cost.blocks, *(part for _, part in cost.parts))
-    rank_zero_warn(
-        f"Of {stages} pipeline stages, stage {least} ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''}) has"
-        f" {100 * share:.1f} % of the network's cost, less than a fifth of an even share, so its ranks wait most of the"
-        f" time. The largest part is {max(parts, key=lambda part: part.flops or part.parameters).name}: name modules"
-        " that share the cost, in running order, by pipeline_blocks, or use fewer stages, or data ranks alone."
-    )
 
 
 def costs_of(module: nn.Module, blocks: Blocks, *, runs: bool) -> tuple[Blocks, ModelCost]:

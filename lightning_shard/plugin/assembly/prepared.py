@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,11 +40,16 @@ from lightning_shard.plugin.optimizers.finetuning import (
     finetuning_callbacks,
 )
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
-from lightning_shard.plugin.reporting.monitors import share_throughput, warn_of_number_of_ranks
-from lightning_shard.plugin.reporting.summary import report_placement, report_whole, summarize_before
+from lightning_shard.plugin.reporting.summary import (
+    report_placement,
+    report_whole,
+    share_throughput,
+    summarize_before,
+    warn_of_number_of_ranks,
+)
 from lightning_shard.plugin.saving.averaging import average_shards
+from lightning_shard.plugin.saving.beside_tensors import warn_of_unstorable_buffers
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
-from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable_buffers
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.alike import Alike, OwnCalls
 from lightning_shard.plugin.steps.checks.buffers import CopiesOfStages, SharedBuffers
@@ -148,8 +153,8 @@ class PreparedStrategy(CheckpointedStrategy):
 
     _hooks: RunningHooks | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
         self._steps: SingleStageSteps | PipelinedSteps | None = None
         self._gradients: Gradients | None = None
         self._first_checks: FirstStepChecks | None = None

@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.plugin.data.sampler import ShardedSampler, drawing_apart
+from lightning_shard.plugin.data.sampler import ShardedSampler, drawing_apart, length_of
 from lightning_shard.plugin.steps.randomness import derive
 
 _BY_DATASET = {
@@ -46,7 +46,7 @@ def check_lengths(dataloader: Any, ranks: Ranks) -> None:
     Raises:
         ConfigurationError: On all ranks, if loaders that know their lengths have different ones.
     """
-    lengths = ranks.broadcast(ranks.gather(_length(dataloader)))
+    lengths = ranks.broadcast(ranks.gather(length_of(dataloader)))
     other = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
     if other is not None:
         raise ConfigurationError(
@@ -54,13 +54,6 @@ def check_lengths(dataloader: Any, ranks: Ranks) -> None:
             f" {_shown(lengths[other])} on rank {other}, and all ranks have to take the same number of steps:"
             f" {_BY_DATASET[isinstance(dataloader.dataset, IterableDataset)]}"
         )
-
-
-def _length(dataloader: Any) -> int | None:
-    try:
-        return len(dataloader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _shown(length: int | None) -> str:

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, Combin
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_shard.plugin.data.loader import sharded_sampler
-from lightning_shard.plugin.data.sampler import ShardedSampler
+from lightning_shard.plugin.data.sampler import ShardedSampler, length_of
 
 __all__ = ["batches_trained", "reopen_epoch", "resume_data", "run_epoch_start"]
 
@@ -169,16 +169,9 @@ def _count_by_this_layout(trainer: pl.Trainer, combined: CombinedLoader) -> None
 
 def _sampler_that_ends_the_epoch(combined: CombinedLoader) -> ShardedSampler | None:
     """The sampler of the loader whose end is the epoch's: of several the longest, or with ``min_size`` the shortest."""
-    lengths = [_length(loader) for loader in combined.flattened]
+    lengths = [float("inf") if (own := length_of(loader)) is None else own for loader in combined.flattened]
     end = _SUPPORTED_MODES[combined._mode]["fn"](lengths)  # type: ignore[arg-type]
     return sharded_sampler(combined.flattened[lengths.index(end)])
-
-
-def _length(loader: object) -> float:
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return float("inf")
 
 
 def _shift(counters: Any, batches: int) -> None:

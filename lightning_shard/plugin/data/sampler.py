@@ -28,7 +28,7 @@ from torch.utils.data import Sampler
 from lightning_shard.errors import StateMismatchError
 from lightning_shard.plugin.steps import randomness
 
-__all__ = ["ShardedSampler", "drawing_apart"]
+__all__ = ["ShardedSampler", "drawing_apart", "length_of"]
 
 READ_AHEAD = 256
 """How many positions are drawn from the user's sampler at a time; generators are swapped once for these."""
@@ -81,7 +81,7 @@ class ShardedSampler(Sampler[Any]):
         self._start = 0
         # the position at which the next iteration begins. A loader that is shorter than others beside it is iterated
         # several times in an epoch, from the second time on from 0
-        self._next_start = 0
+        self.next_start = 0
         # how many times it was iterated to its end in this epoch, and by then when the epoch was begun or resumed
         self._passes = self._passes_before = 0
         # the training loop's batch count at `_start`; None between loading a state and beginning from it
@@ -96,7 +96,7 @@ class ShardedSampler(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of this epoch; if it is the current epoch, keep the place in it."""
         if epoch != self.epoch:
-            self._start = self._next_start = self._batches_before = self._passes = self._passes_before = 0
+            self._start = self.next_start = self._batches_before = self._passes = self._passes_before = 0
         self.epoch = epoch
         for part in self._user_samplers():
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -107,7 +107,7 @@ class ShardedSampler(Sampler[Any]):
         positions = chain.from_iterable(self._positions())
         head = list(islice(positions, self.data_size - 1))
         positions = chain(head, positions)
-        next(islice(positions, self._next_start, self._next_start), None)
+        next(islice(positions, self.next_start, self.next_start), None)
         taken = 0
         while dealt := list(islice(positions, self.data_size)):
             if (missing := self.data_size - len(dealt)) and self.drop_last:
@@ -117,7 +117,7 @@ class ShardedSampler(Sampler[Any]):
             dealt += islice(cycle(head), missing)
             yield dealt[self.data_rank]
             taken += 1
-        self._next_start = 0
+        self.next_start = 0
         self._passes += self.counts_passes
 
     def __len__(self) -> int:
@@ -133,7 +133,7 @@ class ShardedSampler(Sampler[Any]):
     @property
     def ends_with_a_repeated_batch(self) -> bool:
         """Whether this rank's last batch of a whole epoch holds only a repeated position, which another rank took."""
-        if (length := self._order_length()) is None or self.drop_last:
+        if (length := length_of(self.order)) is None or self.drop_last:
             return False
         rest = length % self.data_size
         return 0 < rest <= self.data_rank and (self._share(length) - 1) % self.batch_size == 0
@@ -179,28 +179,20 @@ class ShardedSampler(Sampler[Any]):
 
     # -- the place in the epoch ---------------------------------------------------------------------------------------
 
-    @property
-    def next_start(self) -> int:
-        """The global position at which the next iteration begins."""
-        return self._next_start
-
     def next_pass(self) -> tuple[int, ...]:
         """The epoch, and which of its passes over the data the next iteration is, if it isn't the first."""
         return (self.epoch, self._passes) if self._passes else (self.epoch,)
 
-    def position(self, batches: int) -> int:
-        """The global position after training on ``batches`` batches of this epoch, as the training loop counts them.
+    def _pass_and_position(self, batches: int) -> tuple[int, int]:
+        """The pass, and the global position in it, after training on this many batches, as the training loop counts.
 
         Not the number of batches handed out, since workers and fetchers run ahead of training.
         """
-        return self._pass_and_position(batches)[1]
-
-    def _pass_and_position(self, batches: int) -> tuple[int, int]:
         if self._batches_before is None:
             return self._passes_before, self._start
         done = batches - self._batches_before
         per_batch = self.data_size * self.batch_size
-        if (length := self._order_length()) is None:
+        if (length := length_of(self.order)) is None:
             return self._passes_before, self._start + done * per_batch
         first_pass = self._batches(length - self._start)
         whole_pass = self._batches(length)
@@ -214,7 +206,7 @@ class ShardedSampler(Sampler[Any]):
 
         If it falls inside a batch, the result is the count from which the remaining batches reach the epoch's end.
         """
-        if (length := self._order_length()) is None:
+        if (length := length_of(self.order)) is None:
             return -(-position // (self.data_size * self.batch_size))
         return self._batches(length) - self._batches(max(0, length - position))
 
@@ -236,7 +228,7 @@ class ShardedSampler(Sampler[Any]):
             )
         self.seed = state["seed"]
         self.set_epoch(state["epoch"])
-        self._start = self._next_start = state["position"]
+        self._start = self.next_start = state["position"]
         self._passes = self._passes_before = state.get("pass", 0)
         self._batches_before = None
         self._seed_workers()
@@ -252,7 +244,7 @@ class ShardedSampler(Sampler[Any]):
         """Begin ``epoch`` at the loaded place if it is in it, else at 0. The loop has counted ``batches`` so far."""
         is_same = epoch == self.epoch
         self.set_epoch(epoch)
-        self._next_start, self._passes = self._start, self._passes_before
+        self.next_start, self._passes = self._start, self._passes_before
         self._batches_before = batches if is_same else 0
         self._seed_workers()
 
@@ -268,14 +260,8 @@ class ShardedSampler(Sampler[Any]):
 
     @start.setter
     def start(self, position: int) -> None:
-        length = self._order_length()
-        self._start = self._next_start = position if length is None else min(position, length)
-
-    def _order_length(self) -> int | None:
-        try:
-            return len(self.order)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return None
+        length = length_of(self.order)
+        self._start = self.next_start = position if length is None else min(position, length)
 
     def _share(self, positions: int) -> int:
         """How many of this many positions each rank takes."""
@@ -284,6 +270,14 @@ class ShardedSampler(Sampler[Any]):
     def _batches(self, positions: int) -> int:
         share = self._share(positions)
         return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
+
+
+def length_of(sized: Any) -> int | None:
+    """The length of a sampler or a loader, if it has one."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 @contextmanager

@@ -22,8 +22,7 @@ from lightning_shard.parallel.fsdp.adam import update_shards
 from lightning_shard.parallel.rank_compare import by_name, unequal
 from lightning_shard.plugin.assembly.parameters import leave_out_elsewhere
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.optimizers import whole_tensors
-from lightning_shard.plugin.optimizers.trials import collective_of, depends_on_others
+from lightning_shard.plugin.optimizers.trials import allow, collective_of, depends_on_others
 
 
 def prepare(
@@ -58,7 +57,7 @@ def prepare(
     for optimizer in optimizers:
         refuse(optimizer, layout)
         update_shards(optimizer)
-        whole_tensors.allow(optimizer)
+        allow(optimizer)
     return [{name: place for each in of_stages for name, place in each.items()} for of_stages in zip(*given)]
 
 

@@ -1,10 +1,15 @@
-"""Makes Lightning's ModelSummary, plain and rich, report the module as it was before it was laid out.
+"""Makes Lightning's ModelSummary and ThroughputMonitor report the whole model, and warns of the number of ranks.
 
-Sizes and operations are those of a run on fake tensors; where the example can't run on these, they are left out. Where
-summaries are on, the table of what each stage has is printed too.
+A summary, plain or rich, is of the module as it was before it was laid out. The module isn't run on its example, so
+input and output sizes and operations are left out. Where summaries are on, the table of what each stage has is printed
+too.
 
-Private in Lightning 2.6, used here: the callbacks' ``_summary`` and ``_max_depth``, and a summary's
-``_get_summary_data``.
+ThroughputMonitor's rates over all devices are rank 0's times the world size, and the ranks of a pipeline and of a
+tensor group work on one batch together: so each device's rates, and its utilisation (MFU), are set to its share. Hooks
+that compute ``lr * self.trainer.world_size`` are warned where a batch isn't dealt to as many ranks.
+
+Private in Lightning 2.6, used here: the callbacks' ``_summary`` and ``_max_depth``, a summary's
+``_get_summary_data``, and ``ThroughputMonitor._throughputs``.
 """
 
 from __future__ import annotations
@@ -16,14 +21,13 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch.callbacks import ModelSummary, ThroughputMonitor
 from lightning.pytorch.utilities.model_summary import summarize
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline.cost import on_fake_tensors
 from lightning_shard.pipeline.placement import Placement
-from lightning_shard.plugin.assembly.probe import restoring_state
 
 _BEFORE = "_lightning_shard_summary"
 """The attribute under which a module that was laid out keeps its summaries from before."""
@@ -42,9 +46,14 @@ class WholeSummary:
 
     @classmethod
     def of(cls, module: pl.LightningModule, depth: int) -> WholeSummary:
-        found = summarize(module, max_depth=depth)
+        example, module.example_input_array = module.example_input_array, None
+        try:
+            found = summarize(module, max_depth=depth)
+            data = [(title, each) for title, each in found._get_summary_data() if title != "FLOPs" or example is None]
+        finally:
+            module.example_input_array = example
         counts = (found.total_parameters, found.trainable_parameters, found.model_size)
-        return cls(found._get_summary_data(), *counts, found.total_training_modes, found.total_flops)
+        return cls(data, *counts, found.total_training_modes, found.total_flops)
 
     def _get_summary_data(self) -> list[tuple[str, list[str]]]:
         return self.data
@@ -59,36 +68,7 @@ class _Before:
     """Summaries by their depth; in an object of ours, as a dict would be taken for the module's state."""
 
     def __init__(self, module: pl.LightningModule, depths: set[int]) -> None:
-        self.by_depth = {
-            depth: (_on_fake_tensors(module, depth) if depths else None) or _without_a_run(module, depth)
-            for depth in depths or {1}
-        }
-
-
-def _on_fake_tensors(module: pl.LightningModule, depth: int) -> WholeSummary | None:
-    """The summary of a run on the module's example, computing nothing; ``None`` if there is none, or it fails."""
-    if module.example_input_array is None:
-        return None
-    modes = {part: part.training for part in module.modules()}
-    try:
-        with restoring_state(module), on_fake_tensors(module.parameters()):
-            return WholeSummary.of(module, depth)
-    except Exception:
-        return None  # finding the blocks warns of the reason
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
-
-
-def _without_a_run(module: pl.LightningModule, depth: int) -> WholeSummary:
-    example, module.example_input_array = module.example_input_array, None
-    try:
-        found = WholeSummary.of(module, depth)
-    finally:
-        module.example_input_array = example
-    if example is not None:
-        found.data = [(title, column) for title, column in found.data if title != "FLOPs"]
-    return found
+        self.by_depth = {depth: WholeSummary.of(module, depth) for depth in depths or {1}}
 
 
 def report_whole(callbacks: Iterable[pl.Callback], module: pl.LightningModule) -> None:
@@ -112,3 +92,27 @@ def report_placement(callbacks: Iterable[pl.Callback], layout: Layout, placement
 
 def _summaries(callbacks: Iterable[pl.Callback]) -> list[ModelSummary]:
     return [callback for callback in callbacks if isinstance(callback, ModelSummary) and callback._max_depth]
+
+
+def share_throughput(callbacks: Iterable[pl.Callback], layout: Layout) -> None:
+    """Make each device's rates its share of its model's. To be called after callbacks are set up."""
+    ranks_per_model = layout.world_size // layout.data_parallel_size
+    for callback in callbacks:
+        if isinstance(callback, ThroughputMonitor):
+            for throughput in callback._throughputs.values():
+                vars(throughput)["compute"] = partial(_shared, throughput, ranks_per_model)
+
+
+def _shared(throughput: Throughput, ranks_per_model: int) -> dict[str, Any]:
+    metrics = type(throughput).compute(throughput)
+    rates = ("_per_sec", f"{throughput.separator}mfu")
+    return {name: value / ranks_per_model if name.endswith(rates) else value for name, value in metrics.items()}
+
+
+def warn_of_number_of_ranks(layout: Layout, hook: str) -> None:
+    rank_zero_warn(
+        f"{hook} asks for world_size, which is the number of ranks, {layout.world_size}; batches are dealt to"
+        f" {layout.data_parallel_size} data ranks, and each batch's samples are computed by several ranks. To scale"
+        " learning rates or to count samples take trainer.strategy.layout.data_parallel_size;"
+        " trainer.estimated_stepping_batches counts steps."
+    )

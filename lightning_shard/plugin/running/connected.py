@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,8 +17,8 @@ from lightning_shard import lightning_private
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin.data.loader import drop_repeated
+from lightning_shard.plugin.running.failure import print_failed_saves
 from lightning_shard.plugin.running.laid_out import LaidOut
-from lightning_shard.plugin.running.last_words import print_failed_saves
 from lightning_shard.plugin.running.launchers import ForkedRanks, check_number_of_ranks, launcher_of
 from lightning_shard.plugin.running.preemption import Preemption
 
@@ -28,22 +27,15 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
     """Sets up a layout's mesh, process groups and seed, and watches for failures.
 
     Args:
-        sizes: The axes' settings, as :meth:`Layout.resolve` takes them.
-        process_group_backend, timeout: See :class:`HybridShardStrategy`.
+        given: The arguments of :class:`HybridShardStrategy`, by name.
     """
 
     _known_after = "a Trainer was made with this strategy"
 
-    def __init__(
-        self, sizes: dict[str, Any], process_group_backend: str | None = None, timeout: timedelta | None = None
-    ) -> None:
-        super().__init__(
-            data_parallel_size=sizes["data_parallel_size"],
-            tensor_parallel_size=sizes["tensor_parallel_size"],
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-        self._lay_out_by(sizes)
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        names = ("data_parallel_size", "tensor_parallel_size", "process_group_backend", "timeout")
+        super().__init__(**{name: given[name] for name in names})
+        self._take(given)
         self._undo_guards: Callable[[], None] = lambda: None
         self._preemption = Preemption()
         lightning_private.choose_precision_by(self)
@@ -125,7 +117,7 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
                     watch.fails()
                     self._report(raised)
                     raised = watch.failure_elsewhere(raised) or raised
-                    self._undo_guards = print_failed_saves(self._module.trainer, watch.is_first_to_say)
+                    self._undo_guards = print_failed_saves(self._module.trainer, watch.say_once)
                 if raised is error:
                     raise
                 raise raised from error

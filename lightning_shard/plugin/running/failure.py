@@ -6,7 +6,8 @@ every rank polls the store, and ends the process if its main thread doesn't end 
 
 A process that is killed or stopped can't report. So each thread also writes a heartbeat once a second, with the place
 where its main thread is: a rank that has lost the others looks whose has stopped. Ranks whose hooks save after an
-exception agree on it first, through the store: all of them save, from the same step, or none.
+exception agree on it first, through the store: all of them save, from the same step, or none. Of what all of them would
+print, one does.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
 from lightning_shard.errors import RankFailure, ShardError
 from lightning_shard.plugin.running.interrupts import Interrupts
-from lightning_shard.plugin.running.last_words import say, take_over_from_observer
 from lightning_shard.plugin.running.rendezvous import Rendezvous, collect
 
 _KEY = "lightning_shard/watch"
@@ -39,6 +42,7 @@ _GRACE_S = 10.0
 _ANSWER_S = 10.0
 _CONNECT_S = 10.0
 _YES, _NO = "yes", "no: "
+_CTRL_C = "Ctrl+C: all ranks end after this step. Press it again to end at once, without a checkpoint."
 
 
 class FailureWatch:
@@ -56,7 +60,7 @@ class FailureWatch:
         self._main = threading.get_ident()
         self.is_in_run = True
         """Whether the main thread is where others wait for it. Elsewhere the process with the store may have ended."""
-        self.interrupts = Interrupts(self._key("interrupt"), self._rank)
+        self.interrupts = Interrupts()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._failing = False
@@ -145,13 +149,11 @@ class FailureWatch:
             self._refused = verdict if verdict != _YES else ""
         return self._refused
 
-    def is_first_to_say(self, what: str) -> bool:
-        """Whether no other rank has said this; False if the store is lost, and rank 0 with it, which has then."""
-        try:
-            said = self._store.compare_set(self._key("said", what), "", str(self._rank)).decode()
-        except (RuntimeError, dist.DistError):
-            return False
-        return said == str(self._rank)
+    def say_once(self, text: str) -> None:
+        """Print what no rank of the run has printed; not if the store is lost, and rank 0 with it, which has then."""
+        with suppress(RuntimeError, dist.DistError):
+            if self._store.add(self._key("said", text), 1) == 1:
+                say(text)
 
     def leave(self, launcher: int) -> None:
         """Tell, after :meth:`report`, that this rank saves nothing more, and may end its process.
@@ -249,7 +251,10 @@ class FailureWatch:
         at_once_key = self._key("at_once")
         try:
             self._store.set(self._key("alive", self._rank), beat)
-            if reason := self.interrupts.look(self._store):
+            reason = self.interrupts.look()
+            if self.interrupts.asked_at is not None:
+                self.say_once(_CTRL_C)
+            if reason is not None:
                 self._store.set(at_once_key, "1")
                 self._store.compare_set(self._key("first_failure"), "", f"rank {self._rank}: {reason}")
             if not self._store.check([self._key("first_failure")]):
@@ -358,3 +363,46 @@ def lost_the_others(exception: BaseException) -> bool:
 
 def _ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def say(text: str) -> None:
+    print(f"[lightning_shard] {text}", file=sys.stderr, flush=True)
+
+
+def print_failed_saves(trainer: pl.Trainer, say_once: Callable[[str], None]) -> Callable[[], None]:
+    """Have our own errors in ``on_exception`` hooks be printed, by one rank: the run's own error is to be raised.
+
+    Returns:
+        A function that undoes this.
+    """
+
+    def guarded(hook: Callable[..., None]) -> Callable[..., None]:
+        def on_exception(*args: Any, **kwargs: Any) -> None:
+            try:
+                hook(*args, **kwargs)
+            except ShardError as error:
+                say_once(str(error))
+
+        return on_exception
+
+    holders = [each for each in (*trainer.callbacks, trainer.datamodule) if each is not None]  # type: ignore[attr-defined]
+    guards = [(vars(each), guarded(each.on_exception)) for each in holders if "on_exception" not in vars(each)]
+    for attributes, guard in guards:
+        attributes["on_exception"] = guard
+
+    def undo() -> None:
+        for attributes, guard in guards:
+            if attributes.get("on_exception") is guard:
+                del attributes["on_exception"]
+
+    return undo
+
+
+def take_over_from_observer() -> None:
+    """Keep Lightning's launcher from killing this process since a child has failed: it ends by itself, and says why.
+
+    Private in Lightning 2.6: ``_ChildProcessObserver._run``, whose result sets ``_finished`` after each pause.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            thread._run = lambda: True  # type: ignore[method-assign]

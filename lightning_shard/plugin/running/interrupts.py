@@ -16,10 +16,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import torch.distributed as dist
-
-from lightning_shard.plugin.running.last_words import say
-
 _SAME_S = 1.0
 """Signals so soon after another are the same Ctrl+C: torchrun sends it once more, and workers share the pipe."""
 _PATIENCE_S = 10.0
@@ -27,15 +23,9 @@ _PATIENCE_S = 10.0
 
 
 class Interrupts:
-    """The Ctrl+C of one run on one rank.
+    """The Ctrl+C of one run on one rank."""
 
-    Args:
-        key: Of the store, for this run.
-    """
-
-    def __init__(self, key: str, rank: int) -> None:
-        self._key = key
-        self._rank = rank
+    def __init__(self) -> None:
         self._reads, self._writes = os.pipe()
         os.set_blocking(self._writes, False)
         self._poll = select.poll()
@@ -108,15 +98,13 @@ class Interrupts:
         os.close(self._reads)
         os.close(self._writes)
 
-    def look(self, store: dist.Store) -> str | None:
+    def look(self) -> str | None:
         """Act on what came since; returns a reason to end at once, if there is one."""
         presses, self._presses = self._presses if self.catches else 0, 0
         now = time.monotonic()
         if self.asked_at is None:
             if presses:
                 self.asked_at = now
-                if store.compare_set(self._key, "", str(self._rank)).decode() == str(self._rank):
-                    say("Ctrl+C: all ranks end after this step. Press it again to end at once, without a checkpoint.")
             return None
         limit_s = _PATIENCE_S + 2 * self._longest_s
         if self.has_left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.gloo import one_worker
-from lightning_shard.layout import Layout, check_sizes
+from lightning_shard.layout import SIZES, Layout, check_sizes
 from lightning_shard.parallel.collectives import gather
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.plugin.groups import Groups, set_timeout
@@ -45,31 +46,24 @@ class LaidOut:
     _process_group_backend: Any
     _timeout: Any
 
-    def _lay_out_by(self, sizes: Mapping[str, Any]) -> None:
-        """Take the axes' settings, as :meth:`Layout.resolve` does."""
-        check_sizes(**sizes)
-        self._sizes = sizes
+    def _take(self, given: Mapping[str, Any]) -> None:
+        """Take a strategy's arguments, by name, and check them against each other.
+
+        Raises:
+            ConfigurationError: They can't work.
+        """
+        self._sizes = {name: given[name] for name in SIZES if name in given}
+        check_sizes(**self._sizes)
+        self._settings = Settings(**{each.name: given[each.name] for each in fields(Settings) if each.name in given})
+        self._loss_weight, self._reduces_each = given["loss_weight"], given["reduce_each_microbatch"]
+        check_kinds(loss_weight=self._loss_weight, reduce_each_microbatch=self._reduces_each, timeout=given["timeout"])
+        self._schedules = allowed(self._settings, given["schedule"], given["microbatches"], self._sizes)
         self._layout: Layout | None = None
         self._groups: Groups | None = None
         self._expert_mesh: DeviceMesh | None = None
         self._seed = 0
         self._computing = ComputingSettings()
         self._watch: FailureWatch | None = None
-
-    def _settle(
-        self,
-        settings: Settings,
-        schedule: Any,
-        microbatches: int | None,
-        loss_weight: Callable[[Any], Any] | None,
-        reduce_each_microbatch: bool,
-    ) -> None:
-        """Take the other arguments, once they were checked against each other."""
-        check_kinds(loss_weight=loss_weight, reduce_each_microbatch=reduce_each_microbatch, timeout=self._timeout)
-        self._settings = settings
-        self._schedules = allowed(settings, schedule, microbatches, self._sizes)
-        self._reduces_each = reduce_each_microbatch
-        self._loss_weight = loss_weight
 
     @property
     def layout(self) -> Layout:

@@ -168,7 +168,7 @@ class ForkedRanks(_MultiProcessingLauncher):
         if trainer.state.fn == TrainerFn.FITTING:
             path = strategy.broadcast(tempfile.mkdtemp())
             mesh = strategy.device_mesh[strategy.layout.stage_axes]
-            ckpt.save(strategy.own_state_dict(), path, mesh=mesh, group=strategy.groups.host, fsync=False)
+            ckpt.save(strategy.lightning_module_state_dict(), path, mesh=mesh, group=strategy.groups.host, fsync=False)
         if strategy.global_rank != 0:
             return None
         best = getattr(trainer.checkpoint_callback, "best_model_path", None)

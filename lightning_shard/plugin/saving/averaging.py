@@ -83,9 +83,9 @@ class ShardedCopy(nn.Module):
         (live,) = self._live
         copies = self._by_live_tensor()
         state = {} if destination is None else destination
-        own = {name: copies.get(id(value), value) for name, value in live.state_dict(keep_vars=True).items()}
-        strategy: Any = live.trainer.strategy
-        state.update((prefix + name, value) for name, value in strategy.shown_whole(own).items())
+        for name, value in live.state_dict(keep_vars=True).items():
+            held = copies.get(id(value), value)
+            state[prefix + name] = held.detach() if isinstance(held, Tensor) else held
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -135,21 +135,26 @@ def _one_by_one(
 
 _OTHER_STATE = {"state_dict", "current_model_state", "optimizer_states", "hyper_parameters"}
 Shape = tuple[int, ...]
+Path = tuple[Any, ...]
 
 
 def by_stages(
     checkpoint: Mapping[str, Any], shapes: Mapping[str, Shape], groups: Groups, mesh: DeviceMesh
 ) -> dict[str, Any]:
-    """The checkpoint with plain tensors under parameters' names only on the stage that has the parameter, as DTensors.
+    """The checkpoint with the plain tensors of which a stage has its own as DTensors, and only on that stage.
 
-    Such is an average of weights in whole tensors that all stages have made: each keeps that of its own parameters up
-    to date. What is under such a name in another shape is left as it is. A collective call over the pipeline.
+    Such are, in dicts, tensors under parameters' names and of their shapes, as an average of weights in whole tensors
+    that all stages have made: each keeps that of its own parameters up to date. And those that the last stage lacks,
+    whose state is saved, as a hook computes them of its part of the model's. A collective call over the pipeline.
 
     Args:
         shapes: Of this stage's parameters, by name. A key may be a name's end, as of ``module.net.named_parameters()``.
         mesh: The ranks that hold this rank's stage.
     """
-    stages: list[Mapping[str, Shape]] = groups.gather_over_stages(dict(shapes))
+    rest = {key: value for key, value in checkpoint.items() if key not in _OTHER_STATE}
+    paths = {*_paths(rest, ())}
+    everyones: list[tuple[Mapping[str, Shape], set[Path]]] = groups.gather_over_stages((dict(shapes), paths))
+    stages, lacking = [held for held, _ in everyones], paths - everyones[-1][1]
     held = {name: (stage, shape) for stage, of_stage in enumerate(stages) for name, shape in of_stage.items()}
     by_end: dict[Any, set[tuple[int, Shape]]] = {}
     for name, of_name in held.items():
@@ -160,18 +165,30 @@ def by_stages(
 
     def holder(key: Any, value: Any) -> int | None:
         """The stage that has the parameter, if a key and a tensor tell it."""
-        if type(value) not in (Tensor, nn.Parameter) or not is_dense(value) or value.is_meta:
+        if not _is_plain(value):
             return None
         found = by_end.get(key, set()) if isinstance(key, str) else set()
         of_key = {stage for stage, _ in found}
         return of_key.pop() if len(of_key) == 1 and value.shape in {shape for _, shape in found} else None
 
-    def split(tree: Any) -> Any:
-        if type(tree) in (dict, OrderedDict):
-            tree = type(tree)((k, v) for k, v in tree.items() if holder(k, v) in (None, own))
-        return rebuilt(tree, lambda key, value: split(value) if holder(key, value) is None else sharded(value))
+    def split(value: Any, path: Path) -> Any:
+        if _is_plain(value) and (holder(path[-1], value) is not None or path in lacking):
+            return DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        if type(value) in (dict, OrderedDict):
+            value = type(value)((key, each) for key, each in value.items() if holder(key, each) in (None, own))
+        return rebuilt(value, lambda key, each: split(each, (*path, key)))
 
-    def sharded(value: Tensor) -> Tensor:
-        return DTensor.from_local(value.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return {key: checkpoint[key] for key in checkpoint.keys() & _OTHER_STATE} | split(rest, ())
 
-    return {key: value if key in _OTHER_STATE else split(value) for key, value in checkpoint.items()}
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter) and is_dense(value) and not value.is_meta
+
+
+def _paths(value: Any, path: Path) -> Iterator[Path]:
+    """Of the plain tensors in dicts within dicts."""
+    if _is_plain(value):
+        yield path
+    elif type(value) in (dict, OrderedDict):
+        for key, each in value.items():
+            yield from _paths(each, (*path, key))

@@ -36,8 +36,8 @@ from lightning_shard.checkpoint.store import absolute, as_path, forget_listings
 from lightning_shard.checkpoint.tiers import LocalTier
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
+from lightning_shard.plugin.saving.beside_tensors import leave_out_of, name_types
 from lightning_shard.plugin.saving.drift import Drift
-from lightning_shard.plugin.saving.hyperparameters import leave_out_of, name_types
 from lightning_shard.plugin.steps import randomness
 
 SEVERAL_RANKS = (

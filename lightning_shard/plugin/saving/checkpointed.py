@@ -30,12 +30,12 @@ from lightning_shard.plugin.assembly.assemble import Assembly
 from lightning_shard.plugin.data.resume import reopen_epoch
 from lightning_shard.plugin.optimizers.finetuning import add_unfrozen_groups, finetuning_callbacks, whole_groups
 from lightning_shard.plugin.running.connected import ConnectedStrategy
-from lightning_shard.plugin.running.last_words import say
+from lightning_shard.plugin.running.failure import say
 from lightning_shard.plugin.saving.averaging import by_stages
+from lightning_shard.plugin.saving.beside_tensors import describe
 from lightning_shard.plugin.saving.checkpoint_io import WEIGHTS_ALONE, ShardedCheckpointIO, Site, sharded
 from lightning_shard.plugin.saving.drift import Drift, copies_of_stages, on_several_stages
 from lightning_shard.plugin.saving.frozen import Frozen
-from lightning_shard.plugin.saving.model_states import own_parts, shown_whole
 from lightning_shard.plugin.saving.own_loading import (
     as_lazy,
     as_stored,
@@ -44,14 +44,12 @@ from lightning_shard.plugin.saving.own_loading import (
     loads_itself,
     replace_lazy,
 )
-from lightning_shard.plugin.saving.pretrained import describe
 from lightning_shard.plugin.saving.uploads import upload_folders
 from lightning_shard.plugin.steps.checks.agreement import check_copies
 from lightning_shard.plugin.steps.checks.stage_parameters import by_parts
 
-_STATES = ("state_dict", "current_model_state")
-"""The model's states; the second is the module's where the first is an average."""
-_LOADED_BY_NAME = {*_STATES, "optimizer_states", "optimizer_tensors"}
+_LOADED_BY_NAME = {"state_dict", "current_model_state", "optimizer_states", "optimizer_tensors"}
+"""The second is the module's state where the first is an average."""
 
 
 class CheckpointedStrategy(ConnectedStrategy):
@@ -60,8 +58,8 @@ class CheckpointedStrategy(ConnectedStrategy):
     Subclasses set what is saved: the assembly, and the names of the parameters that optimizers hold.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
         self._assembly: Assembly | None = None
         self._names: dict[int, str] = {}
         """``id(parameter)`` to name, of this rank's parameters, which are those that its optimizers hold."""
@@ -118,24 +116,7 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     @by_parts
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state dict: DTensors for what is sharded, under the module's own names.
-
-        With stages, and hooks of users' that see it in a checkpoint: all of it, as lazy whole tensors.
-        """
-        return self.shown_whole(self.own_state_dict())
-
-    def shown_whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state of the module, of which this stage has a part, as a user's ``on_save_checkpoint`` sees it."""
-        return shown_whole(state, self.groups, self.root_device) if self._shows_whole else state
-
-    @property
-    def _shows_whole(self) -> bool:
-        module = self._module
-        return self.layout.pipeline_parallel_size > 1 and edits_checkpoints(module, "on_save_checkpoint")
-
-    @by_parts
-    def own_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state dict."""
+        """This rank's part of the state dict: DTensors for what is sharded, under the module's own names."""
         self._agree_to_save()  # here: a save calls this first
         self._apart = self._join_copies(tolerates=True)
         state = self._module.state_dict()
@@ -176,12 +157,6 @@ class CheckpointedStrategy(ConnectedStrategy):
     @record_function("save")
     @by_parts
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._shows_whole:
-            elsewhere = {*self._names_of_other_stages()} - (self._module.state_dict().keys())
-            elsewhere |= {*self._saved_by_other_stages()}
-            shown = {key: checkpoint[key] for key in _STATES if isinstance(checkpoint.get(key), Mapping)}
-            parts = {key: {n: v for n, v in state.items() if n not in elsewhere} for key, state in shown.items()}
-            checkpoint = own_parts({**checkpoint, **parts})
         shapes = {name: tuple(p.shape) for name, p in self._module.named_parameters(remove_duplicate=False)}
         states: dict[str, Any] = {}
         if finetuning_callbacks(self._module.trainer) and "optimizer_states" in checkpoint:

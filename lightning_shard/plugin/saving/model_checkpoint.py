@@ -123,7 +123,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         """The same for this rank alone; also true while another callback's save to this path is running."""
         under_way = io.under_way  # read first: a save that ends in between is found below
         on_its_way = bool(under_way) and self._place(path) == self._place(under_way)
-        return on_its_way or _is_committed(path, io) or is_file(path, io.storage_options)
+        return on_its_way or ckpt.exists(path, storage_options=io.storage_options) or is_file(path, io.storage_options)
 
     def _get_metric_interpolated_filepath_name(
         self, monitor_candidates: dict[str, Tensor], trainer: pl.Trainer, del_filepath: str | None = None
@@ -384,10 +384,6 @@ def _on_first_rank(trainer: pl.Trainer, look: Callable[[], T]) -> T:
         if trainer.is_global_zero:
             result = look()
     return trainer.strategy.broadcast(result)
-
-
-def _is_committed(path: str, io: ShardedCheckpointIO) -> bool:
-    return ckpt.exists(path, storage_options=io.storage_options)
 
 
 def _is_local(path: str) -> bool:

@@ -14,8 +14,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_shard import checkpoint as ckpt
@@ -23,7 +21,7 @@ from lightning_shard import tree
 from lightning_shard.arguments import few
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.errors import StateMismatchError
-from lightning_shard.sharding import full_tensor, local_part, local_tensor
+from lightning_shard.sharding import full_tensor, local_tensor
 from lightning_shard.state.walk import below, entries, is_object, put_entry, reachable
 
 _LOADERS = ("load_state_dict", "_load_from_state_dict")
@@ -47,10 +45,10 @@ def _is_anyones(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(_ANYONES)
 
 
-def edits_checkpoints(module: pl.LightningModule, hook: str = "on_load_checkpoint") -> bool:
-    """Whether a module or a callback has a hook of its own, which may compute with the checkpoint's values."""
+def edits_checkpoints(module: pl.LightningModule) -> bool:
+    """Whether a module or a callback loads by a hook of its own, which may compute with the checkpoint's values."""
     holders: list[Any] = [module, *module.trainer.callbacks]  # type: ignore[attr-defined]
-    return not all(_is_anyones(getattr(each, hook)) for each in holders)
+    return not all(_is_anyones(each.on_load_checkpoint) for each in holders)
 
 
 def as_lazy(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,23 +88,18 @@ class LazyTensor(torch.Tensor):
     """A lazy tensor of a checkpoint, unsharded. Results are plain tensors; operations in place change this one."""
 
     content: Any
-    """A stored tensor, or another object with its ``shape``, ``dtype`` and ``full()``; once it was used, a tensor."""
-    source: Any
-    """What was the content at first."""
+    """A stored tensor; once it was used, a tensor."""
 
     @classmethod
     def of(cls, content: Any) -> LazyTensor:
         lazy = torch.Tensor._make_subclass(cls, torch.empty((), dtype=content.dtype).expand(content.shape))
-        lazy.content = lazy.source = content
+        lazy.content = content
         return lazy
 
     def whole(self) -> Tensor:
         """Its values, read once and kept, since they may be written to."""
         self.content = self.content if isinstance(self.content, Tensor) else self.content.full()
         return self.content  # type: ignore[no-any-return]
-
-    full = whole
-    """The name that a stored tensor has for it."""
 
     def plain(self) -> Tensor:
         """Its values as a plain tensor; as a parameter, if ``nn.Parameter`` was applied to this."""
@@ -134,17 +127,6 @@ class LazyTensor(torch.Tensor):
         return result
 
 
-class _WholeIntoSharded(TorchFunctionMode):
-    """Copies unsharded tensors into sharded ones by this rank's part, since loading code computes plain tensors."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "copy_" and isinstance(args[0], DTensor):
-            source = args[1] if len(args) > 1 else None
-            if isinstance(source, Tensor) and not isinstance(source, DTensor):
-                return copy_part(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 @torch.no_grad()
 def copy_part(target: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
     """Copy this rank's part of a whole tensor; of a stored one, it is all that is read."""
@@ -152,11 +134,7 @@ def copy_part(target: Tensor, source: Tensor, *_: Any, **__: Any) -> Tensor:
     if isinstance(content, ckpt.StoredTensor) and content.shape == target.shape:
         ckpt.load_tensors([(content, target.detach())], cast=True)
         return target
-    whole = full_tensor(content) if isinstance(content, Tensor) else content.full()
-    if isinstance(target, DTensor):
-        whole = local_part(whole.expand(target.shape), target)
-    local_tensor(target.detach()).copy_(whole)
-    return target
+    return target.copy_(full_tensor(content) if isinstance(content, Tensor) else content.full())
 
 
 def load_by_own_code(
@@ -194,8 +172,7 @@ def load_by_own_code(
     with ckpt.all_or_none():
         half_loaded.mark(own)
         try:
-            with _WholeIntoSharded():
-                module.load_state_dict(given, strict=strict)
+            module.load_state_dict(given, strict=strict)
             replace_lazy(module)
             half_loaded.clear(own)
         except RuntimeError as error:

@@ -20,8 +20,8 @@ from lightning_shard.checkpoint.names import as_compiled
 from lightning_shard.checkpoint.optimizers.named import OPTIMIZER_STATES
 from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.errors import CheckpointNotFoundError
+from lightning_shard.plugin.saving.beside_tensors import find_types
 from lightning_shard.plugin.saving.checkpoint_io import WEIGHTS_ALONE, ShardedCheckpointIO
-from lightning_shard.plugin.saving.hyperparameters import find_types
 
 FABRIC_KEYS = "fabric"
 """Under ``lightning_shard``, in what Fabric saved: which keys are modules', and which are optimizers', in order."""

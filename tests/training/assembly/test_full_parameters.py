@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_shard.layout import Layout
-from lightning_shard.plugin.full_parameters import gather_parameters
+from lightning_shard.plugin.assembly.parameters import gather_parameters
 
 
 def test_a_snapshot_stays_when_the_parameters_change() -> None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
@@ -218,37 +217,61 @@ class ChangesRowsOfGradients(Plain):
 
 
 class Draws(Plain):
-    """A layer begun again: by torch each shard has the numbers of the first one."""
+    """Layers begun again, and noise."""
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.net.last.reset_parameters()
+    def on_train_batch_end(self, _outputs: Any, _batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(batch_idx)  # steps draw from generators of their own
+        if batch_idx == 1:
+            self.net.last.reset_parameters()
+            nn.init.trunc_normal_(self.net.blocks[0].weight, std=0.2)
+            nn.init.eye_(self.net.blocks[1].weight)
+        with torch.no_grad():
+            for parameter in self.net.first.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
 class DrawsByValues(Plain):
-    @torch.no_grad()
-    def on_train_batch_end(self, *_: Any) -> None:
-        weight = self.net.last.weight
-        weight.mul_(torch.bernoulli(torch.full_like(weight, 0.7)))
-
-
-class WritesByPlace(Plain):
-    """Of a bias torch made a replicated tensor of a part."""
-
-    @torch.no_grad()
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.net.last.bias.index_fill_(0, torch.tensor([2]), 0.3)
-
-
-class DrawsWhole(Plain):
-    """As these are told to, and noise by the whole."""
+    """Masks, slopes and samples: by torch each shard had those of the first one."""
 
     @torch.no_grad()
     def on_train_batch_end(self, _outputs: Any, _batch: Any, batch_idx: int) -> None:
-        torch.manual_seed(batch_idx)  # steps draw from generators of their own
-        weight = self.net.last.weight
-        values = weight.full_tensor() if isinstance(weight, DTensor) else weight.clone()
-        weight.copy_(nn.init.normal_(values))
-        self.net.first.weight.add_(torch.randn(self.net.first.weight.shape), alpha=0.1)
+        torch.manual_seed(batch_idx)
+        for part in (self.net.first, self.net.last):
+            for parameter in part.parameters():
+                parameter.mul_(torch.bernoulli(torch.full_like(parameter, 0.7)))
+                parameter.copy_(F.rrelu(parameter, training=True))
+                parameter.add_(torch.normal(parameter, 0.1), alpha=0.1)
+                parameter.add_(torch.normal(parameter, parameter.abs() + 0.1), alpha=0.1)
+                parameter.add_(torch.normal(0.5, parameter.abs() + 0.1), alpha=0.1)
+                parameter.sub_(torch.distributions.Normal(parameter, 0.1).sample(), alpha=0.1)
+                parameter.add_(torch.poisson(parameter.abs()), alpha=0.01)
+                parameter.add_(torch.binomial(torch.full_like(parameter, 9), parameter.sigmoid()), alpha=0.01)
+                parameter.add_(F.dropout(parameter), alpha=0.1)
+                ones = torch.ones_like(parameter)
+                parameter.add_(torch.distributions.Gamma(parameter.abs() + 1, ones).sample(), alpha=0.01)
+                parameter.add_(torch.distributions.Dirichlet(parameter.abs() + 1).sample(), alpha=0.01)
+                self.seen.append(float((torch.multinomial(parameter.abs() + 0.1, 2) + 1.0).norm()))
+
+
+class WritesByPlace(Plain):
+    """Of a bias torch made a replicated tensor of a part; of weights it refused most."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        rows = torch.tensor([1, 2])
+        for parameter in (self.net.first.weight, self.net.last.bias, self.net.last.weight):
+            values = torch.full((2, *parameter.shape[1:]), 0.1)
+            parameter.index_add_(0, torch.tensor([1]), values[:1])
+            parameter.index_add_(0, rows, values, alpha=0.5)
+            self.seen.append(float(parameter.norm()))
+            parameter.index_copy_(0, torch.tensor([0]), values[:1])
+            parameter.index_fill_(0, torch.tensor([2]), 0.3)
+            parameter.index_put_((rows,), values, accumulate=True)
+            parameter.scatter_(0, torch.zeros(1, *parameter.shape[1:], dtype=torch.long), 0.2)
+            parameter.scatter_add_(0, torch.ones(1, *parameter.shape[1:], dtype=torch.long), values[:1])
+            parameter.put_(rows, values.flatten()[:2])
+            parameter.masked_scatter_(parameter > 0.25, torch.linspace(0, 0.1, parameter.numel()))
+        self.net.blocks[0].weight.tril_()
 
 
 class WritesToSums(Plain):
@@ -362,8 +385,7 @@ class AssignsLater(Plain):
 
 
 ALIKE = [Freezes, Clips, Swaps, Loads, Looks, Calls, SetsRows, WritesToSums]
-ALIKE_TOO = [Clamps, Teaches, OfTypes, DrawsWhole]
-BY_PARTS = "of a sharded tensor would be of each rank's part by itself"
+ALIKE_TOO = [Clamps, Teaches, OfTypes, Draws, DrawsByValues, WritesByPlace]
 GATHERED = "It is a copy, gathered from the ranks that hold it, so the change would be lost"
 REFUSED: dict[type[Plain], str] = {
     KeepsList: "a list that was made in configure_optimizers",
@@ -379,9 +401,6 @@ REFUSED_TOO: dict[type[Plain], str] = {
     ChangesLater: "was changed in place",
     AssignsLater: "was changed in place",
     ChangesRowsOfGradients: GATHERED,
-    Draws: BY_PARTS,
-    DrawsByValues: BY_PARTS,
-    WritesByPlace: BY_PARTS,
 }
 EVERY_REFUSED = {**REFUSED, **REFUSED_TOO}
 #: Where the memory is the same, they are right.

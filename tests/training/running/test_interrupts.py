@@ -7,7 +7,6 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 
 from lightning_shard.plugin.running import interrupts
 from lightning_shard.plugin.running.interrupts import Interrupts
@@ -17,7 +16,7 @@ Pair = tuple[Interrupts, Interrupts]
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    made = Interrupts("run", 0), Interrupts("run", 1)
+    made = Interrupts(), Interrupts()
     for one in made:
         one.catches = True
     yield made
@@ -33,27 +32,27 @@ def press(one: Interrupts) -> None:
 def test_the_same_press_that_comes_twice_at_once_counts_once_and_a_later_one_ends_at_once(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, (first, other) = dist.HashStore(), pair
+    first, other = pair
     for _ in range(2):
         press(first)
-        assert first.look(store) is None
+        assert first.look() is None
     monkeypatch.setattr(interrupts, "_SAME_S", 0.0)
     press(other)
-    assert other.look(store) is None  # its first, and it had not heard of the other's
+    assert other.look() is None  # its first, and it had not heard of the other's
     press(other)
-    assert "pressed again" in str(other.look(store))
+    assert "pressed again" in str(other.look())
 
 
 def test_a_batch_that_never_ends_is_waited_for_only_so_long_unless_it_is_a_save(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, (first, _) = dist.HashStore(), pair
+    first, _ = pair
     monkeypatch.setattr(interrupts, "_PATIENCE_S", 0.0)
     press(first)
-    assert first.look(store) is None
+    assert first.look() is None
     with first.saving():
-        assert first.look(store) is None
-    assert "no batch ended within 0 s" in str(first.look(store))
+        assert first.look() is None
+    assert "no batch ended within 0 s" in str(first.look())
 
 
 def test_a_signal_raises_nothing_in_a_run_and_python_handles_it_again_after_it(pair: Pair) -> None:

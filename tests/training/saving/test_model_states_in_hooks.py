@@ -1,4 +1,4 @@
-"""Users' hooks see each state of a model in a checkpoint as in one process: all names, whole tensors, to be changed."""
+"""Users' hooks change a model's states in a checkpoint as in one process; a stage's hook sees its part when saving."""
 
 from __future__ import annotations
 
@@ -59,19 +59,28 @@ class Module(L.LightningModule):
 
     def look(self, when: str, states: dict[str, dict[str, Tensor]]) -> None:
         for key, state in states.items():
-            self.saw[f"{when} {key}"] = {name: float(torch.linalg.vector_norm(value)) for name, value in state.items()}
+            norms = {name: float(torch.linalg.vector_norm(full_tensor(value))) for name, value in state.items()}
+            self.saw[f"{when} {key}"] = norms
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
         self.look("saved", {key: checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint})
-        state["net.0.0.weight"].mul_(2)
-        state["head.weight"] = state["head.weight"] * 3
+        if "head.weight" in state:
+            state["head.weight"] = state["head.weight"] * 3
+        if "net.0.0.weight" in state:
+            state["net.0.0.weight"].mul_(2)
+            checkpoint["of_hooks"] = full_tensor(state["net.0.0.bias"]) - 1
+            if "current_model_state" not in checkpoint:
+                state["renamed"] = state.pop("net.1.0.weight")
         state["net.3.0.bias"] = torch.ones(WIDTH)
-        checkpoint["of_hooks"] = state["net.0.0.bias"] - 1
+        state["added"] = torch.arange(3.0)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         states = {key: checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint}
         self.look("loaded", states | {"hooks": {"of": checkpoint["of_hooks"]}})
+        assert checkpoint["state_dict"].pop("added").tolist() == [0, 1, 2]
+        if "renamed" in checkpoint["state_dict"]:
+            checkpoint["state_dict"]["net.1.0.weight"] = checkpoint["state_dict"].pop("renamed")
         state = checkpoint.get("current_model_state", checkpoint["state_dict"])
         state["net.0.0.weight"].mul_(0.5)
         state["net.3.0.weight"] = state["net.3.0.weight"] + 0.1
@@ -110,10 +119,15 @@ def test_hooks_see_and_change_a_models_states_on_stages_as_in_one_process(averag
     plain = run(None, averages, f"{first}.ckpt", None), run(None, averages, f"{second}.ckpt", f"{first}.ckpt")
     for ranks, (saw, losses, average) in zip((before, after), plain):
         kept: dict[str, Tensor] = {}
+        for key in saw:
+            seen = [own_saw[key] for own_saw, _, _ in ranks]
+            if key.startswith("saved"):  # by each stage of its part
+                assert not seen[0].keys() & seen[1].keys(), key
+                seen = [seen[0] | seen[1]]
+            for of_rank in seen:
+                assert of_rank == pytest.approx(saw[key], rel=1e-5), key
         for own_saw, own_losses, own_average in ranks:
             assert own_saw.keys() == saw.keys()
-            for key in saw:
-                assert own_saw[key] == pytest.approx(saw[key], rel=1e-5), key
             assert own_losses == pytest.approx(losses, rel=1e-5)
             assert not kept.keys() & own_average.keys()
             kept |= own_average
