@@ -40,7 +40,7 @@ from lightning_shard.plugin.optimizers.finetuning import (
     finetuning_callbacks,
 )
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
-from lightning_shard.plugin.reporting.monitors import share_throughput, warn_of_number_of_ranks
+from lightning_shard.plugin.reporting.monitors import share_throughput
 from lightning_shard.plugin.reporting.summary import report_placement, report_whole, summarize_before
 from lightning_shard.plugin.saving.averaging import average_shards
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
@@ -57,7 +57,6 @@ from lightning_shard.plugin.steps.loop import Loop, TrainerLoop
 from lightning_shard.plugin.steps.loss_weight import LossWeights, Shares, agree_on_overflows
 from lightning_shard.plugin.steps.metrics import SharedMetrics
 from lightning_shard.plugin.steps.pipelined import Cut, PipelinedSteps
-from lightning_shard.plugin.steps.running_hooks import RunningHooks
 from lightning_shard.plugin.steps.schedule_choice import effective_schedule, evaluation_schedules
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 from lightning_shard.torch_private import allowing_empty_optimizers, parametrizations_leaving_what_is_given
@@ -98,7 +97,7 @@ def make_steps(
     metrics = known.metrics = known.metrics or SharedMetrics(groups, device, stages)
     parts = known.schedule.microbatches if stages is not None else 1
     means = UnequalMeans(parts, groups.data, is_weighted=weigh is not None)
-    shares = Shares(LossWeights(weigh, groups.data, device), means, metrics.means)
+    shares = Shares(LossWeights(weigh, groups.data, device), means, metrics)
     warn_of_balancing(module, parts * layout.data_parallel_size)
     gradients = Gradients(module, loop, groups.gradient, reduces_each=reduces_each, is_pipelined=stages is not None)
     of_blocks = stages.shared_buffers if stages is not None else ()
@@ -146,33 +145,16 @@ _ASSEMBLY = "_lightning_shard_assembly"
 class PreparedStrategy(CheckpointedStrategy):
     """Assembles the module, and sets up its steps, optimizers and precision."""
 
-    _hooks: RunningHooks | None = None
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._steps: SingleStageSteps | PipelinedSteps | None = None
         self._gradients: Gradients | None = None
         self._first_checks: FirstStepChecks | None = None
         self._guard: StageParameters | None = None
-        self._of_hooks = ExitStack()  # as long as hooks run, from their setup to the teardown
         self._norms: WholeNorms | None = None
         self._of_run = ExitStack()  # closed in teardown
         self._built: Built | None = None
         self._trains: list[dict[str, bool]] = []
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks; see :attr:`layout` for that of data ranks."""
-        if self._hooks is not None and (hook := self._hooks.current) is not None:
-            warn_of_number_of_ranks(self.layout, hook.name)
-        return super().world_size
-
-    def _watch_hooks(self, trainer: pl.Trainer) -> None:
-        """Know which of the user's hooks runs, from here to the teardown."""
-        if self.layout.data_parallel_size < self.layout.world_size:
-            self._of_hooks.close()
-            self._hooks = RunningHooks(trainer)
-            self._of_hooks.enter_context(self._hooks.watched())
 
     def setup(self, trainer: pl.Trainer) -> None:
         module = self._module
@@ -224,7 +206,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self._guard_hooks()
 
     def _guard_hooks(self, *, shows_all: bool = True) -> None:
-        if self._guard is not None and self._hooks is not None and self._hooks.at_end is not None:
+        if self._guard is not None and self.layout.pipeline_parallel_size > 1:
             self._guard.guard(shows_all=shows_all)
 
     def _report_layout(self, callbacks: Sequence[pl.Callback], module: pl.LightningModule, known: Assembly) -> None:
@@ -289,9 +271,8 @@ class PreparedStrategy(CheckpointedStrategy):
         if known.stages is None:
             self._guard = StageParameters(_sharded(module) if self.layout.world_size > 1 else {}, has_stages=False)
             return
-        assert self._hooks is not None
-        self._guard = StageParameters(known.stages.incomplete, self._hooks, known.names)
-        self._hooks.at_end = self._guard.end
+        self._guard = StageParameters(known.stages.incomplete, known.names)
+        self._of_run.enter_context(self._guard.watching(module.trainer))
 
     def _syncs_over_data_ranks(self) -> bool:
         return self._layer_sync is not None and self.layout.data_parallel_size > 1

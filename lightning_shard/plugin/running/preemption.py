@@ -35,7 +35,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard import lightning_private
 from lightning_shard.plugin.steps.checks.agreement import SameGradients, SameSettings
-from lightning_shard.plugin.steps.running_hooks import is_overridden
+from lightning_shard.plugin.steps.loop import is_overridden
 
 __all__ = ["Preemption"]
 

@@ -26,7 +26,6 @@ class Step:
         call: The user's code.
         parts: The batch's microbatches.
         seeds: The seed of each.
-        samples: In each.
         args: What it is given after the batch.
     """
 
@@ -34,7 +33,6 @@ class Step:
     call: Callable[..., Any]
     parts: Sequence[Any]
     seeds: Sequence[int]
-    samples: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 

@@ -6,8 +6,7 @@ calls, so the hooks must run on every rank. Of tensors that aren't the model's g
 
 Private in torch (2.11 to 2.14), and replaced from a run's setup to its end by way of ``torch_private``:
 ``torch.nn.utils.clip_grad``'s ``_get_total_norm`` and ``_clip_grads_with_norm_``, which ``clip_grad_norm_`` calls, and
-``_group_tensors_by_device_and_dtype``, with which ``clip_grad_value_`` fails if it gets no gradients. Private in
-Lightning (2.6): ``Precision._after_closure``, which calls two of the hooks that receive gradients.
+``_group_tensors_by_device_and_dtype``, with which ``clip_grad_value_`` fails if it gets no gradients.
 
 What is of a weight that another stage holds too, and counts, is left out of a total norm. Gradients and weights are
 known by identity: of copies it can't be told which are of such a weight.
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -105,7 +104,7 @@ class WholeNorms:
         self._has_ties = any(groups.gather_over_stages(any(map(is_counted_elsewhere, self._own()))))
 
     def take_over(self, plugin: Precision) -> None:
-        """Make a precision plugin clip by these norms, and provide them to the hooks that it calls.
+        """Make a precision plugin clip by these norms.
 
         Lightning chooses the plugin, which clips its own parameters by ``torch.nn.utils``. Only these methods of the
         plugin are replaced.
@@ -121,16 +120,7 @@ class WholeNorms:
         def clip_grad_by_value(optimizer: Any, clip_val: float) -> None:
             clip_by_value(own(optimizer), clip_val)
 
-        methods: dict[str, Any] = {"clip_grad_by_norm": clip_grad_by_norm, "clip_grad_by_value": clip_grad_by_value}
-        for hook in ("post_backward", "_after_closure"):
-            methods[hook] = partial(self._within, getattr(type(plugin), hook).__get__(plugin))
-        plugin.__dict__.update(methods)
-
-    def _within(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        guard = self._guard
-        told = nullcontext() if guard is None else guard.warning_of_groups(self._module.trainer.optimizers)
-        with told:
-            return function(*args, **kwargs)
+        plugin.__dict__.update(clip_grad_by_norm=clip_grad_by_norm, clip_grad_by_value=clip_grad_by_value)
 
     def _own(self) -> list[nn.Parameter]:
         return [*dict(nn.Module.named_parameters(self._module)).values()]  # not by what guards the user's iteration

@@ -19,9 +19,9 @@ from lightning_shard.parallel.fsdp.unsharded import unsharded_of
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.gradients import Gradients
+from lightning_shard.plugin.steps.loop import has_hooks
 from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted_for_backward
 from lightning_shard.plugin.steps.redirect import call_through, refuse_sharded
-from lightning_shard.plugin.steps.running_hooks import has_hooks
 
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
 """Hooks between a step and its backward. Parameters stay gathered over them, unless such a hook is used."""
