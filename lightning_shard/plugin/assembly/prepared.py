@@ -46,7 +46,7 @@ from lightning_shard.plugin.saving.averaging import average_shards
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
 from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable_buffers
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.alike import Alike, OwnCalls
+from lightning_shard.plugin.steps.batches import Alike, OwnCalls
 from lightning_shard.plugin.steps.checks.buffers import CopiesOfStages, SharedBuffers
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans, warn_of_balancing

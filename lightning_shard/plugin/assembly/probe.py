@@ -16,7 +16,7 @@ from lightning_shard.parallel.blocks import Blocks
 from lightning_shard.parallel.experts.module_lists import RestoreAndReplay
 from lightning_shard.pipeline.cost import Part, watch
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.direct_output import DirectOutput
+from lightning_shard.plugin.steps.around_steps import DirectOutput
 from lightning_shard.state.tree_state import take
 
 

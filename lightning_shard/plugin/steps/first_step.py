@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_shard.layout import TENSOR_AXIS, Layout
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
-from lightning_shard.plugin.steps.alike import OwnCalls
+from lightning_shard.plugin.steps.batches import OwnCalls
 from lightning_shard.plugin.steps.checks import tensor_ranks
 from lightning_shard.plugin.steps.checks.agreement import check_same_batch
 from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers, CopiesOfStages, SharedBuffers

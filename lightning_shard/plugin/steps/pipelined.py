@@ -32,15 +32,13 @@ from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.pipeline.stages.tied import Tie, TiedGradients
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.steps.alike import Alike
-from lightning_shard.plugin.steps.batches import Batches, Step
+from lightning_shard.plugin.steps.around_steps import DirectOutput, inference_mode_as_no_grad, steps_no_scheduler
+from lightning_shard.plugin.steps.batches import Alike, Batches, Step
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows
-from lightning_shard.plugin.steps.checks.step_memory import StepMemory, steps_no_scheduler
-from lightning_shard.plugin.steps.direct_output import DirectOutput
-from lightning_shard.plugin.steps.first_batches import FirstBatches
+from lightning_shard.plugin.steps.checks.rehearsal import Rehearsals
+from lightning_shard.plugin.steps.checks.step_memory import StepMemory
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.gradients import StageUnits
-from lightning_shard.plugin.steps.inference_mode import inference_mode_as_no_grad
 from lightning_shard.plugin.steps.logs import HeldLogs
 from lightning_shard.plugin.steps.look_ahead import Arguments
 from lightning_shard.plugin.steps.loop import Loop
@@ -132,9 +130,7 @@ class PipelinedSteps:
         self._logs = HeldLogs(module, self._block, self._is_silent)
         self._output = DirectOutput(module, self._is_silent)
         warns = stages.is_last and layout.data_rank == layout.tensor_rank == 0
-        self._first_batches = FirstBatches(
-            module, self._logs.latest, shares.weights.number, loss_of, alike, warns=warns
-        )
+        self._rehearsals = Rehearsals(module, self._logs.latest, shares.weights.number, loss_of, alike, warns=warns)
 
     def reset_crossings(self) -> None:
         """Forget what crosses between stages, to find it again: when other parameters train. On all stages together."""
@@ -391,7 +387,7 @@ class PipelinedSteps:
         what = (self._step, kind, step, run, self._remember, self._carry)
         uses_results = step.method not in self._unused_results
         with self._logs.aside():
-            return self._first_batches.rehearse(*what, uses_results=uses_results, is_known=is_known)
+            return self._rehearsals.rehearse(*what, uses_results=uses_results, is_known=is_known)
 
     def _carry(self) -> None:
         """Have all stages go on from the state that the last one has left; a collective call over the pipeline."""
@@ -409,7 +405,7 @@ class PipelinedSteps:
         follows = self._loop.follows()
         if self._stages.is_last:
             size = tree.batch_size(step.parts[0]) if len(step.parts) > 1 else 0
-            merged = tree.detached(merge(results, size, self._first_batches.lengths(step.method, step.args)))
+            merged = tree.detached(merge(results, size, self._rehearsals.lengths(step.method, step.args)))
             shared = (merged, self._logs.combined(), self._kept.changes(), follows)
         shared = self._groups.broadcast_from_last_stage(shared, self._device)
         result, logs, changes, followed = shared

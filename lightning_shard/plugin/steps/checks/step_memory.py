@@ -1,4 +1,4 @@
-"""What steps on pipeline stages may not change: parameters, and schedulers.
+"""What steps on pipeline stages may not change: parameters; and what is put back after runs of a check.
 
 The state around each first microbatch is taken, and parameters are compared. In every other step what holds the
 gathered parameters sees changes of them (``parallel/fsdp/watched_parameters.py``).
@@ -6,8 +6,7 @@ gathered parameters sees changes of them (``parallel/fsdp/watched_parameters.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,24 +87,4 @@ class StepMemory:
                 " each microbatch would change it: keep it as a buffer, change it in on_train_batch_start or"
                 " on_train_batch_end, or use pipeline_parallel_size=1.",
                 breaks=8,
-            )
-
-
-@contextmanager
-def steps_no_scheduler(schedulers: Sequence[Any], microbatches: int) -> Iterator[None]:
-    """Context of a batch's steps on stages, for this number of microbatches.
-
-    Raises:
-        StepError: A scheduler was stepped, and with several microbatches more than once.
-    """
-    schedulers = schedulers if microbatches > 1 else []
-    before = [getattr(scheduler, "last_epoch", None) for scheduler in schedulers]
-    yield
-    for scheduler, count in zip(schedulers, before, strict=True):
-        if getattr(scheduler, "last_epoch", None) != count:
-            raise StepError(
-                f"A training step steps the {type(scheduler).__name__} itself, and runs once for each of {microbatches}"
-                " microbatches: leave that to the Trainer, as configure_optimizers may ask with interval='step', or do"
-                " it in on_train_batch_end, or use microbatches=1 or pipeline_parallel_size=1.",
-                breaks=6,
             )
