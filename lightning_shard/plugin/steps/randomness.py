@@ -24,7 +24,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from types import MethodType
 from typing import Any
@@ -40,6 +39,7 @@ from lightning_shard.state.tree_state import remember_own
 from lightning_shard.state.walk import OwnGenerator, own_generators
 
 _numpy: Any = np.random
+_NONE: Mapping[str, OwnGenerator] = {}
 
 
 def agree(broadcast: Callable[[int], int]) -> int:
@@ -61,11 +61,11 @@ def derive(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def seed_all(seed: int, *, torch_alone: bool = False) -> None:
+def seed_all(seed: int, own: Mapping[str, OwnGenerator] = _NONE) -> None:
     """Seed torch (on the CPU and on CUDA devices), numpy and Python, and generators that a step makes from here on.
 
     Args:
-        torch_alone: Leave numpy's and Python's global generators, which take most of the time.
+        own: A module's own generators by name, each of which gets its own seed.
     """
     if STATE.is_active:
         STATE.next = seed, 0
@@ -73,42 +73,41 @@ def seed_all(seed: int, *, torch_alone: bool = False) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
-    if not torch_alone:
-        np.random.seed(seed % 2**32)
-        seed_python(seed)
+    np.random.seed(seed % 2**32)
+    seed_python(seed)
+    for name, generator in own.items():
+        seed_own(generator, derive(seed, name))
 
 
 def remember(
-    device: torch.device, for_numpy: np.random.MT19937 | None = None, *, torch_alone: bool = False
+    device: torch.device, own: Mapping[str, OwnGenerator] = _NONE, for_numpy: np.random.MT19937 | None = None
 ) -> Callable[[], None]:
-    """Snapshot the states of all global generators; returns a function that restores them.
+    """Snapshot the states of all global generators and these; returns a function that restores them.
 
     Args:
         for_numpy: Numpy's global functions draw from it until then. Such a replacement takes 0.2 µs, a snapshot of
             numpy's 624 numbers and their restoring 50 µs; it drops the second Gaussian number that a draw may have
             cached.
-        torch_alone: Numpy's and Python's global generators are left as they are.
     """
     made, cpu, set_cpu = STATE.next, torch.default_generator.get_state(), torch.default_generator.set_state
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    python = numpys = None
-    generator = _numpy.get_bit_generator()
-    if not torch_alone:
-        python = random.getstate()
-        numpys = _numpy.get_state(legacy=False) if for_numpy is None else None
-        if for_numpy is not None:
-            _numpy.set_bit_generator(for_numpy)
+    python, generator = random.getstate(), _numpy.get_bit_generator()
+    numpys = _numpy.get_state(legacy=False) if for_numpy is None else None
+    if for_numpy is not None:
+        _numpy.set_bit_generator(for_numpy)
+    put_own_back = [*map(remember_own, own.values())]
 
     def put_back() -> None:
         STATE.next = made
         set_cpu(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
-        if python is not None:
-            random.setstate(python)
-            _numpy.set_bit_generator(generator)
+        random.setstate(python)
+        _numpy.set_bit_generator(generator)
         if numpys is not None:
             _numpy.set_state(numpys)
+        for put_one_back in put_own_back:
+            put_one_back()
 
     return put_back
 
@@ -130,45 +129,13 @@ def seed_own(generator: OwnGenerator, seed: int) -> None:
 
 
 @contextmanager
-def preserved(device: torch.device) -> Iterator[None]:
-    """Restore all global generators at the end, whatever is drawn or seeded inside."""
-    with AllGenerators(device).preserved():
+def preserved(device: torch.device, own: Mapping[str, OwnGenerator] = _NONE) -> Iterator[None]:
+    """Restore all generators at the end, whatever is drawn or seeded inside."""
+    put_back = remember(device, own)
+    try:
         yield
-
-
-@dataclass
-class AllGenerators:
-    """The global generators, and a module's own by name."""
-
-    device: torch.device
-    own: Mapping[str, OwnGenerator] = field(default_factory=dict)
-
-    def seed(self, seed: int) -> None:
-        seed_all(seed)
-        for name, generator in self.own.items():
-            seed_own(generator, derive(seed, name))
-
-    def remember(self, for_numpy: np.random.MT19937 | None = None) -> Callable[[], None]:
-        """Snapshot all states, as :func:`remember` does; returns a function that restores them."""
-        put_global_back = remember(self.device, for_numpy)
-        if not self.own:
-            return put_global_back
-        notes = [put_global_back, *map(remember_own, self.own.values())]
-
-        def put_back() -> None:
-            for note in notes:
-                note()
-
-        return put_back
-
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Restore all of them at the end, whatever is drawn or seeded inside."""
-        put_back = self.remember()
-        try:
-            yield
-        finally:
-            put_back()
+    finally:
+        put_back()
 
 
 def capture(device: torch.device) -> dict[str, Tensor]:
@@ -208,21 +175,17 @@ class Seeds:
         self._module = module
         self._device = device
         self._data_rank = data_rank
+        self._own: Mapping[str, OwnGenerator] = {}
         self._may_have_new_generators = True
-        self._know({})
         for stage in stages:
             stage.draws = partial(self._seed_block, stage)
-        self._draw_from_torch: set[int] = set()
-        self._draw_from_others: set[int] = set()
         self._numpys: defaultdict[int, np.random.MT19937] = defaultdict(partial(np.random.MT19937, 0))
 
-    def _know(self, own: Mapping[str, OwnGenerator]) -> None:
-        """Seed and remember the global generators, and these."""
-        self._generators = AllGenerators(self._device, own)
-        self.seed: Callable[[int], None] = self._generators.seed if own else seed_all
-        self.remember: Callable[..., Callable[[], None]] = (
-            self._generators.remember if own else partial(remember, self._device)
-        )
+    def seed(self, seed: int) -> None:
+        seed_all(seed, self._own)
+
+    def remember(self, for_numpy: np.random.MT19937 | None = None) -> Callable[[], None]:
+        return remember(self._device, self._own, for_numpy)
 
     def look_for_generators(self) -> None:
         """Before the next steps, look for the generators that the module itself holds."""
@@ -232,9 +195,9 @@ class Seeds:
     def preserved(self) -> Iterator[None]:
         """Restore all generators after the steps that run inside; seed those that steps make without a seed."""
         if self._may_have_new_generators:
-            self._know(own_generators(self._module))
+            self._own = own_generators(self._module)
             self._may_have_new_generators = False
-        with seeded(), self._generators.preserved():
+        with seeded(), preserved(self._device, self._own):
             yield
 
     def of_parts(self, draw: int, parts: int) -> list[int]:
@@ -250,34 +213,14 @@ class Seeds:
 
         For a block of another stage only the second Gaussian number that numpy may have cached is dropped, as it is for
         the stage's own, and there is nothing to restore.
-
-        Numpy's and Python's generators take most of the time. In evaluations they are skipped for a block that didn't
-        draw from them in the first microbatch of its kind, unless modules have generators of their own.
         """
         if index not in stage.owned and len(stage.places[stage.blocks[index]]) == 1:
             _numpy.set_bit_generator(_numpy.get_bit_generator())
             return None
         calls = stage.calls.count if stage.calls is not None else 0
-        own = stage.seed ^ _of_block(index, calls)
-        skips = not torch.is_grad_enabled() and not self._generators.own
-        if skips and index in self._draw_from_torch and not stage.passage.searching:
-            _numpy.set_bit_generator(_numpy.get_bit_generator())  # as a replacement of numpy's generator does below
-            put_torch_back = remember(self._device, torch_alone=True)
-            seed_all(own, torch_alone=True)
-            return put_torch_back
         put_back = self.remember(self._numpys[index])
-        self.seed(own)
-        if not skips or index in self._draw_from_others:
-            return put_back
-        before = where_others_stand()
-
-        def note_and_put_back() -> None:
-            drew = where_others_stand() != before
-            self._draw_from_torch.discard(index)
-            (self._draw_from_others if drew else self._draw_from_torch).add(index)
-            put_back()
-
-        return note_and_put_back
+        self.seed(stage.seed ^ _of_block(index, calls))
+        return put_back
 
 
 @lru_cache(maxsize=2**16)

@@ -62,20 +62,19 @@ def test_a_modules_own_generators_are_seeded_each_by_its_name_and_put_back() -> 
         "old": np.random.RandomState(1),
         "python": random.Random(1),
     }
-    generators = randomness.AllGenerators(CPU, own)
 
     def draw_all() -> tuple[Any, ...]:
         drawn = torch.rand((), generator=own["torch"]).item(), own["numpy"].random(), own["old"].rand()
         return (*drawn, own["python"].random(), *draw())
 
-    put_back = generators.remember()
+    put_back = randomness.remember(CPU, own)
     expected = draw_all()
     put_back()
-    with generators.preserved():
-        generators.seed(7)
+    with randomness.preserved(CPU, own):
+        randomness.seed_all(7, own)
         seeded = draw_all()
         assert len(set(seeded)) == len(seeded)
-        generators.seed(7)
+        randomness.seed_all(7, own)
         assert draw_all() == seeded
     assert draw_all() == expected != seeded
 
