@@ -23,7 +23,7 @@ from lightning_shard.plugin.running.launchers import ComputingSettings
 from lightning_shard.plugin.running.rendezvous import Rendezvous
 from lightning_shard.plugin.settings import Settings, check_kinds
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.schedule_choice import allowed
+from lightning_shard.plugin.steps.schedule_choice import candidates
 
 
 class LaidOut:
@@ -67,7 +67,9 @@ class LaidOut:
         """Take the other arguments, once they were checked against each other."""
         check_kinds(loss_weight=loss_weight, reduce_each_microbatch=reduce_each_microbatch, timeout=self._timeout)
         self._settings = settings
-        self._schedules = allowed(settings, schedule, microbatches, self._sizes)
+        settings.check_beside(self._sizes)
+        ranks = self._sizes["pipeline_parallel_size"]
+        self._schedules = candidates(schedule, ranks, microbatches, settings.placement)
         self._reduces_each = reduce_each_microbatch
         self._loss_weight = loss_weight
 

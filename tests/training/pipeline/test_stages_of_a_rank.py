@@ -138,6 +138,6 @@ def test_how_many_stages_a_rank_has() -> None:
     with pytest.raises(PlacementError, match="has 4 stages on 2 ranks, and the network has 3 blocks"):
         fitting_schedules(candidates(INTERLEAVED, 2, None), 3, "auto")
     with pytest.raises(
-        ConfigurationError, match=r"\[2, 2\]\) has 2 numbers, and schedule='Interl.*has 4 stages or more"
+        ConfigurationError, match=r"\[2, 2\]\) has 2 numbers, and schedule='Interl.*has 4 stages: give one"
     ):
         candidates(INTERLEAVED, 2, None, [2, 2])
