@@ -49,7 +49,7 @@ from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.batches import Alike, OwnCalls
 from lightning_shard.plugin.steps.checks.buffers import CopiesOfStages, SharedBuffers
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
-from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans, warn_of_balancing
+from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.first_step import FirstStepChecks, StageChecks
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.gradients import Gradients, StageUnits
@@ -98,7 +98,6 @@ def make_steps(
     parts = known.schedule.microbatches if stages is not None else 1
     means = UnequalMeans(parts, groups.data, is_weighted=weigh is not None)
     shares = Shares(LossWeights(weigh, groups.data, device), means, metrics)
-    warn_of_balancing(module, parts * layout.data_parallel_size)
     gradients = Gradients(module, loop, groups.gradient, reduces_each=reduces_each, is_pipelined=stages is not None)
     of_blocks = stages.shared_buffers if stages is not None else ()
     copies = None

@@ -5,32 +5,22 @@ tensor rank of one pipeline draws the same numbers, and a resumed run draws thos
 After the step the generators are restored. In a pipeline, blocks have seeds of their own, and generators that a module
 itself holds are treated the same, each with its own seed, since stages would draw different amounts from them.
 
-Generators that a step makes without a seed (``np.random.default_rng()``, ``random.Random()``) would draw from the
-operating system. Inside of :func:`seeded` they take their seeds, one after the other, from that of the microbatch or
-block.
-
-Private: ``numpy.random.bit_generator.randbits`` (seen in numpy 2.4), which a ``SeedSequence`` without entropy calls: so
-all bit generators, ``RandomState()`` and ``np.random.seed()``. Where numpy has no such name it is left alone. Public,
-but replaced: ``random.Random.seed`` and ``random.seed``. Other threads draw as ever, since it isn't the same on all
-ranks when they do; so do processes that a step forks, such as the workers of a loader, which would all draw the same.
+Generators that a step makes without a seed (``np.random.default_rng()``, ``random.Random()``) draw from the operating
+system, and another number whenever a microbatch runs: the rehearsal refuses a step whose result depends on them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.random import bit_generator
 from torch import Tensor, nn
 
 from lightning_shard import tree
@@ -62,19 +52,17 @@ def derive(*parts: object) -> int:
 
 
 def seed_all(seed: int, own: Mapping[str, OwnGenerator] = _NONE) -> None:
-    """Seed torch (on the CPU and on CUDA devices), numpy and Python, and generators that a step makes from here on.
+    """Seed torch (on the CPU and on CUDA devices), numpy and Python.
 
     Args:
         own: A module's own generators by name, each of which gets its own seed.
     """
-    if STATE.is_active:
-        STATE.next = seed, 0
     # torch.manual_seed formats a stack trace for each uninitialized kind of device: a tenth of a small step's time
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)
-    seed_python(seed)
+    random.seed(seed)
     for name, generator in own.items():
         seed_own(generator, derive(seed, name))
 
@@ -89,7 +77,7 @@ def remember(
             numpy's 624 numbers and their restoring 50 µs; it drops the second Gaussian number that a draw may have
             cached.
     """
-    made, cpu, set_cpu = STATE.next, torch.default_generator.get_state(), torch.default_generator.set_state
+    cpu, set_cpu = torch.default_generator.get_state(), torch.default_generator.set_state
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     python, generator = random.getstate(), _numpy.get_bit_generator()
     numpys = _numpy.get_state(legacy=False) if for_numpy is None else None
@@ -98,7 +86,6 @@ def remember(
     put_own_back = [*map(remember_own, own.values())]
 
     def put_back() -> None:
-        STATE.next = made
         set_cpu(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
@@ -193,11 +180,11 @@ class Seeds:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restore all generators after the steps that run inside; seed those that steps make without a seed."""
+        """Restore all generators after the steps that run inside."""
         if self._may_have_new_generators:
             self._own = own_generators(self._module)
             self._may_have_new_generators = False
-        with seeded(), preserved(self._device, self._own):
+        with preserved(self._device, self._own):
             yield
 
     def of_parts(self, draw: int, parts: int) -> list[int]:
@@ -227,72 +214,3 @@ class Seeds:
 def _of_block(place: int, call: int) -> int:
     """The difference between the seeds of a block in a call of the network, and of the microbatch."""
     return derive("block", place, call)
-
-
-_BITS = 128
-_seed_python: Any = random.Random.seed
-seed_python: Any = random.seed
-"""Python's own, which seeds the global generator."""
-
-
-class _State(threading.local):
-    """Of each thread.
-
-    Attributes:
-        is_active: Whether it is inside of :func:`seeded`.
-        next: From which seed the next ones are derived, and how many were; ``None`` as long as there is none.
-    """
-
-    is_active = False
-    next: tuple[int, int] | None = None
-
-
-STATE = _State()
-
-
-def _forget() -> None:
-    STATE.next = None
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
-@contextmanager
-def seeded() -> Iterator[None]:
-    """Context in which generators without a seed of their own get derived ones, once ``STATE.next`` is set."""
-    if STATE.is_active:
-        yield
-        return
-    python: Any = random
-    numpy: Any = bit_generator
-    seed_global = python.seed
-    of_system: Any = getattr(numpy, "randbits", None)
-
-    def bits(count: int) -> int:
-        return of_system(count) if STATE.next is None else _next(count)
-
-    def seed_one(generator: random.Random, a: Any = None, version: int = 2) -> None:
-        _seed_python(generator, _next(_BITS) if a is None and STATE.next is not None else a, version)
-
-    STATE.is_active = True
-    python.Random.seed = seed_one
-    python.seed = MethodType(seed_one, seed_global.__self__)
-    if of_system is not None:
-        numpy.randbits = bits
-    try:
-        yield
-    finally:
-        STATE.is_active, STATE.next = False, None
-        python.Random.seed, python.seed = _seed_python, seed_global
-        if of_system is not None:
-            numpy.randbits = of_system
-
-
-def _next(bits: int) -> int:
-    """The next seed, of so many bits."""
-    assert STATE.next is not None
-    seed, taken = STATE.next
-    STATE.next = seed, taken + 1
-    text = f"{seed}/made/{taken}"
-    size = -(-bits // 8)
-    return int.from_bytes(hashlib.shake_128(text.encode()).digest(size), "big") >> (8 * size - bits)

@@ -121,7 +121,7 @@ class SingleStageSteps:
             return self._run(method, draw, args, kwargs)
 
     def _run(self, method: str, draw: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with randomness.seeded(), randomness.preserved(self._device):
+        with randomness.preserved(self._device):
             randomness.seed_all(randomness.derive(draw, 0, self._data_rank))
             step = partial(getattr(self._module, method), *args, **kwargs)
             return call_through(self._module, step) if self._module.automatic_optimization else step()

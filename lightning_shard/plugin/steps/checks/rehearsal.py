@@ -340,7 +340,8 @@ def _is_carried(changed: Sequence[str]) -> StepError:
         f" ({few(paths) or 'something that is kept outside of the LightningModule'} changes). State that a step"
         " changes counts once per microbatch, and an earlier stage leaves the step after its last block: one process"
         " would go on from what the batch before has left. Set it anew where the step begins, change it in"
-        f" on_train_batch_start or on_train_batch_end, or use {WHOLE_BATCHES} or pipeline_parallel_size=1.",
+        f" on_train_batch_start or on_train_batch_end, or use {WHOLE_BATCHES} or pipeline_parallel_size=1. Or the step"
+        " draws from a generator that it makes without a seed: the global ones draw alike on all stages.",
         breaks=6,
     )
 

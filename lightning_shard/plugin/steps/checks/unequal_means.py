@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_shard.parallel.rank_compare import exchanged
 
@@ -184,14 +184,3 @@ def _row(loss: Tensor, divisors: list[Tensor | float]) -> list[float]:
         return [float(each) for each in divisors]
     # a number of elements is exact; what was counted is a tensor
     return [0.0 if isinstance(each, Tensor) and each == 1 else float(each) for each in divisors] or [0.0]
-
-
-def warn_of_balancing(module: nn.Module, parts: int) -> None:
-    """Warn once of transformers' losses that balance experts, where a batch comes in several parts."""
-    configs = (getattr(part, "config", None) for part in module.modules())
-    if parts > 1 and any(getattr(config, "output_router_logits", False) is True for config in configs):
-        rank_zero_warn(
-            "A transformers model adds the loss that balances its experts (output_router_logits=True). It is taken of"
-            f" each of the {parts} parts of a batch, on data ranks and in microbatches, and averaged, as under DDP and"
-            " with accumulated gradients. That of the whole batch, which one process takes, is another one."
-        )
