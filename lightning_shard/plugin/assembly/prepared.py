@@ -47,10 +47,9 @@ from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
 from lightning_shard.plugin.saving.hyperparameters import warn_of_unstorable_buffers
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.batches import Alike, OwnCalls
-from lightning_shard.plugin.steps.checks.buffers import CopiesOfStages, SharedBuffers
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
-from lightning_shard.plugin.steps.first_step import FirstStepChecks, StageChecks
+from lightning_shard.plugin.steps.first_step import FirstStepChecks
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.gradients import Gradients, StageUnits
 from lightning_shard.plugin.steps.loop import Loop, TrainerLoop
@@ -99,14 +98,8 @@ def make_steps(
     means = UnequalMeans(parts, groups.data, is_weighted=weigh is not None)
     shares = Shares(LossWeights(weigh, groups.data, device), means, metrics)
     gradients = Gradients(module, loop, groups.gradient, reduces_each=reduces_each, is_pipelined=stages is not None)
-    of_blocks = stages.shared_buffers if stages is not None else ()
-    copies = None
-    if stages is not None:
-        gather, whole = groups.gather_over_stages, loop.whole_parameters
-        copies = CopiesOfStages(module, of_blocks, gather, groups.pipeline, device, whole)
     own_calls, has_data_ranks = OwnCalls(stages), layout.data_parallel_size > 1
-    of_stages = StageChecks(copies, SharedBuffers(module, of_blocks), own_calls)
-    checks = FirstStepChecks(module, loop, layout, mesh, groups, check_saved, of_stages)
+    checks = FirstStepChecks(module, loop, layout, mesh, groups, device, stages, own_calls, check_saved)
     run: PipelinedSteps | SingleStageSteps
     if stages is None:
         if has_data_ranks and known.lockstep is None:
@@ -309,8 +302,8 @@ class PreparedStrategy(CheckpointedStrategy):
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         mesh = self.device_mesh[self.layout.stage_axes]
-        guard = self._guard if self.layout.pipeline_parallel_size > 1 else None
-        self._norms = WholeNorms(self._module, mesh, self.groups, self.root_device, guard)
+        assert self._guard is not None
+        self._norms = WholeNorms(self._module, mesh, self.groups, self.root_device, self._guard)
         self._norms.take_over(self.precision_plugin)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:

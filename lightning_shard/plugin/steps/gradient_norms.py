@@ -15,7 +15,7 @@ known by identity: of copies it can't be told which are of such a weight.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -79,7 +79,7 @@ class WholeNorms:
         stage_mesh: The mesh of the ranks that hold this rank's stage.
         groups: This rank's groups.
         device: The device of the resulting norms.
-        guard: That over parameters of incomplete modules; only with several stages.
+        guard: That over parameters of incomplete modules.
     """
 
     current: WholeNorms | None = None
@@ -91,7 +91,7 @@ class WholeNorms:
         stage_mesh: DeviceMesh,
         groups: Groups,
         device: torch.device,
-        guard: StageParameters | None = None,
+        guard: StageParameters,
     ) -> None:
         self._module: Any = module
         self._mesh = stage_mesh
@@ -111,7 +111,7 @@ class WholeNorms:
         """
 
         def own(optimizer: Any) -> list[nn.Parameter]:
-            with nullcontext() if self._guard is None else self._guard.aside():  # a hook's own clip_gradients is right
+            with self._guard.aside():  # a hook's own clip_gradients is right
                 return [*plugin.main_params(optimizer)]
 
         def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
@@ -127,7 +127,6 @@ class WholeNorms:
 
     def _gives(self) -> bool:
         """Whether a hook sees unknown gradients of other stages' parameters: if there are any now."""
-        assert self._guard is not None
         if not self._guard.is_in_hook:
             return False
         training = [p for p in self._own() if p.requires_grad]
@@ -137,10 +136,9 @@ class WholeNorms:
     def of_functions(self) -> Iterator[None]:
         """Inside, torch's and Lightning's functions return whole norms, and are collective calls over all ranks."""
         before, WholeNorms.current = WholeNorms.current, self
-        shown = nullcontext() if self._guard is None else Hollow.given_gradients(self._gives)
         whole = functions_replaced(zip(_OWN, (_total_norm, _clip_with_norm, _grad_norm)))
         try:
-            with whole, replaced((clip_grad, _GROUP.__name__, _grouped)), shown:
+            with whole, replaced((clip_grad, _GROUP.__name__, _grouped)), Hollow.given_gradients(self._gives):
                 yield
         finally:
             WholeNorms.current = before
@@ -158,8 +156,7 @@ class WholeNorms:
 
     def take_whole(self) -> None:
         """What a hook has iterated over was for such a function."""
-        if self._guard is not None:
-            self._guard.take_whole()
+        self._guard.take_whole()
 
     @torch.no_grad()
     def total(
@@ -204,7 +201,7 @@ class WholeNorms:
     @torch.no_grad()
     def of_each(self, module: nn.Module, norm_type: float, group_separator: str) -> dict[str, Any]:
         """Lightning's ``grad_norm``, over all stages' parameters."""
-        with nullcontext() if self._guard is None else self._guard.aside():
+        with self._guard.aside():
             named = [(name, p) for name, p in module.named_parameters() if p.grad is not None]
         gradients = [p.grad for _, p in named if p.grad is not None]
         if self._are_others(gradients):
