@@ -38,6 +38,7 @@ class Step:
 
     Attributes:
         method: Its name.
+        kind: A key of what it may depend on, other than its batch.
         call: The user's code.
         parts: The batch's microbatches.
         seeds: The seed of each.
@@ -45,6 +46,7 @@ class Step:
     """
 
     method: str
+    kind: str
     call: Callable[..., Any]
     parts: Sequence[Any]
     seeds: Sequence[int]

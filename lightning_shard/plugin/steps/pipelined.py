@@ -171,7 +171,7 @@ class PipelinedSteps:
 
     def train(self, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run all forwards and backwards of a batch; returns what ``training_step`` would have returned for it."""
-        module, loop, kind = self._module, self._loop, self._kind("training_step", args)
+        module, loop = self._module, self._loop
         accumulating, scaler = loop.is_accumulating, loop.scaler
         step = self._on_parts("training_step", draw, self._batches.split(batch), args, kwargs)
         parts, shares, units, in_training = step.parts, self._shares, self._units, loop.training_context
@@ -208,14 +208,14 @@ class PipelinedSteps:
                         run,
                         parts,
                         self._order(len(parts)),
-                        kind=kind,
+                        kind=step.kind,
                         loss_of=scaled,
                         before_backward=before_backward,
                         after_backward=units.end_split_backward if self._schedule.splits_backwards else None,
                     )
                     units.end_backwards(accumulating=accumulating, has_skipped=self._step.has_skipped_backward)
-                self._alike.begin(kind)
-                if self._rehearse(kind, step, run_again, is_known=shares.means.warn()):
+                self._alike.begin(step.kind)
+                if self._rehearse(step, run_again, is_known=shares.means.warn()):
                     reshard(module)  # the optimizer's step follows
             losses = [of_parts[i] for i in sorted(of_parts)]
             # where no hook receives the other results, only the losses are shared
@@ -247,7 +247,7 @@ class PipelinedSteps:
             if method in self._unused_results:
                 results = [None] * len(results)
             result = self._share(results, step)
-        self._alike.begin(self._kind(method, args))
+        self._alike.begin(step.kind)
         self._step.flush(begun.sent if self._under_way else None)  # the last stage has received all of this batch
         return result
 
@@ -256,21 +256,20 @@ class PipelinedSteps:
     ) -> _Begun:
         """Run this rank's part of a batch."""
         batch, *args = arguments
-        kind = self._kind(method, args)
+        is_first = not self._alike.knows(self._kind(method, args))
         # in the first batch of a kind it isn't known yet whether it calls data ranks
-        alike = self._alike.is_needed or not self._alike.knows(kind)
-        parts = self._batches.split_evaluated(batch, alike=alike)
+        parts = self._batches.split_evaluated(batch, alike=self._alike.is_needed or is_first)
         step = self._on_parts(method, draw(arguments), parts, tuple(args), kwargs)
 
         def run(stage: Stage, i: int, part: Any) -> Any:
             return self._run_inside(stage, step, i, part)
 
-        evaluate = partial(self._step.evaluate, run, parts, self._order(len(parts)), kind, waits=waits)
+        evaluate = partial(self._step.evaluate, run, parts, self._order(len(parts)), step.kind, waits=waits)
         with self._around_steps(method, len(parts)):
             results = call_through(self._module, evaluate)
-            if results is not None and not self._alike.knows(kind):
-                self._alike.begin(kind)
-                self._rehearse(kind, step, run)
+            if results is not None and is_first:
+                self._alike.begin(step.kind)
+                self._rehearse(step, run)
         return _Begun(step, results, self._step.sent)
 
     def _call_by_call(self, step: Step) -> list[Any]:
@@ -307,7 +306,8 @@ class PipelinedSteps:
     def _on_parts(
         self, method: str, draw: int, parts: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Step:
-        return Step(method, self._loop.step(method), parts, self._seeds.of_parts(draw, len(parts)), args, kwargs)
+        kind, seeds = self._kind(method, args), self._seeds.of_parts(draw, len(parts))
+        return Step(method, kind, self._loop.step(method), parts, seeds, args, kwargs)
 
     def _order(self, microbatches: int) -> Row:
         """This rank's actions for this number of microbatches."""
@@ -383,8 +383,8 @@ class PipelinedSteps:
             if self._units.bypassed is not None:
                 self._units.bypassed.gather(sent, stage.index)
 
-    def _rehearse(self, kind: str, step: Step, run: RunOn, *, is_known: bool = False) -> bool:
-        what = (self._step, kind, step, run, self._remember, self._carry)
+    def _rehearse(self, step: Step, run: RunOn, *, is_known: bool = False) -> bool:
+        what = (self._step, step, run, self._remember, self._carry)
         uses_results = step.method not in self._unused_results
         with self._logs.aside():
             return self._rehearsals.rehearse(*what, uses_results=uses_results, is_known=is_known)
@@ -405,7 +405,7 @@ class PipelinedSteps:
         follows = self._loop.follows()
         if self._stages.is_last:
             size = tree.batch_size(step.parts[0]) if len(step.parts) > 1 else 0
-            merged = tree.detached(merge(results, size, self._rehearsals.lengths(step.method, step.args)))
+            merged = tree.detached(merge(results, size, self._rehearsals.lengths(step)))
             shared = (merged, self._logs.combined(), self._kept.changes(), follows)
         shared = self._groups.broadcast_from_last_stage(shared, self._device)
         result, logs, changes, followed = shared

@@ -131,14 +131,13 @@ class Rehearsals:
         self._lengths: dict[tuple[Any, ...], Lengths] = {}
         self._told: set[str] = set()
 
-    def lengths(self, method: str, args: Sequence[Any]) -> Lengths:
-        """What is known of the lengths of what a step with these arguments returns."""
-        return self._lengths.get((method, *args[1:]), Lengths())
+    def lengths(self, step: Step) -> Lengths:
+        """What is known of the lengths of what a step of this kind returns."""
+        return self._lengths.get(_of_step(step), Lengths())
 
     def rehearse(
         self,
         pipelined: PipelinedStep,
-        kind: str,
         step: Step,
         run_on: RunOn,
         remember: Callable[[], Memory],
@@ -152,7 +151,6 @@ class Rehearsals:
         A collective call over the pipeline, and over data ranks that have to run alike.
 
         Args:
-            kind: The kind of step.
             run_on: Calls it on a microbatch, inside of a call of the root, with the random numbers of that of a number.
             remember: Takes a snapshot of what it may change.
             carry: Has all stages go on from the state that the last one has left.
@@ -165,7 +163,7 @@ class Rehearsals:
         Raises:
             StepError: Its result depends on what the step before has left. Or it failed, and data ranks would wait.
         """
-        method, parts, key = step.method, step.parts, (step.method, *step.args[1:])
+        method, parts, key = step.method, step.parts, _of_step(step)
         if len(parts) == 1 or key in self._lengths:  # the same on data ranks that run alike
             return False
         self._lengths[key] = Lengths()
@@ -189,7 +187,7 @@ class Rehearsals:
         carry()  # what the batch has left
         # the backwards of the batch have freed the parameters
         with prefetching(self._module, all_units=not self._alike.is_needed) if trains else nullcontext():
-            found = rehearse(pipelined, kind, run, pair, joined, remember(), carry, look, state)
+            found = rehearse(pipelined, step.kind, run, pair, joined, remember(), carry, look, state)
         if found.failure is not None and self._alike.is_needed:
             raise StepError(_FAILED) from found.failure
         self._lengths[key] = found.lengths
@@ -222,6 +220,11 @@ _FAILED = (
     " ran as one, as they do to find out what the split changes. The others would wait for this rank: make it"
     " independent of the number of samples, or use microbatches=1 or data_parallel_size=1."
 )
+
+
+def _of_step(step: Step) -> tuple[Any, ...]:
+    """What a rehearsal's findings hold for: also for steps that were first run to try them before training."""
+    return step.method, *step.args[1:]
 
 
 def _joined(parts: Sequence[Any]) -> Any:
