@@ -167,15 +167,12 @@ class HeldLogs:
         if isinstance(value, Metric):
             value = LoggedMetric(self._path(name, value), value._forward_cache)
         elif not isinstance(value, (Number, Tensor)) or (isinstance(value, Tensor) and value.numel() != 1):
-            if getattr(self._users(), "__func__", None) is not pl.LightningModule.log:
-                raise StepError(
-                    f"self.log({name!r}, …) of a {type(value).__name__} by a log of the user's own: with several"
-                    " pipeline stages it is called once for each batch, with what the microbatches log, which must be"
-                    " numbers or torchmetrics. Make a number of it before, or use pipeline_parallel_size=1.",
-                    breaks=5,
-                )
-            type(self._module).log(self._module, name, value, *args, **kwargs)  # raises, naming what can be logged
-            return
+            raise StepError(
+                f"self.log({name!r}, …) of a {type(value).__name__}: with several pipeline stages it is called once for"
+                " each batch, with what the microbatches log, which must be numbers or torchmetrics. Make a number of"
+                " it before, or use pipeline_parallel_size=1.",
+                breaks=5,
+            )
         size = options.pop("batch_size", None)
         record = self._records.setdefault((name, self._times[name]), Record(name, options))
         self._times[name] += 1

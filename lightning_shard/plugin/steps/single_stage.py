@@ -101,8 +101,6 @@ class SingleStageSteps:
             if whole is not None and self._sees_parameters:
                 whole.gather(module)  # blocks may be recomputed; elsewhere FSDP2 gathers for the backward
             self._gradients.begin_backward()
-        else:
-            self._means.note(loss, is_next=True)
         if self._bypassed is not None:
             self._bypassed.gather(loss)
         return weighted_for_backward(loss, self._weight.of_gradient)

@@ -6,7 +6,8 @@ has a guarded loss of 0: with a divisor of 1 (``clamp(min=1)``), or with none. T
 
 Found are the weights of torch's ``nll_loss`` (thus of cross entropy with ignored targets, or with class weights), the
 number of elements of ``mean`` and of torch's other losses, and divisors of divisions. Not found are those of losses by
-custom or compiled functions, in checkpointed code, in other steps, and in evaluation steps, which have no graph.
+custom or compiled functions, in checkpointed code, with manual optimization, in other steps, and in evaluation steps,
+which have no graph.
 
 Private: ``_raw_saved_*`` of autograd nodes (torch 2.11 to 2.14), which shows whether reading a saved tensor would run
 hooks, such as those of a checkpoint, that may run only once.
@@ -100,9 +101,6 @@ def _kept(node: Any, name: str) -> Iterator[Tensor]:
 
 _DIVISORS = 4
 """Largest number of divisors of one loss that are compared, in the order of the graph."""
-_LOSSES = 4
-"""Largest number of a step's losses that are compared: with manual optimization it may have several backwards."""
-
 
 _TEXT = (
     "Pass loss_weight. The training loss is a mean over a different number in each part of a batch, of microbatches or"
@@ -129,17 +127,12 @@ class UnequalMeans:
         self._step = 0
         self._looks = False
         self._begin_step()
-        self._seen: list[tuple[int, Tensor, list[Tensor | float]]] = []  # places of losses, losses and their divisors
+        self._seen: list[tuple[Tensor, list[Tensor | float]]] = []  # losses and their divisors
 
-    def note(self, loss: Any, *, is_next: bool = False) -> None:
-        """Read the divisors of a part's loss, before its backward frees the graph.
-
-        Args:
-            is_next: It is the next of a step's losses, and compared with those in its place on other data ranks.
-        """
-        place = len(self._seen) if is_next else 0
-        if self._looks and place < _LOSSES and isinstance(loss, Tensor):
-            self._seen.append((place, loss.detach(), [number for _, number in divisions(loss)]))
+    def note(self, loss: Any) -> None:
+        """Read the divisors of a part's loss, before its backward frees the graph."""
+        if self._looks and isinstance(loss, Tensor):
+            self._seen.append((loss.detach(), [number for _, number in divisions(loss)]))
 
     def warn(self) -> bool:
         """Warn once, after a batch's parts; a collective call over the data ranks in the steps that are looked at.
@@ -168,13 +161,13 @@ class UnequalMeans:
         is_power_of_two = self._step & (self._step - 1) == 0
         self._looks = not self._is_done and (self._step <= 2 or (self._step >= 16 and is_power_of_two))
 
-    def _extremes(self) -> dict[tuple[int, int], tuple[float, float]]:
+    def _extremes(self) -> dict[int, tuple[float, float]]:
         """Minimum and maximum of each divisor over this rank's parts that have it, by its place."""
-        found: dict[tuple[int, int], tuple[float, float]] = {}
-        for place, loss, divisors in self._seen:
-            for number, own in enumerate(_row(loss, divisors)):
-                low, high = found.get((place, number), (own, own))
-                found[place, number] = min(low, own), max(high, own)
+        found: dict[int, tuple[float, float]] = {}
+        for loss, divisors in self._seen:
+            for place, own in enumerate(_row(loss, divisors)):
+                low, high = found.get(place, (own, own))
+                found[place] = min(low, own), max(high, own)
         return found
 
 
