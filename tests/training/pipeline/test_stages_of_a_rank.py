@@ -102,7 +102,7 @@ def test_whatever_a_step_counts_in_is_counted_once() -> None:
 
 def test_what_the_last_stage_leaves_is_read_in_the_next_batch_and_refused_within_one() -> None:
     assert_alike(seeded(Counter), loss, batches(), 2, schedule=INTERLEAVED, microbatches=1)
-    with pytest.raises(StepError, match=r"has left \(net changes\).*a batch has 2,"):
+    with pytest.raises(StepError, match=r"has left \(net changes\)"):
         on_stages(seeded(Counter), loss, batches(), 2, schedule=INTERLEAVED, microbatches=2)
 
 
