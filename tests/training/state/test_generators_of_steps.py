@@ -60,6 +60,8 @@ class Jitters(Denoises):
             x = block(x + jitter)
         return (x - batch - added).round(decimals=6).square().mean()
 
+    validation_step = training_step
+
 
 class Annealer:
     count = 0
