@@ -108,10 +108,14 @@ class Groups:
 
     def any(self, *flags: bool) -> list[bool]:
         """For each flag, whether it is true on any rank; a collective call of all ranks."""
-        values = torch.tensor(flags, dtype=torch.int32)
+        return [bool(value) for value in self.largest(*flags)]
+
+    def largest(self, *numbers: int) -> list[int]:
+        """The largest of all ranks' numbers in each place; a collective call of all ranks."""
+        values = torch.tensor(numbers, dtype=torch.int64)
         if dist.get_world_size(self.host) > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self.host)
-        return [bool(value) for value in values.tolist()]
+        return values.tolist()
 
     def of_any_peer(self, flag: bool) -> bool:
         """Whether a flag is true on any rank that holds the same part of the model; a collective call of these."""

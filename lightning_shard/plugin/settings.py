@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -59,22 +59,20 @@ class Settings:
                 " several lists and modules in the order in which they run; or None, to have it found."
             )
 
-    def check_beside(self, *, pipeline: int, tensor: int, **untried: int) -> None:
-        """Check the arguments against the sizes of the mesh axes.
-
-        Args:
-            untried: Sizes of axes, by argument name, with which ``compile_blocks`` was never tried.
+    def check_beside(self, sizes: Mapping[str, Any]) -> None:
+        """Check the arguments against the sizes of the mesh axes, by argument.
 
         Raises:
             ConfigurationError: A combination that can't work.
         """
         if not self.compile_blocks:
             return
-        for name, size in untried.items():
-            if size > 1:
+        for name in ("expert_parallel_size", "context_parallel_size"):
+            if (size := sizes.get(name, 1)) > 1:
                 raise ConfigurationError(
                     f"compile_blocks with {name}={size} isn't supported (untested): leave one out."
                 )
+        pipeline, tensor = sizes["pipeline_parallel_size"], sizes["tensor_parallel_size"]
         if pipeline > 1 and tensor > 1 and torch.__version__ < "2.12":
             raise ConfigurationError(
                 f"compile_blocks with pipeline_parallel_size={pipeline} and tensor_parallel_size={tensor} fails within"

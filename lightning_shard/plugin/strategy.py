@@ -192,7 +192,6 @@ class HybridShardStrategy(PreparedStrategy):
         trainer = self._module.trainer
         if (guard := guard_of(self._module)) is not None:  # an earlier run's
             guard.release()
-        self._watch_hooks(trainer)
         postpone_copies(trainer.callbacks)  # type: ignore[attr-defined]
         if self._samples is None:
             self._samples = lightning_private.take_over_sampling(trainer)
@@ -231,7 +230,6 @@ class HybridShardStrategy(PreparedStrategy):
         if self.model is not None:
             synchronize(self.model, None)
         self._of_run.close()
-        self._of_hooks.close()
         super().teardown()
         if self._guard is not None:
             self._guard.guard(is_after_run=True)

@@ -16,7 +16,7 @@ ASK_MORE = {
     *("parallel/context/attention.py", "parallel/context/blocks.py", "parallel/context/check_positions.py"),
     *("parallel/experts/module_lists.py", "parallel/fsdp/part_calls.py", "parallel/fsdp/unsharded.py"),
     *("pipeline/runtime/network_calls.py", "pipeline/runtime/known_crossings.py", "pipeline/runtime/split_backward.py"),
-    *("plugin/steps/checks/agreement.py", "plugin/steps/checks/tensor_ranks.py", "plugin/steps/first_batches.py"),
+    *("plugin/steps/checks/agreement.py", "plugin/steps/checks/tensor_ranks.py", "plugin/steps/checks/rehearsal.py"),
     *("plugin/steps/redirect.py", "testing/recorder.py"),
 }
 

@@ -315,7 +315,7 @@ def _rehearse(
     except (BatchError, IndexError):
         return
     carry()
-    rehearse(step, "train", run, (parts[0], parts[1]), joined, remember(), carry=carry).refuse_carried(len(parts))
+    rehearse(step, "train", run, (parts[0], parts[1]), joined, remember(), carry)
 
 
 def _remember(

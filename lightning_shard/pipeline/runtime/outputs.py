@@ -17,7 +17,7 @@ seen to have more keys for more samples, such as their places in the microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from numbers import Number
@@ -44,10 +44,6 @@ class Lengths:
 
     fixed: set[tree.Path] = field(default_factory=set)
     growing: set[tree.Path] = field(default_factory=set)
-
-    def add(self, fixed: Collection[tree.Path], growing: Collection[tree.Path]) -> None:
-        self.fixed.update(fixed)
-        self.growing.update(growing)
 
 
 UNKNOWN = Lengths()

@@ -11,9 +11,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lightning_shard import lightning_private
 from lightning_shard.parallel.batch_norm import synchronize
@@ -45,24 +44,21 @@ from lightning_shard.plugin.reporting.summary import (
     report_whole,
     share_throughput,
     summarize_before,
-    warn_of_number_of_ranks,
 )
 from lightning_shard.plugin.saving.averaging import average_shards
 from lightning_shard.plugin.saving.beside_tensors import warn_of_unstorable_buffers
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.alike import Alike, OwnCalls
-from lightning_shard.plugin.steps.checks.buffers import CopiesOfStages, SharedBuffers
+from lightning_shard.plugin.steps.batches import Alike, OwnCalls
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
-from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans, warn_of_balancing
-from lightning_shard.plugin.steps.first_step import FirstStepChecks, StageChecks
+from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
+from lightning_shard.plugin.steps.first_step import FirstStepChecks
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.gradients import Gradients, StageUnits
 from lightning_shard.plugin.steps.loop import Loop, TrainerLoop
 from lightning_shard.plugin.steps.loss_weight import LossWeights, Shares, agree_on_overflows
 from lightning_shard.plugin.steps.metrics import SharedMetrics
 from lightning_shard.plugin.steps.pipelined import Cut, PipelinedSteps
-from lightning_shard.plugin.steps.running_hooks import RunningHooks
 from lightning_shard.plugin.steps.schedule_choice import effective_schedule, evaluation_schedules
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 from lightning_shard.torch_private import allowing_empty_optimizers, parametrizations_leaving_what_is_given
@@ -103,17 +99,10 @@ def make_steps(
     metrics = known.metrics = known.metrics or SharedMetrics(groups, device, stages)
     parts = known.schedule.microbatches if stages is not None else 1
     means = UnequalMeans(parts, groups.data, is_weighted=weigh is not None)
-    shares = Shares(LossWeights(weigh, groups.data, device), means, metrics.means)
-    warn_of_balancing(module, parts * layout.data_parallel_size)
+    shares = Shares(LossWeights(weigh, groups.data, device), means, metrics)
     gradients = Gradients(module, loop, groups.gradient, reduces_each=reduces_each, is_pipelined=stages is not None)
-    of_blocks = stages.shared_buffers if stages is not None else ()
-    copies = None
-    if stages is not None:
-        gather, whole = groups.gather_over_stages, loop.whole_parameters
-        copies = CopiesOfStages(module, of_blocks, gather, groups.pipeline, device, whole)
     own_calls, has_data_ranks = OwnCalls(stages), layout.data_parallel_size > 1
-    of_stages = StageChecks(copies, SharedBuffers(module, of_blocks), own_calls)
-    checks = FirstStepChecks(module, loop, layout, mesh, groups, check_saved, of_stages)
+    checks = FirstStepChecks(module, loop, layout, mesh, groups, device, stages, own_calls, check_saved)
     run: PipelinedSteps | SingleStageSteps
     if stages is None:
         if has_data_ranks and known.lockstep is None:
@@ -151,33 +140,16 @@ _ASSEMBLY = "_lightning_shard_assembly"
 class PreparedStrategy(CheckpointedStrategy):
     """Assembles the module, and sets up its steps, optimizers and precision."""
 
-    _hooks: RunningHooks | None = None
-
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
         self._steps: SingleStageSteps | PipelinedSteps | None = None
         self._gradients: Gradients | None = None
         self._first_checks: FirstStepChecks | None = None
         self._guard: StageParameters | None = None
-        self._of_hooks = ExitStack()  # as long as hooks run, from their setup to the teardown
         self._norms: WholeNorms | None = None
         self._of_run = ExitStack()  # closed in teardown
         self._built: Built | None = None
         self._trains: list[dict[str, bool]] = []
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks; see :attr:`layout` for that of data ranks."""
-        if self._hooks is not None and (hook := self._hooks.current) is not None:
-            warn_of_number_of_ranks(self.layout, hook.name)
-        return super().world_size
-
-    def _watch_hooks(self, trainer: pl.Trainer) -> None:
-        """Know which of the user's hooks runs, from here to the teardown."""
-        if self.layout.data_parallel_size < self.layout.world_size:
-            self._of_hooks.close()
-            self._hooks = RunningHooks(trainer)
-            self._of_hooks.enter_context(self._hooks.watched())
 
     def setup(self, trainer: pl.Trainer) -> None:
         module = self._module
@@ -229,7 +201,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self._guard_hooks()
 
     def _guard_hooks(self, *, shows_all: bool = True) -> None:
-        if self._guard is not None and self._hooks is not None and self._hooks.at_end is not None:
+        if self._guard is not None:
             self._guard.guard(shows_all=shows_all)
 
     def _report_layout(self, callbacks: Sequence[pl.Callback], module: pl.LightningModule, known: Assembly) -> None:
@@ -291,12 +263,9 @@ class PreparedStrategy(CheckpointedStrategy):
             syncs_batch_norm=self._syncs_over_data_ranks(),
         )
         self._steps, self._gradients, self._first_checks = made.run, made.gradients, made.first_checks
-        if known.stages is None:
-            self._guard = StageParameters(_sharded(module) if self.layout.world_size > 1 else {}, has_stages=False)
-            return
-        assert self._hooks is not None
-        self._guard = StageParameters(known.stages.incomplete, self._hooks, known.names)
-        self._hooks.at_end = self._guard.end
+        self._guard = StageParameters(known.stages.incomplete if known.stages is not None else {}, known.names)
+        if known.stages is not None:
+            self._of_run.enter_context(self._guard.watching(module.trainer))
 
     def _syncs_over_data_ranks(self) -> bool:
         return self._layer_sync is not None and self.layout.data_parallel_size > 1
@@ -334,8 +303,8 @@ class PreparedStrategy(CheckpointedStrategy):
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         mesh = self.device_mesh[self.layout.stage_axes]
-        guard = self._guard if self.layout.pipeline_parallel_size > 1 else None
-        self._norms = WholeNorms(self._module, mesh, self.groups, self.root_device, guard)
+        assert self._guard is not None
+        self._norms = WholeNorms(self._module, mesh, self.groups, self.root_device, self._guard)
         self._norms.take_over(self.precision_plugin)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
@@ -348,9 +317,3 @@ class PreparedStrategy(CheckpointedStrategy):
             return whole(loss, module)
 
         self.precision_plugin.__dict__["post_backward"] = post_backward
-
-
-def _sharded(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules, by name, that hold shards or contain a module that does."""
-    own = {inner for inner in module.modules() if any(isinstance(p, DTensor) for p in inner.parameters(recurse=False))}
-    return {name: each for name, each in module.named_modules() if not own.isdisjoint(each.modules())}

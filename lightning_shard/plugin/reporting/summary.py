@@ -1,12 +1,11 @@
-"""Makes Lightning's ModelSummary and ThroughputMonitor report the whole model, and warns of the number of ranks.
+"""Makes Lightning's ModelSummary and ThroughputMonitor report the whole model.
 
 A summary, plain or rich, is of the module as it was before it was laid out. The module isn't run on its example, so
 input and output sizes and operations are left out. Where summaries are on, the table of what each stage has is printed
 too.
 
 ThroughputMonitor's rates over all devices are rank 0's times the world size, and the ranks of a pipeline and of a
-tensor group work on one batch together: so each device's rates, and its utilisation (MFU), are set to its share. Hooks
-that compute ``lr * self.trainer.world_size`` are warned where a batch isn't dealt to as many ranks.
+tensor group work on one batch together: so each device's rates, and its utilisation (MFU), are set to its share.
 
 Private in Lightning 2.6, used here: the callbacks' ``_summary`` and ``_max_depth``, a summary's
 ``_get_summary_data``, and ``ThroughputMonitor._throughputs``.
@@ -24,7 +23,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ModelSummary, ThroughputMonitor
 from lightning.pytorch.utilities.model_summary import summarize
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.placement import Placement
@@ -107,12 +106,3 @@ def _shared(throughput: Throughput, ranks_per_model: int) -> dict[str, Any]:
     metrics = type(throughput).compute(throughput)
     rates = ("_per_sec", f"{throughput.separator}mfu")
     return {name: value / ranks_per_model if name.endswith(rates) else value for name, value in metrics.items()}
-
-
-def warn_of_number_of_ranks(layout: Layout, hook: str) -> None:
-    rank_zero_warn(
-        f"{hook} asks for world_size, which is the number of ranks, {layout.world_size}; batches are dealt to"
-        f" {layout.data_parallel_size} data ranks, and each batch's samples are computed by several ranks. To scale"
-        " learning rates or to count samples take trainer.strategy.layout.data_parallel_size;"
-        " trainer.estimated_stepping_batches counts steps."
-    )

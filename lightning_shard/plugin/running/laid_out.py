@@ -24,7 +24,7 @@ from lightning_shard.plugin.running.launchers import ComputingSettings
 from lightning_shard.plugin.running.rendezvous import Rendezvous
 from lightning_shard.plugin.settings import Settings, check_kinds
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.plugin.steps.schedule_choice import allowed
+from lightning_shard.plugin.steps.schedule_choice import candidates
 
 
 class LaidOut:
@@ -57,7 +57,9 @@ class LaidOut:
         self._settings = Settings(**{each.name: given[each.name] for each in fields(Settings) if each.name in given})
         self._loss_weight, self._reduces_each = given["loss_weight"], given["reduce_each_microbatch"]
         check_kinds(loss_weight=self._loss_weight, reduce_each_microbatch=self._reduces_each, timeout=given["timeout"])
-        self._schedules = allowed(self._settings, given["schedule"], given["microbatches"], self._sizes)
+        self._settings.check_beside(self._sizes)
+        ranks, placement = self._sizes["pipeline_parallel_size"], self._settings.placement
+        self._schedules = candidates(given["schedule"], ranks, given["microbatches"], placement)
         self._layout: Layout | None = None
         self._groups: Groups | None = None
         self._expert_mesh: DeviceMesh | None = None

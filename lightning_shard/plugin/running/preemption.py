@@ -35,7 +35,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard import lightning_private
 from lightning_shard.plugin.steps.checks.agreement import SameGradients, SameSettings
-from lightning_shard.plugin.steps.running_hooks import is_overridden
+from lightning_shard.plugin.steps.loop import is_overridden
 
 __all__ = ["Preemption"]
 
@@ -87,12 +87,12 @@ class Preemption(callbacks.Callback):
             asked.append(SameGradients(trainer.lightning_module, layout))
         if layout.world_size > 1:
             asked.append(SameSettings(trainer.optimizers, layout))
-        sigterm, requeue, *combined = self._exchange(trainer, *chain.from_iterable(each.flags for each in asked))
+        sigterm, requeue, *largest = self._exchange(trainer, *chain.from_iterable(each.numbers for each in asked))
         for each in asked:
-            each.check(combined[: len(each.flags)])
-            del combined[: len(each.flags)]
+            each.check(largest[: len(each.numbers)])
+            del largest[: len(each.numbers)]
         if sigterm or requeue:
-            self._act(trainer, sigterm, requeue)
+            self._act(trainer, bool(sigterm), bool(requeue))
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -133,21 +133,22 @@ class Preemption(callbacks.Callback):
             (trainer.should_stop,) = trainer.strategy.groups.any(self._stop)  # type: ignore[attr-defined]
             self._stop = False
 
-    def _exchange(self, trainer: pl.Trainer, *more: bool) -> list[bool]:
-        """All-reduce flags by "or"; returns those of SIGTERM, requeue and ``more``. A collective call.
+    def _exchange(self, trainer: pl.Trainer, *more: int) -> list[int]:
+        """The largest of all ranks' flags of SIGTERM and requeue, and of ``more`` numbers. A collective call.
 
         Raises:
             KeyboardInterrupt: On all ranks, after Ctrl+C on some.
         """
         watch, groups = trainer.strategy._watch, trainer.strategy.groups  # type: ignore[attr-defined]
         interrupted = watch is not None and watch.interrupts.asked_at is not None
-        flags = groups.any(self._stop, interrupted, self._sigterm, self._requeue, *more)
-        trainer.should_stop, interrupted, *combined = flags
-        self._stop = False
+        should_stop, interrupted, *largest = groups.largest(
+            self._stop, interrupted, self._sigterm, self._requeue, *more
+        )
+        trainer.should_stop, self._stop = bool(should_stop), False
         if interrupted:
             watch.interrupts.has_left = True
             raise KeyboardInterrupt
-        return combined
+        return largest
 
     def _act(self, trainer: pl.Trainer, sigterm: bool, requeue: bool) -> None:
         self._requeue = False

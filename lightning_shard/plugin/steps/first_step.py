@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_shard.layout import TENSOR_AXIS, Layout
+from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
-from lightning_shard.plugin.steps.alike import OwnCalls
+from lightning_shard.plugin.steps.batches import OwnCalls
 from lightning_shard.plugin.steps.checks import tensor_ranks
 from lightning_shard.plugin.steps.checks.agreement import check_same_batch
 from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers, CopiesOfStages, SharedBuffers
@@ -26,25 +27,14 @@ _UPDATES = 2
 """Number of optimizer steps after which buffers are compared over data ranks."""
 
 
-@dataclass(frozen=True)
-class StageChecks:
-    """Checks of what steps on pipeline stages do.
-
-    Attributes:
-        copies: Joins frozen parameters and buffers that every stage holds; ``None`` with one stage.
-        shared: Buffers of modules that several stages hold.
-        own_calls: The collective calls that steps make.
-    """
-
-    copies: CopiesOfStages | None
-    shared: SharedBuffers
-    own_calls: OwnCalls
-
-
 class FirstStepChecks:
     """The checks of one module's steps in one run.
 
+    To make them is a collective call over the pipeline.
+
     Args:
+        stages: This rank's; ``None`` with one stage.
+        own_calls: The collective calls that steps make.
         check_saved: Refuses what could not be saved; a collective call over all ranks.
     """
 
@@ -55,8 +45,10 @@ class FirstStepChecks:
         layout: Layout,
         mesh: DeviceMesh,
         groups: Groups,
+        device: torch.device,
+        stages: Stages | None,
+        own_calls: OwnCalls,
         check_saved: Callable[[], None],
-        of_stages: StageChecks,
     ) -> None:
         self._module = module
         self._loop = loop
@@ -64,9 +56,12 @@ class FirstStepChecks:
         self._mesh = mesh
         self._data = groups.data
         self._check_saved = check_saved
-        self._copies = of_stages.copies
-        self._shared = of_stages.shared
-        self._own_calls = of_stages.own_calls
+        self._own_calls = own_calls
+        of_blocks = stages.shared_buffers if stages is not None else ()
+        self._shared = SharedBuffers(module, of_blocks)
+        self._copies: CopiesOfStages | None = None
+        if stages is not None:
+            self._copies = CopiesOfStages(module, of_blocks, groups, device, loop.whole_parameters)
         # the ranks that share sequences, if not each has sequences of its own
         self._context = groups.context if layout.context_parallel_size > 1 else None
         self._steps = 0
@@ -94,8 +89,7 @@ class FirstStepChecks:
                 self._copies.join_for_step()
         shown = Shown()
         with ExitStack() as looks:
-            first = method not in self._kinds or (method == "training_step" and self._steps <= _STEPS)
-            looks.enter_context(self._shared.unchanged(method, compares=first))
+            looks.enter_context(self._shared.unchanged(method))
             if method not in self._kinds:
                 self._kinds.add(method)
                 check_same_batch(batch, layout, self._loop.strategy)

@@ -6,8 +6,7 @@ calls, so the hooks must run on every rank. Of tensors that aren't the model's g
 
 Private in torch (2.11 to 2.14), and replaced from a run's setup to its end by way of ``torch_private``:
 ``torch.nn.utils.clip_grad``'s ``_get_total_norm`` and ``_clip_grads_with_norm_``, which ``clip_grad_norm_`` calls, and
-``_group_tensors_by_device_and_dtype``, with which ``clip_grad_value_`` fails if it gets no gradients. Private in
-Lightning (2.6): ``Precision._after_closure``, which calls two of the hooks that receive gradients.
+``_group_tensors_by_device_and_dtype``, with which ``clip_grad_value_`` fails if it gets no gradients.
 
 What is of a weight that another stage holds too, and counts, is left out of a total norm. Gradients and weights are
 known by identity: of copies it can't be told which are of such a weight.
@@ -16,8 +15,8 @@ known by identity: of copies it can't be told which are of such a weight.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial, reduce
+from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -80,7 +79,7 @@ class WholeNorms:
         stage_mesh: The mesh of the ranks that hold this rank's stage.
         groups: This rank's groups.
         device: The device of the resulting norms.
-        guard: That over parameters of incomplete modules; only with several stages.
+        guard: That over parameters of incomplete modules.
     """
 
     current: WholeNorms | None = None
@@ -92,7 +91,7 @@ class WholeNorms:
         stage_mesh: DeviceMesh,
         groups: Groups,
         device: torch.device,
-        guard: StageParameters | None = None,
+        guard: StageParameters,
     ) -> None:
         self._module: Any = module
         self._mesh = stage_mesh
@@ -105,14 +104,14 @@ class WholeNorms:
         self._has_ties = any(groups.gather_over_stages(any(map(is_counted_elsewhere, self._own()))))
 
     def take_over(self, plugin: Precision) -> None:
-        """Make a precision plugin clip by these norms, and provide them to the hooks that it calls.
+        """Make a precision plugin clip by these norms.
 
         Lightning chooses the plugin, which clips its own parameters by ``torch.nn.utils``. Only these methods of the
         plugin are replaced.
         """
 
         def own(optimizer: Any) -> list[nn.Parameter]:
-            with nullcontext() if self._guard is None else self._guard.aside():  # a hook's own clip_gradients is right
+            with self._guard.aside():  # a hook's own clip_gradients is right
                 return [*plugin.main_params(optimizer)]
 
         def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
@@ -121,23 +120,13 @@ class WholeNorms:
         def clip_grad_by_value(optimizer: Any, clip_val: float) -> None:
             clip_by_value(own(optimizer), clip_val)
 
-        methods: dict[str, Any] = {"clip_grad_by_norm": clip_grad_by_norm, "clip_grad_by_value": clip_grad_by_value}
-        for hook in ("post_backward", "_after_closure"):
-            methods[hook] = partial(self._within, getattr(type(plugin), hook).__get__(plugin))
-        plugin.__dict__.update(methods)
-
-    def _within(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        guard = self._guard
-        told = nullcontext() if guard is None else guard.warning_of_groups(self._module.trainer.optimizers)
-        with told:
-            return function(*args, **kwargs)
+        plugin.__dict__.update(clip_grad_by_norm=clip_grad_by_norm, clip_grad_by_value=clip_grad_by_value)
 
     def _own(self) -> list[nn.Parameter]:
         return [*dict(nn.Module.named_parameters(self._module)).values()]  # not by what guards the user's iteration
 
     def _gives(self) -> bool:
         """Whether a hook sees unknown gradients of other stages' parameters: if there are any now."""
-        assert self._guard is not None
         if not self._guard.is_in_hook:
             return False
         training = [p for p in self._own() if p.requires_grad]
@@ -147,10 +136,9 @@ class WholeNorms:
     def of_functions(self) -> Iterator[None]:
         """Inside, torch's and Lightning's functions return whole norms, and are collective calls over all ranks."""
         before, WholeNorms.current = WholeNorms.current, self
-        shown = nullcontext() if self._guard is None else Hollow.given_gradients(self._gives)
         whole = functions_replaced(zip(_OWN, (_total_norm, _clip_with_norm, _grad_norm)))
         try:
-            with whole, replaced((clip_grad, _GROUP.__name__, _grouped)), shown:
+            with whole, replaced((clip_grad, _GROUP.__name__, _grouped)), Hollow.given_gradients(self._gives):
                 yield
         finally:
             WholeNorms.current = before
@@ -168,8 +156,7 @@ class WholeNorms:
 
     def take_whole(self) -> None:
         """What a hook has iterated over was for such a function."""
-        if self._guard is not None:
-            self._guard.take_whole()
+        self._guard.take_whole()
 
     @torch.no_grad()
     def total(
@@ -214,7 +201,7 @@ class WholeNorms:
     @torch.no_grad()
     def of_each(self, module: nn.Module, norm_type: float, group_separator: str) -> dict[str, Any]:
         """Lightning's ``grad_norm``, over all stages' parameters."""
-        with nullcontext() if self._guard is None else self._guard.aside():
+        with self._guard.aside():
             named = [(name, p) for name, p in module.named_parameters() if p.grad is not None]
         gradients = [p.grad for _, p in named if p.grad is not None]
         if self._are_others(gradients):

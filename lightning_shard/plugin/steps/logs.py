@@ -6,8 +6,7 @@ schedulers agree on all ranks.
 
 - Microbatches' values are combined by ``reduce_fx``: a mean over samples, weighted by ``batch_size`` where that is
   given, a sum, the least or the largest. The rehearsal reports what isn't the batch's then, as one number per batch.
-- What a block logs runs on the block's stage only, so on an earlier stage it would be lost: it is refused there. So is
-  what hooks inside of a block compute and log.
+- A log in a call of a block, as by hooks inside of it, runs on the block's stage only: it is refused.
 """
 
 from __future__ import annotations
@@ -53,46 +52,38 @@ class LoggedMetric:
     of_step: Tensor | None
 
 
-InBlock = tuple[str, str]
-"""A block's name, and the name of what is logged in a call of it."""
-
-
 class HeldLogs:
     """Replaces a module's ``log`` during a step, and holds the records.
 
     Args:
-        block: Returns the block that is being called, and whether the last stage calls it.
+        block: Returns the name of the block that is being called, if any is.
         is_silent: Whether the code that runs is to log nothing.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        block: Callable[[], tuple[str, bool] | None] = lambda: None,
+        block: Callable[[], str | None] = lambda: None,
         is_silent: Callable[[], bool] = lambda: False,
     ) -> None:
         self._module: Any = module
         self._block = block
         self._is_silent = is_silent
-        self._in_blocks: dict[bool, set[InBlock]] = {False: set(), True: set()}
         self._records: dict[tuple[str, int], Record] = {}
         self._times: Counter[str] = Counter()
         self._now: dict[str, tuple[Any, int, dict[str, Any]]] = {}  # of this microbatch: value, batch_size, options
         self._step = ""
-        self._microbatches = 1
         self._before: Any = None
 
     @contextmanager
-    def holding(self, microbatches: int, step: str = "") -> Iterator[None]:
-        """Hold every ``log`` and ``log_dict`` inside, which come from ``microbatches`` calls of the step of this name.
+    def holding(self, step: str = "") -> Iterator[None]:
+        """Hold every ``log`` and ``log_dict`` inside, which come from calls of the step of this name.
 
         Raises:
             StepError: Code inside logs in another way.
         """
         self._records = {}
         self._times.clear()
-        self._in_blocks = {False: set(), True: set()}
-        self._microbatches = microbatches
         self._step = step
         if not isinstance(self._module, pl.LightningModule):  # a network of a loop of Fabric's logs nothing
             yield
@@ -118,12 +109,11 @@ class HeldLogs:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, steps run for a check, and nothing that they log is held."""
-        held = self._records, self._in_blocks
-        self._records, self._in_blocks = {}, {False: set(), True: set()}
+        held, self._records = self._records, {}
         try:
             yield
         finally:
-            self._records, self._in_blocks = held
+            self._records = held
 
     def latest(self) -> dict[str, Given]:
         """What the microbatch has logged, by name; of a metric its value for the step, if that is logged."""
@@ -150,10 +140,6 @@ class HeldLogs:
             combined.append((record.name, self._combine(record), options))
         return combined
 
-    def in_blocks(self, *, of_last: bool) -> set[InBlock]:
-        """What was logged in calls of blocks, stand-ins included: on the last stage, or on earlier ones."""
-        return self._in_blocks[of_last]
-
     def emit(self, combined: list[tuple[str, Any, dict[str, Any]]]) -> None:
         """Log what the last stage combined, through the user's own ``log`` where there is one."""
         for name, value, options in combined:
@@ -168,24 +154,25 @@ class HeldLogs:
 
     def _hold(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         options = {**(dict(zip(_further_arguments(self._users()), args)) if args else {}), **kwargs}
-        if (in_block := self._block()) is not None:
-            block, of_last = in_block
-            self._in_blocks[of_last].add((block, name))
+        if (block := self._block()) is not None:
+            raise StepError(
+                f"self.log({name!r}, …) is called by {block}, which runs on its own pipeline stage only."
+                " Keep the value as an attribute of the block (or return it), and log it in the step,"
+                " after the network; or use pipeline_parallel_size=1.",
+                breaks=5,
+            )
         refuse(value, f"self.log({name!r}, …)")
         if self._is_silent():
             return
         if isinstance(value, Metric):
             value = LoggedMetric(self._path(name, value), value._forward_cache)
         elif not isinstance(value, (Number, Tensor)) or (isinstance(value, Tensor) and value.numel() != 1):
-            if getattr(self._users(), "__func__", None) is not pl.LightningModule.log:
-                raise StepError(
-                    f"self.log({name!r}, …) of a {type(value).__name__} by a log of the user's own: with several"
-                    " pipeline stages it is called once for each batch, with what the microbatches log, which must be"
-                    " numbers or torchmetrics. Make a number of it before, or use pipeline_parallel_size=1.",
-                    breaks=5,
-                )
-            type(self._module).log(self._module, name, value, *args, **kwargs)  # raises, naming what can be logged
-            return
+            raise StepError(
+                f"self.log({name!r}, …) of a {type(value).__name__}: with several pipeline stages it is called once for"
+                " each batch, with what the microbatches log, which must be numbers or torchmetrics. Make a number of"
+                " it before, or use pipeline_parallel_size=1.",
+                breaks=5,
+            )
         size = options.pop("batch_size", None)
         record = self._records.setdefault((name, self._times[name]), Record(name, options))
         self._times[name] += 1
@@ -250,21 +237,6 @@ def _further_arguments(log: Callable[..., Any]) -> Sequence[str]:
     if any(each.kind is each.VAR_POSITIONAL for each in further):
         return _POSITIONAL
     return [each.name for each in further]
-
-
-def check_logged_by_last_stage(in_blocks: set[InBlock], logged_last: set[InBlock]) -> None:
-    """Check that what earlier stages' blocks log is logged on the last stage too.
-
-    Raises:
-        StepError: It isn't; names the block.
-    """
-    for block, name in sorted(in_blocks - logged_last):
-        raise StepError(
-            f"self.log({name!r}, …) is called by {block}, on an earlier pipeline stage, but only the last stage logs."
-            " Keep the value as an attribute of the block (or return it), and log it in the step,"
-            " after the network; or use pipeline_parallel_size=1.",
-            breaks=5,
-        )
 
 
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {

@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
-from lightning_shard.plugin.steps.running_hooks import has_hooks, is_overridden
+from lightning_shard.plugin.steps.loop import has_hooks, is_overridden
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
 from lightning_shard import tree
@@ -17,7 +17,6 @@ from lightning_shard.errors import StepError
 from lightning_shard.lightning_private import told_of_new_metrics
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.steps.loss_weight import MeansOverSteps
 from lightning_shard.state.walk import reachable
 
 _BROADCAST = "_is_broadcast_over_stages"
@@ -35,8 +34,8 @@ class SharedMetrics:
 
     A metric may compute other metrics; only the outermost call is broadcast.
 
-    Attributes:
-        means: Weighs what means of steps are given in a pipeline.
+    In means over steps batches count alike, into however many microbatches each is split: in a ``MeanMetric``, each
+    number of a smaller batch counts for several.
     """
 
     def __init__(self, groups: Groups, device: torch.device, stages: Stages | None) -> None:
@@ -44,7 +43,16 @@ class SharedMetrics:
         self._device = device
         self._stages = stages
         self._inside = False
-        self.means = MeansOverSteps()
+        self._weight = 1.0  # of a microbatch, in means over steps
+
+    @contextmanager
+    def weighing(self, parts: int, whole: int) -> Iterator[None]:
+        """Context of the steps of a batch of so many microbatches, of which a whole batch has ``whole``."""
+        self._weight = whole / parts
+        try:
+            yield
+        finally:
+            self._weight = 1.0
 
     def find(self, module: nn.Module, callbacks: Iterable[object]) -> None:
         """Share those of a module and of callbacks that weren't before: hooks may have made some.
@@ -82,7 +90,11 @@ class SharedMetrics:
             metric.__dict__[_BROADCAST] = in_block
             metric.__dict__["compute"] = partial(self._compute, metric.compute, in_block)
             if isinstance(metric, MeanMetric):
-                metric.__dict__["update"] = self.means.weighing(metric.update)
+                metric.__dict__["update"] = partial(self._update, metric.update)
+
+    def _update(self, update: Callable[..., None], value: Any, weight: Any = None) -> None:
+        is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
+        update(value, self._weight if weight is None and is_number and self._weight != 1.0 else weight)
 
     def _copied(self, metric: Metric, memo: dict[int, Any]) -> Metric:
         """A copy, which torchmetrics makes to track a metric over epochs; a process group can't be copied."""

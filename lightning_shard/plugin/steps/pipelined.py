@@ -32,19 +32,17 @@ from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
 from lightning_shard.pipeline.stages.tied import Tie, TiedGradients
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.steps.alike import Alike
-from lightning_shard.plugin.steps.batches import Batches, Step
+from lightning_shard.plugin.steps.around_steps import DirectOutput, inference_mode_as_no_grad, steps_no_scheduler
+from lightning_shard.plugin.steps.batches import Alike, Batches, Step
 from lightning_shard.plugin.steps.checks.agreement import check_what_follows
-from lightning_shard.plugin.steps.checks.step_memory import ChangedBatches, StepMemory, steps_no_scheduler
-from lightning_shard.plugin.steps.direct_output import DirectOutput
-from lightning_shard.plugin.steps.first_batches import FirstBatches
+from lightning_shard.plugin.steps.checks.rehearsal import Rehearsals
+from lightning_shard.plugin.steps.checks.step_memory import StepMemory
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 from lightning_shard.plugin.steps.gradients import StageUnits
-from lightning_shard.plugin.steps.inference_mode import inference_mode_as_no_grad
-from lightning_shard.plugin.steps.logs import HeldLogs, InBlock, check_logged_by_last_stage
+from lightning_shard.plugin.steps.logs import HeldLogs
 from lightning_shard.plugin.steps.look_ahead import Arguments
 from lightning_shard.plugin.steps.loop import Loop
-from lightning_shard.plugin.steps.loss_weight import Shares, UnevenLists, loss_of, weighted, weighted_for_backward
+from lightning_shard.plugin.steps.loss_weight import Shares, loss_of, weighted, weighted_for_backward
 from lightning_shard.plugin.steps.randomness import Seeds
 from lightning_shard.plugin.steps.redirect import call_through
 from lightning_shard.plugin.steps.state.after_network import LateState
@@ -72,13 +70,11 @@ class _Begun:
         step: The step on it.
         results: The microbatches' results on the last stage; ``None`` if the batch has to run call by call.
         sent: The number of tensors that each stage of this rank had sent when the batch was done.
-        logged: What blocks of this rank logged, on stages before the last.
     """
 
     step: Step
     results: list[Any] | None
     sent: list[int]
-    logged: set[InBlock]
 
 
 @dataclass(frozen=True)
@@ -128,17 +124,13 @@ class PipelinedSteps:
         self._late_changes = False  # whether any step changes, after the network, what the next batch reads
         self._apart = StatesApart(module, stages)
         self._kept = LateState(module, stages, self._apart)
-        self._changed_batches = ChangedBatches(loop)
         self.reset_crossings()
         earlier = groups.backward.earlier
         self._ties = TiedGradients(module, cut.ties, layout.pipeline_rank, earlier, groups.control, device)
         self._logs = HeldLogs(module, self._block, self._is_silent)
         self._output = DirectOutput(module, self._is_silent)
-        self._uneven_lists = UnevenLists()
         warns = stages.is_last and layout.data_rank == layout.tensor_rank == 0
-        self._first_batches = FirstBatches(
-            module, self._logs.latest, shares.weights.number, loss_of, alike, warns=warns
-        )
+        self._rehearsals = Rehearsals(module, self._logs.latest, shares.weights.number, loss_of, alike, warns=warns)
 
     def reset_crossings(self) -> None:
         """Forget what crosses between stages, to find it again: when other parameters train. On all stages together."""
@@ -179,7 +171,7 @@ class PipelinedSteps:
 
     def train(self, draw: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run all forwards and backwards of a batch; returns what ``training_step`` would have returned for it."""
-        module, loop, kind = self._module, self._loop, self._kind("training_step", args)
+        module, loop = self._module, self._loop
         accumulating, scaler = loop.is_accumulating, loop.scaler
         step = self._on_parts("training_step", draw, self._batches.split(batch), args, kwargs)
         parts, shares, units, in_training = step.parts, self._shares, self._units, loop.training_context
@@ -216,19 +208,19 @@ class PipelinedSteps:
                         run,
                         parts,
                         self._order(len(parts)),
-                        kind=kind,
+                        kind=step.kind,
                         loss_of=scaled,
                         before_backward=before_backward,
                         after_backward=units.end_split_backward if self._schedule.splits_backwards else None,
                     )
                     units.end_backwards(accumulating=accumulating, has_skipped=self._step.has_skipped_backward)
-                self._alike.begin(kind)
-                if self._rehearse(kind, step, run_again, is_known=shares.means.warn()):
+                self._alike.begin(step.kind)
+                if self._rehearse(step, run_again, is_known=shares.means.warn()):
                     reshard(module)  # the optimizer's step follows
             losses = [of_parts[i] for i in sorted(of_parts)]
             # where no hook receives the other results, only the losses are shared
             results = losses if "training_step" in self._unused_results else with_losses(results, losses)
-            return self._share(results, step, self._logs.in_blocks(of_last=False))
+            return self._share(results, step)
 
     def evaluate(
         self, method: str, draw: Draw, upcoming: Iterable[Arguments], batch: Any, *args: Any, **kwargs: Any
@@ -245,17 +237,17 @@ class PipelinedSteps:
         is_known = self._alike.knows(self._kind(method, args))
         with self._apart.batch():
             begun = self._under_way.popleft() if self._under_way else self._begin(method, draw, arguments, kwargs)
-            step, results, logged = begun.step, begun.results, begun.logged
+            step, results = begun.step, begun.results
             if results is None:
                 step = self._on_parts(method, draw(arguments), [batch], args, kwargs)
-                results, logged = self._call_by_call(step), self._logs.in_blocks(of_last=False)
+                results = self._call_by_call(step)
             elif is_known and len(self._stages) == 1 and not self._alike.is_needed and not self._late_changes:
                 # with several stages on a rank, states are versioned per batch
                 self._look_ahead(method, draw, upcoming)
             if method in self._unused_results:
                 results = [None] * len(results)
-            result = self._share(results, step, logged)
-        self._alike.begin(self._kind(method, args))
+            result = self._share(results, step)
+        self._alike.begin(step.kind)
         self._step.flush(begun.sent if self._under_way else None)  # the last stage has received all of this batch
         return result
 
@@ -264,22 +256,21 @@ class PipelinedSteps:
     ) -> _Begun:
         """Run this rank's part of a batch."""
         batch, *args = arguments
-        kind = self._kind(method, args)
+        is_first = not self._alike.knows(self._kind(method, args))
         # in the first batch of a kind it isn't known yet whether it calls data ranks
-        alike = self._alike.is_needed or not self._alike.knows(kind)
-        parts = self._batches.split_evaluated(batch, alike=alike)
+        parts = self._batches.split_evaluated(batch, alike=self._alike.is_needed or is_first)
         step = self._on_parts(method, draw(arguments), parts, tuple(args), kwargs)
 
         def run(stage: Stage, i: int, part: Any) -> Any:
             return self._run_inside(stage, step, i, part)
 
-        evaluate = partial(self._step.evaluate, run, parts, self._order(len(parts)), kind, waits=waits)
+        evaluate = partial(self._step.evaluate, run, parts, self._order(len(parts)), step.kind, waits=waits)
         with self._around_steps(method, len(parts)):
             results = call_through(self._module, evaluate)
-            if results is not None and not self._alike.knows(kind):
-                self._alike.begin(kind)
-                self._rehearse(kind, step, run)
-        return _Begun(step, results, self._step.sent, self._logs.in_blocks(of_last=False))
+            if results is not None and is_first:
+                self._alike.begin(step.kind)
+                self._rehearse(step, run)
+        return _Begun(step, results, self._step.sent)
 
     def _call_by_call(self, step: Step) -> list[Any]:
         """Run a step that calls the network several times, once on all ranks; the network's calls run on the stages."""
@@ -315,9 +306,8 @@ class PipelinedSteps:
     def _on_parts(
         self, method: str, draw: int, parts: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Step:
-        samples = tree.batch_size(parts[0]) if self._microbatches > 1 else 1
-        seeds = self._seeds.of_parts(draw, len(parts))
-        return Step(method, self._loop.step(method), parts, seeds, samples, args, kwargs)
+        kind, seeds = self._kind(method, args), self._seeds.of_parts(draw, len(parts))
+        return Step(method, kind, self._loop.step(method), parts, seeds, args, kwargs)
 
     def _order(self, microbatches: int) -> Row:
         """This rank's actions for this number of microbatches."""
@@ -327,8 +317,8 @@ class PipelinedSteps:
     def _around_steps(self, method: str, microbatches: int) -> Iterator[None]:
         """Context in which a batch's steps run."""
         with (
-            self._logs.holding(microbatches, method),
-            self._shares.over_steps.batch(microbatches, self._microbatches),
+            self._logs.holding(method),
+            self._shares.metrics.weighing(microbatches, self._microbatches),
             self._seeds.preserved(),
             WholeNorms.aside(),
             self._output.watched(microbatches),
@@ -355,21 +345,16 @@ class PipelinedSteps:
 
     def _run_inside(self, stage: Stage, step: Step, i: int, part: Any) -> Any:
         """Call the user's step on a microbatch, inside a call of the root; returns its result on the last stage."""
-        method, stage.method, stage.seed = step.method, step.method, step.seeds[i]
+        stage.method, stage.seed = step.method, step.seeds[i]
         self._seeds.seed(stage.seed)  # equal on every stage, for the code around the blocks
-        searching, several = stage.passage.searching, bool(self._stages.views)
-        samples = step.samples if part is step.parts[i] or self._microbatches == 1 else tree.batch_size(part)
-        if searching or several or method in self._changed_batches.changing:  # it may run again; hooks are given it
-            part = tree.copied(part)
-        looks = searching and stage.calls is None
-        looking = self._changed_batches.looking_at(method, part, warns=stage.is_last) if looks else nullcontext()
         # call by call, a step runs whole on each rank
+        searching = stage.passage.searching
         kept = self._kept.step(stage, searching=searching) if stage.calls is None else nullcontext()
         self._logs.begin_microbatch()
-        self._shares.over_steps.begin_microbatch(samples)
+        own = tree.copied(part)  # it may run again, and hooks are given the batch as it was loaded
         try:
-            with stage.running(self._module), kept, looking:
-                result = step.call(part, *step.args, **step.kwargs)
+            with stage.running(self._module), kept:
+                result = step.call(own, *step.args, **step.kwargs)
                 if not stage.is_last:
                     return None
                 refuse(result, "What the step returns")
@@ -388,11 +373,11 @@ class PipelinedSteps:
             if self._units.bypassed is not None:
                 self._units.bypassed.gather(sent, stage.index)
 
-    def _rehearse(self, kind: str, step: Step, run: RunOn, *, is_known: bool = False) -> bool:
-        what = (self._step, kind, step, run, self._remember, self._carry)
+    def _rehearse(self, step: Step, run: RunOn, *, is_known: bool = False) -> bool:
+        what = (self._step, step, run, self._remember, self._carry)
         uses_results = step.method not in self._unused_results
         with self._logs.aside():
-            return self._first_batches.rehearse(*what, uses_results=uses_results, is_known=is_known)
+            return self._rehearsals.rehearse(*what, uses_results=uses_results, is_known=is_known)
 
     def _carry(self) -> None:
         """Have all stages go on from the state that the last one has left; a collective call over the pipeline."""
@@ -404,36 +389,28 @@ class PipelinedSteps:
         others = [self._apart.begin, self._kept.forget, self._output.remember()] if puts_back else ()
         return StepMemory(self._module, len(self._stages), self._loop.observers, others, puts_back=puts_back)
 
-    def _share(self, results: list[Any], step: Step, logged: set[InBlock]) -> Any:
-        """The last stage's merged result and logs, on every stage; no device is waited for.
-
-        Args:
-            logged: In blocks, by this rank's stages before the last.
-        """
+    def _share(self, results: list[Any], step: Step) -> Any:
+        """The last stage's merged result and logs, on every stage; no device is waited for."""
         shared: Any = None
         follows = self._loop.follows()
         if self._stages.is_last:
-            size = step.samples if len(step.parts) > 1 else 0
-            merged = tree.detached(merge(results, size, self._first_batches.lengths(step.method, step.args)))
-            in_blocks = sorted(self._logs.in_blocks(of_last=True))  # the broadcaster takes no set for an equal value
-            changes = self._kept.changes()
-            self._uneven_lists.look(step.method, changes, len(step.parts))
-            shared = (merged, self._logs.combined(), changes, in_blocks, follows)
+            size = tree.batch_size(step.parts[0]) if len(step.parts) > 1 else 0
+            merged = tree.detached(merge(results, size, self._rehearsals.lengths(step)))
+            shared = (merged, self._logs.combined(), self._kept.changes(), follows)
         shared = self._groups.broadcast_from_last_stage(shared, self._device)
-        result, logs, changes, logged_last, followed = shared
+        result, logs, changes, followed = shared
         check_what_follows(follows, followed)
         self._late_changes |= bool(changes)
         self._kept.take(changes, self._device, begun=len(self._under_way))
-        check_logged_by_last_stage(logged, set(logged_last))
         self._logs.emit(logs)
         return result
 
-    def _block(self) -> tuple[str, bool] | None:
-        """The block that is being called, and whether the last stage calls it."""
+    def _block(self) -> str | None:
+        """The name of the block that is being called, if any is."""
         stage = self._stages.current
-        if stage is None or stage.place is None or not stage.passage.active:  # a stage may end inside of a block
+        if stage is None or not stage.passage.active:  # a stage may end inside of a block
             return None
-        return stage.blocks[stage.place], stage.is_last
+        return next((stage.blocks[place] for place in stage.running_places if place is not None), None)
 
     def _is_silent(self) -> bool:
         """Whether a stage before the last runs: the last one's step does the same."""

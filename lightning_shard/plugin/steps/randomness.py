@@ -5,33 +5,22 @@ tensor rank of one pipeline draws the same numbers, and a resumed run draws thos
 After the step the generators are restored. In a pipeline, blocks have seeds of their own, and generators that a module
 itself holds are treated the same, each with its own seed, since stages would draw different amounts from them.
 
-Generators that a step makes without a seed (``np.random.default_rng()``, ``random.Random()``) would draw from the
-operating system. Inside of :func:`seeded` they take their seeds, one after the other, from that of the microbatch or
-block.
-
-Private: ``numpy.random.bit_generator.randbits`` (seen in numpy 2.4), which a ``SeedSequence`` without entropy calls: so
-all bit generators, ``RandomState()`` and ``np.random.seed()``. Where numpy has no such name it is left alone. Public,
-but replaced: ``random.Random.seed`` and ``random.seed``. Other threads draw as ever, since it isn't the same on all
-ranks when they do; so do processes that a step forks, such as the workers of a loader, which would all draw the same.
+Generators that a step makes without a seed (``np.random.default_rng()``, ``random.Random()``) draw from the operating
+system, and another number whenever a microbatch runs: the rehearsal refuses a step whose result depends on them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.random import bit_generator
 from torch import Tensor, nn
 
 from lightning_shard import tree
@@ -40,6 +29,7 @@ from lightning_shard.state.tree_state import remember_own
 from lightning_shard.state.walk import OwnGenerator, own_generators
 
 _numpy: Any = np.random
+_NONE: Mapping[str, OwnGenerator] = {}
 
 
 def agree(broadcast: Callable[[int], int]) -> int:
@@ -61,54 +51,50 @@ def derive(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def seed_all(seed: int, *, torch_alone: bool = False) -> None:
-    """Seed torch (on the CPU and on CUDA devices), numpy and Python, and generators that a step makes from here on.
+def seed_all(seed: int, own: Mapping[str, OwnGenerator] = _NONE) -> None:
+    """Seed torch (on the CPU and on CUDA devices), numpy and Python.
 
     Args:
-        torch_alone: Leave numpy's and Python's global generators, which take most of the time.
+        own: A module's own generators by name, each of which gets its own seed.
     """
-    if STATE.is_active:
-        STATE.next = seed, 0
     # torch.manual_seed formats a stack trace for each uninitialized kind of device: a tenth of a small step's time
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
-    if not torch_alone:
-        np.random.seed(seed % 2**32)
-        seed_python(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    for name, generator in own.items():
+        seed_own(generator, derive(seed, name))
 
 
 def remember(
-    device: torch.device, for_numpy: np.random.MT19937 | None = None, *, torch_alone: bool = False
+    device: torch.device, own: Mapping[str, OwnGenerator] = _NONE, for_numpy: np.random.MT19937 | None = None
 ) -> Callable[[], None]:
-    """Snapshot the states of all global generators; returns a function that restores them.
+    """Snapshot the states of all global generators and these; returns a function that restores them.
 
     Args:
         for_numpy: Numpy's global functions draw from it until then. Such a replacement takes 0.2 µs, a snapshot of
             numpy's 624 numbers and their restoring 50 µs; it drops the second Gaussian number that a draw may have
             cached.
-        torch_alone: Numpy's and Python's global generators are left as they are.
     """
-    made, cpu, set_cpu = STATE.next, torch.default_generator.get_state(), torch.default_generator.set_state
+    cpu, set_cpu = torch.default_generator.get_state(), torch.default_generator.set_state
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    python = numpys = None
-    generator = _numpy.get_bit_generator()
-    if not torch_alone:
-        python = random.getstate()
-        numpys = _numpy.get_state(legacy=False) if for_numpy is None else None
-        if for_numpy is not None:
-            _numpy.set_bit_generator(for_numpy)
+    python, generator = random.getstate(), _numpy.get_bit_generator()
+    numpys = _numpy.get_state(legacy=False) if for_numpy is None else None
+    if for_numpy is not None:
+        _numpy.set_bit_generator(for_numpy)
+    put_own_back = [*map(remember_own, own.values())]
 
     def put_back() -> None:
-        STATE.next = made
         set_cpu(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
-        if python is not None:
-            random.setstate(python)
-            _numpy.set_bit_generator(generator)
+        random.setstate(python)
+        _numpy.set_bit_generator(generator)
         if numpys is not None:
             _numpy.set_state(numpys)
+        for put_one_back in put_own_back:
+            put_one_back()
 
     return put_back
 
@@ -130,45 +116,13 @@ def seed_own(generator: OwnGenerator, seed: int) -> None:
 
 
 @contextmanager
-def preserved(device: torch.device) -> Iterator[None]:
-    """Restore all global generators at the end, whatever is drawn or seeded inside."""
-    with AllGenerators(device).preserved():
+def preserved(device: torch.device, own: Mapping[str, OwnGenerator] = _NONE) -> Iterator[None]:
+    """Restore all generators at the end, whatever is drawn or seeded inside."""
+    put_back = remember(device, own)
+    try:
         yield
-
-
-@dataclass
-class AllGenerators:
-    """The global generators, and a module's own by name."""
-
-    device: torch.device
-    own: Mapping[str, OwnGenerator] = field(default_factory=dict)
-
-    def seed(self, seed: int) -> None:
-        seed_all(seed)
-        for name, generator in self.own.items():
-            seed_own(generator, derive(seed, name))
-
-    def remember(self, for_numpy: np.random.MT19937 | None = None) -> Callable[[], None]:
-        """Snapshot all states, as :func:`remember` does; returns a function that restores them."""
-        put_global_back = remember(self.device, for_numpy)
-        if not self.own:
-            return put_global_back
-        notes = [put_global_back, *map(remember_own, self.own.values())]
-
-        def put_back() -> None:
-            for note in notes:
-                note()
-
-        return put_back
-
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Restore all of them at the end, whatever is drawn or seeded inside."""
-        put_back = self.remember()
-        try:
-            yield
-        finally:
-            put_back()
+    finally:
+        put_back()
 
 
 def capture(device: torch.device) -> dict[str, Tensor]:
@@ -208,21 +162,17 @@ class Seeds:
         self._module = module
         self._device = device
         self._data_rank = data_rank
+        self._own: Mapping[str, OwnGenerator] = {}
         self._may_have_new_generators = True
-        self._know({})
         for stage in stages:
             stage.draws = partial(self._seed_block, stage)
-        self._draw_from_torch: set[int] = set()
-        self._draw_from_others: set[int] = set()
         self._numpys: defaultdict[int, np.random.MT19937] = defaultdict(partial(np.random.MT19937, 0))
 
-    def _know(self, own: Mapping[str, OwnGenerator]) -> None:
-        """Seed and remember the global generators, and these."""
-        self._generators = AllGenerators(self._device, own)
-        self.seed: Callable[[int], None] = self._generators.seed if own else seed_all
-        self.remember: Callable[..., Callable[[], None]] = (
-            self._generators.remember if own else partial(remember, self._device)
-        )
+    def seed(self, seed: int) -> None:
+        seed_all(seed, self._own)
+
+    def remember(self, for_numpy: np.random.MT19937 | None = None) -> Callable[[], None]:
+        return remember(self._device, self._own, for_numpy)
 
     def look_for_generators(self) -> None:
         """Before the next steps, look for the generators that the module itself holds."""
@@ -230,11 +180,11 @@ class Seeds:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restore all generators after the steps that run inside; seed those that steps make without a seed."""
+        """Restore all generators after the steps that run inside."""
         if self._may_have_new_generators:
-            self._know(own_generators(self._module))
+            self._own = own_generators(self._module)
             self._may_have_new_generators = False
-        with seeded(), self._generators.preserved():
+        with preserved(self._device, self._own):
             yield
 
     def of_parts(self, draw: int, parts: int) -> list[int]:
@@ -250,106 +200,17 @@ class Seeds:
 
         For a block of another stage only the second Gaussian number that numpy may have cached is dropped, as it is for
         the stage's own, and there is nothing to restore.
-
-        Numpy's and Python's generators take most of the time. In evaluations they are skipped for a block that didn't
-        draw from them in the first microbatch of its kind, unless modules have generators of their own.
         """
         if index not in stage.owned and len(stage.places[stage.blocks[index]]) == 1:
             _numpy.set_bit_generator(_numpy.get_bit_generator())
             return None
         calls = stage.calls.count if stage.calls is not None else 0
-        own = stage.seed ^ _of_block(index, calls)
-        skips = not torch.is_grad_enabled() and not self._generators.own
-        if skips and index in self._draw_from_torch and not stage.passage.searching:
-            _numpy.set_bit_generator(_numpy.get_bit_generator())  # as a replacement of numpy's generator does below
-            put_torch_back = remember(self._device, torch_alone=True)
-            seed_all(own, torch_alone=True)
-            return put_torch_back
         put_back = self.remember(self._numpys[index])
-        self.seed(own)
-        if not skips or index in self._draw_from_others:
-            return put_back
-        before = where_others_stand()
-
-        def note_and_put_back() -> None:
-            drew = where_others_stand() != before
-            self._draw_from_torch.discard(index)
-            (self._draw_from_others if drew else self._draw_from_torch).add(index)
-            put_back()
-
-        return note_and_put_back
+        self.seed(stage.seed ^ _of_block(index, calls))
+        return put_back
 
 
 @lru_cache(maxsize=2**16)
 def _of_block(place: int, call: int) -> int:
     """The difference between the seeds of a block in a call of the network, and of the microbatch."""
     return derive("block", place, call)
-
-
-_BITS = 128
-_seed_python: Any = random.Random.seed
-seed_python: Any = random.seed
-"""Python's own, which seeds the global generator."""
-
-
-class _State(threading.local):
-    """Of each thread.
-
-    Attributes:
-        is_active: Whether it is inside of :func:`seeded`.
-        next: From which seed the next ones are derived, and how many were; ``None`` as long as there is none.
-    """
-
-    is_active = False
-    next: tuple[int, int] | None = None
-
-
-STATE = _State()
-
-
-def _forget() -> None:
-    STATE.next = None
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
-@contextmanager
-def seeded() -> Iterator[None]:
-    """Context in which generators without a seed of their own get derived ones, once ``STATE.next`` is set."""
-    if STATE.is_active:
-        yield
-        return
-    python: Any = random
-    numpy: Any = bit_generator
-    seed_global = python.seed
-    of_system: Any = getattr(numpy, "randbits", None)
-
-    def bits(count: int) -> int:
-        return of_system(count) if STATE.next is None else _next(count)
-
-    def seed_one(generator: random.Random, a: Any = None, version: int = 2) -> None:
-        _seed_python(generator, _next(_BITS) if a is None and STATE.next is not None else a, version)
-
-    STATE.is_active = True
-    python.Random.seed = seed_one
-    python.seed = MethodType(seed_one, seed_global.__self__)
-    if of_system is not None:
-        numpy.randbits = bits
-    try:
-        yield
-    finally:
-        STATE.is_active, STATE.next = False, None
-        python.Random.seed, python.seed = _seed_python, seed_global
-        if of_system is not None:
-            numpy.randbits = of_system
-
-
-def _next(bits: int) -> int:
-    """The next seed, of so many bits."""
-    assert STATE.next is not None
-    seed, taken = STATE.next
-    STATE.next = seed, taken + 1
-    text = f"{seed}/made/{taken}"
-    size = -(-bits // 8)
-    return int.from_bytes(hashlib.shake_128(text.encode()).digest(size), "big") >> (8 * size - bits)

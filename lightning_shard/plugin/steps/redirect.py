@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_shard.errors import StepError, in_one_line
 from lightning_shard.parallel.fsdp.units import within_its_call
@@ -33,12 +31,6 @@ _OF_SHARDED = (
 )
 
 
-_IN_OPTIMIZER = (
-    "{kind} isn't an optimizer for sharded parameters: each rank steps its own part of them, a DTensor that may be"
-    " empty. Use one that updates each element by itself and makes what it needs from the parameter"
-    " (torch.zeros_like(p)), such as those of torch.optim; or use one process, or another strategy."
-)
-
 _FOR_SPARSE = "Could not run 'fsdp::chunk_cat' with arguments from the 'Sparse"
 """torch's message (2.13) where FSDP2 reduces a sparse gradient."""
 
@@ -51,27 +43,16 @@ def note_sharded(exception: BaseException) -> None:
 
 
 def sharded_refusal(error: Exception) -> StepError | None:
-    """The same explanation as a StepError; ``None`` for other exceptions, also an optimizer's of another kind."""
+    """The same explanation as a StepError; ``None`` for other exceptions."""
     text, breaks = _why(error)
-    if not text or (breaks is not None and not _is_about_sharded(error)):
-        return None
-    return StepError(f"{text} torch said: {in_one_line(error)}", breaks=breaks)
+    return StepError(f"{text} torch said: {in_one_line(error)}", breaks=breaks) if text else None
 
 
 def _why(error: BaseException) -> tuple[str, int | None]:
     """What an exception comes from, and the contract's sentence; an empty text for other exceptions."""
     if str(error).startswith(_FOR_SPARSE):
         return SPARSE_GRADIENT, None
-    if (optimizer := _optimizer_that_raised(error)) is not None:
-        return _IN_OPTIMIZER.format(kind=optimizer), 11
     return (_OF_SHARDED, 9) if _is_about_sharded(error) else ("", None)
-
-
-def _optimizer_that_raised(error: BaseException) -> str | None:
-    """The class of the optimizer whose code raised an error; ``None`` if it is another's code, or one of torch's."""
-    kinds = [type(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    optimizers = [kind for kind in kinds if issubclass(kind, Optimizer)]
-    return None if not optimizers or optimizers[-1].__module__.startswith("torch.") else optimizers[-1].__name__
 
 
 def _is_about_sharded(error: BaseException) -> bool:

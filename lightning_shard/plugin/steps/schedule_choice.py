@@ -14,7 +14,6 @@ from lightning_shard.pipeline.schedules.choice import Choice, best
 from lightning_shard.pipeline.schedules.named import SCHEDULES, build
 from lightning_shard.pipeline.schedules.schedule import Schedule, to_csv
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.settings import Settings
 
 ONE_EACH = ("1F1B", "Eager1F1B", "GPipe")
 """Schedules with one stage on each rank, whose backwards aren't split in two parts."""
@@ -31,52 +30,23 @@ def candidates(
 
     Raises:
         ConfigurationError: No such schedule exists, or it can't be built for these numbers.
+        PlacementError: There are more or fewer counts than stages.
     """
     if isinstance(setting, os.PathLike):
         setting = os.fspath(setting)
     if setting == "auto":
-        return [*_all(ranks, microbatches, placement)]
-    if not isinstance(setting, str) or (setting not in SCHEDULES and not setting.endswith(".csv")):
+        found = [*_all(ranks, microbatches, placement)]
+    elif isinstance(setting, str) and (setting in SCHEDULES or setting.endswith(".csv")):
+        found = [build(setting, ranks, microbatches, _stages_per_rank(setting, ranks, placement))]
+    else:
         choices = f'{", ".join(map(repr, SCHEDULES))}, "auto", or the path of a .csv file'
         raise ConfigurationError(f"schedule={setting!r} isn't one of {choices}.")
-    stages = _stages_per_rank(setting, ranks, placement)
-    if stages is not None and stages < (least := SCHEDULES[setting].stages[0]):
-        raise PlacementError(
-            f"placement ({[*placement]}) has {len(placement)} numbers, and schedule={setting!r} with"
-            f" pipeline_parallel_size={ranks} has {least * ranks} stages"
-            f'{" or more" if SCHEDULES[setting].stages[1] is None else ""}: give one for each, or use "auto".'
-        )
-    return [build(setting, ranks, microbatches, stages)]
-
-
-def allowed(
-    settings: Settings,
-    schedule: str | os.PathLike[str],
-    microbatches: int | None,
-    sizes: Mapping[str, Any],
-) -> list[Schedule]:
-    """The schedules that a strategy's arguments allow, once these were checked against each other.
-
-    Args:
-        sizes: Of the axes, by argument.
-
-    Raises:
-        ConfigurationError: They can't work together.
-    """
-    ranks, tensor = sizes["pipeline_parallel_size"], sizes["tensor_parallel_size"]
-    untried = {name: sizes[name] for name in ("expert_parallel_size", "context_parallel_size") if name in sizes}
-    settings.check_beside(pipeline=ranks, tensor=tensor, **untried)
-    found = candidates(schedule, ranks, microbatches, settings.placement)
-    check_counts(found, ranks, settings.placement)
+    _check_counts(found, ranks, placement)
     return found
 
 
-def check_counts(schedules: Sequence[Schedule], ranks: int, placement: Policy) -> None:
-    """Check that explicit block counts are as many as the stages of some schedule.
-
-    Raises:
-        PlacementError: There are more or fewer.
-    """
+def _check_counts(schedules: Sequence[Schedule], ranks: int, placement: Policy) -> None:
+    """Check that explicit block counts are as many as the stages of some schedule."""
     if isinstance(placement, str) or any(len(placement) == each.stages for each in schedules):
         return
     if ranks == 1:
@@ -111,7 +81,7 @@ def _stages_per_rank(name: str, ranks: int, placement: Policy) -> int | None:
     if isinstance(placement, str) or name not in SCHEDULES or SCHEDULES[name].stages == (1, 1):
         return None
     stages, rest = divmod(len(placement), ranks)
-    return None if rest or not stages else stages
+    return None if rest or stages < SCHEDULES[name].stages[0] else stages
 
 
 def effective_schedule(schedule: Schedule, settings: Mapping[str, Any]) -> Schedule:

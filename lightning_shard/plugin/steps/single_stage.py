@@ -19,9 +19,9 @@ from lightning_shard.parallel.fsdp.unsharded import unsharded_of
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans
 from lightning_shard.plugin.steps.gradients import Gradients
+from lightning_shard.plugin.steps.loop import has_hooks
 from lightning_shard.plugin.steps.loss_weight import LossWeights, Weight, weighted_for_backward
 from lightning_shard.plugin.steps.redirect import call_through, refuse_sharded
-from lightning_shard.plugin.steps.running_hooks import has_hooks
 
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
 """Hooks between a step and its backward. Parameters stay gathered over them, unless such a hook is used."""
@@ -101,8 +101,6 @@ class SingleStageSteps:
             if whole is not None and self._sees_parameters:
                 whole.gather(module)  # blocks may be recomputed; elsewhere FSDP2 gathers for the backward
             self._gradients.begin_backward()
-        else:
-            self._means.note(loss, is_next=True)
         if self._bypassed is not None:
             self._bypassed.gather(loss)
         return weighted_for_backward(loss, self._weight.of_gradient)
@@ -121,7 +119,7 @@ class SingleStageSteps:
             return self._run(method, draw, args, kwargs)
 
     def _run(self, method: str, draw: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with randomness.seeded(), randomness.preserved(self._device):
+        with randomness.preserved(self._device):
             randomness.seed_all(randomness.derive(draw, 0, self._data_rank))
             step = partial(getattr(self._module, method), *args, **kwargs)
             return call_through(self._module, step) if self._module.automatic_optimization else step()

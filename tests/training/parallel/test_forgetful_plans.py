@@ -182,21 +182,6 @@ def test_what_begins_to_count_after_some_steps_is_refused_too() -> None:
         )
 
 
-class Kept(Watched):
-    """Hooks keep numbers: of features that are split, and of what a block returns."""
-
-    def __init__(self) -> None:
-        super().__init__("list")
-        self.kept: list[float] = []
-        self.layers[1].register_forward_hook(self.keep)
-
-    def look(self, *given: Any) -> None:
-        self.keep(*given)
-
-    def keep(self, _: nn.Module, __: Any, features: Tensor) -> None:
-        self.kept.append(float(features.detach().square().mean()))
-
-
 def fit(module: L.LightningModule, plan: dict[str, str] = SPLIT) -> None:
     strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
     L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET).fit(
@@ -209,18 +194,6 @@ def warned_of(module: L.LightningModule, word: str, plan: dict[str, str] = SPLIT
         warnings.simplefilter("always")
         fit(module, plan)
     return [str(warning.message) for warning in caught if word in str(warning.message)]
-
-
-def hooks_warned_of() -> list[str]:
-    return warned_of(Kept(), "hook")
-
-
-def test_a_hook_that_is_given_split_features_is_told_of() -> None:
-    first, _ = run_ranks(hooks_warned_of, 2, elastic=True)
-    [said] = first
-    assert said.startswith(
-        "A hook on layers.0.between is given the part of the features that this tensor rank computes"
-    )
 
 
 class Drops(Model):

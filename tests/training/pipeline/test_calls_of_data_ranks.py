@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric, SumMetric
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
-from lightning_shard.plugin.steps.alike import OwnCalls
+from lightning_shard.plugin.steps.batches import OwnCalls
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET
 from tests.training.pipeline.test_modules_as_written import WIDTH, Trained

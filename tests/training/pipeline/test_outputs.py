@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.runtime.outputs import Lengths, lengths, merge, with_losses
-from lightning_shard.plugin.steps.checks.rehearsal import LENGTH, Number, as_long
+from lightning_shard.plugin.steps.checks.rehearsal import as_long
 
 Pair = namedtuple("Pair", "x y")
 X = torch.arange(24.0).reshape(8, 3)
@@ -145,9 +145,8 @@ def test_what_is_as_long_for_twice_as_many_samples_is_refused(step: str) -> None
 )
 def test_what_varies_in_length_is_no_vector_of_classes(one: int, other: int, joined: int, known: str) -> None:
     """Detections were refused in a later batch, in which a microbatch had as many as samples."""
-    runs = [{(LENGTH, ("x",)): Number(torch.tensor(float(n)))} for n in (one, other, joined)]
-    fixed, growing = as_long(*runs)
-    assert [bool(fixed), bool(growing)] == [known == "fixed", known == "growing"]
+    found = as_long(*({("x",): n} for n in (one, other, joined)))
+    assert [bool(found.fixed), bool(found.growing)] == [known == "fixed", known == "growing"]
 
 
 @pytest.mark.parametrize("step", [lambda x: x[::2], lambda x: [float(v) for v in x[::2, 0]]], ids=["rows", "floats"])

@@ -102,7 +102,7 @@ def test_whatever_a_step_counts_in_is_counted_once() -> None:
 
 def test_what_the_last_stage_leaves_is_read_in_the_next_batch_and_refused_within_one() -> None:
     assert_alike(seeded(Counter), loss, batches(), 2, schedule=INTERLEAVED, microbatches=1)
-    with pytest.raises(StepError, match=r"has left \(net changes\).*a batch has 2,"):
+    with pytest.raises(StepError, match=r"has left \(net changes\)"):
         on_stages(seeded(Counter), loss, batches(), 2, schedule=INTERLEAVED, microbatches=2)
 
 
@@ -145,6 +145,6 @@ def test_how_many_stages_a_rank_has() -> None:
     with pytest.raises(PlacementError, match="has 4 stages on 2 ranks, and the network has 3 blocks"):
         fitting_schedules(candidates(INTERLEAVED, 2, None), 3, "auto")
     with pytest.raises(
-        ConfigurationError, match=r"\[2, 2\]\) has 2 numbers, and schedule='Interl.*has 4 stages or more"
+        ConfigurationError, match=r"\[2, 2\]\) has 2 numbers, and schedule='Interl.*has 4 stages: give one"
     ):
         candidates(INTERLEAVED, 2, None, [2, 2])

@@ -1,14 +1,14 @@
-"""Generators that a step makes without a seed, and state of helpers' classes: as in one process, on every layout."""
+"""Generators around blocks that draw too, or that a step makes without a seed, and state of helpers' classes."""
 
 from __future__ import annotations
 
-import random
-
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
 
 WIDTH = 8
@@ -16,26 +16,25 @@ WHOLE = {"pipeline_parallel_size": 2, "microbatches": 1}
 
 
 class Block(nn.Module):
-    """Returns what it is given; on the stage that runs it, it makes generators too."""
+    """Returns what it is given; on the stage that runs it, it draws."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        made = np.random.default_rng().random() + random.Random().random()
-        return x + self.scale * (made + np.random.standard_normal())
+        return x + self.scale * np.random.standard_normal()
 
 
 class Denoises(L.LightningModule):
-    """Its loss is zero where all stages draw the same noise, and another number elsewhere."""
+    """The stages draw other noise, each for itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        noise = torch.tensor(np.random.default_rng().standard_normal(batch.shape)).float() + random.Random().random()
+        noise = torch.tensor(np.random.default_rng().standard_normal(batch.shape)).float()
         x = noise
         for block in self.blocks:
             x = block(x)
@@ -48,7 +47,10 @@ class Denoises(L.LightningModule):
 
 
 class Jitters(Denoises):
-    """Adds one number of numpy's, which draws them in pairs, before each block; the loss is zero as above."""
+    """Adds one number of numpy's, which draws them in pairs, before each block.
+
+    Its loss is zero where all stages draw the same ones, and another number elsewhere.
+    """
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x, added = batch.double(), 0.0
@@ -57,6 +59,8 @@ class Jitters(Denoises):
             added += jitter
             x = block(x + jitter)
         return (x - batch - added).round(decimals=6).square().mean()
+
+    validation_step = training_step
 
 
 class Annealer:
@@ -93,8 +97,9 @@ def batches() -> list[Tensor]:
     return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
 
 
-def test_stages_draw_the_same_from_generators_that_a_step_makes() -> None:
-    assert_trains_alike(Denoises, batches, layouts=["pp2"])
+def test_generators_that_a_step_makes_without_a_seed_are_refused_on_stages() -> None:
+    with pytest.raises(StepError, match="draws from a generator that it makes without a seed"):
+        assert_trains_alike(Denoises, batches, layouts=["pp2"])
 
 
 def test_stages_draw_the_same_from_numpys_global_generator_around_blocks_that_draw_too() -> None:

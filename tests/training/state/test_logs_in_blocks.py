@@ -1,4 +1,4 @@
-"""What blocks log themselves: the last stage's is told, an earlier one's was lost silently, and is refused."""
+"""What blocks log themselves, or hooks inside of them, was lost silently on earlier stages, and is refused."""
 
 from __future__ import annotations
 
@@ -33,28 +33,32 @@ class Logs(Block):
 
 
 class LogsInBlocks(Module):
-    def __init__(self, places: tuple[int, ...], one_name: bool = False) -> None:
+    def __init__(self, places: tuple[int, ...]) -> None:
         super().__init__(block=Logs)
         for place in places:
             block = self.network.blocks[place]
-            object.__setattr__(block, "log", partial(self._log_of_block, "size" if one_name else f"size of {place}"))
+            object.__setattr__(block, "log", partial(self._log_of_block, f"size of {place}"))
 
     def _log_of_block(self, name: str, size: float) -> None:
         if not self.trainer.predicting:
             self.log(name, size, sync_dist=True)
 
 
+class LogsInHooks(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network.blocks[3].get_submodule("down").register_forward_hook(self._hook)
+
+    def _hook(self, _module: Any, _args: Any, output: Tensor) -> None:
+        if not self.trainer.predicting:
+            self.log("output", output.detach().square().mean(), sync_dist=True)
+
+
 class LogsAfterwards(LogsInBlocks):
-    """What its last block logs, what hooks compute in all, and what they have kept."""
+    """What its blocks have kept."""
 
     def __init__(self) -> None:
-        super().__init__((3,))
-        for place, block in enumerate(self.network.blocks):
-            block.get_submodule("down").register_forward_hook(partial(self._hook, place))
-
-    def _hook(self, place: int, _module: Any, _args: Any, output: Tensor) -> None:
-        if not self.trainer.predicting:
-            self.log(f"output of {place}", output.detach().square().mean(), sync_dist=True)
+        super().__init__(())
 
     def loss(self, tokens: Tensor) -> Tensor:
         loss = super().loss(tokens)
@@ -75,14 +79,20 @@ class LogsByAnotherName(Module):
 
 
 @pytest.mark.parametrize(
-    ("layout", "one_name"), [(SEVERAL, False), pytest.param(STAGES, True, marks=pytest.mark.long)], ids=["two", "one"]
+    ("make", "layout"),
+    [
+        (partial(LogsInBlocks, (0, 2)), SEVERAL),
+        (partial(LogsInBlocks, (3,)), STAGES),
+        pytest.param(LogsInHooks, SEVERAL, marks=pytest.mark.long),
+    ],
+    ids=["earlier stages", "the last one", "hooks"],
 )
-def test_what_earlier_stages_blocks_log_is_refused_by_the_blocks_name(layout: dict[str, Any], one_name: bool) -> None:
-    with pytest.raises(StepError, match=r"self\.log\('size.*called by network\.blocks\.[012], on an earlier pipeline"):
-        assert_trains_alike(partial(LogsInBlocks, (0, 2, 3), one_name), batches, layout, steps=1)
+def test_what_blocks_log_is_refused_by_the_blocks_name(make: Callable[[], Module], layout: dict[str, Any]) -> None:
+    with pytest.raises(StepError, match=r"self\.log\('.*called by network\.blocks\.[023], which runs on its own"):
+        assert_trains_alike(make, batches, layout, steps=1)
 
 
-def test_what_the_last_stages_blocks_log_is_told_and_what_blocks_keep_and_hooks_compute_can_be() -> None:
+def test_what_blocks_keep_can_be_logged_after_them() -> None:
     assert_trains_alike(LogsAfterwards, batches, SEVERAL, steps=1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from torch import nn
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.taint import Hollow
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters, guard_of, seen_as_parts
-from lightning_shard.plugin.steps.running_hooks import HookCall, RunningHooks
 
 
 class Guarded:
@@ -23,15 +22,12 @@ class Guarded:
     def __init__(self, names: list[str] | None = None, **modules: nn.Module) -> None:
         for module in modules.values():
             vars(module)["named_parameters"] = module.named_parameters
-        trainer: Any = None
-        self.hooks = RunningHooks(trainer)
-        self.guard = StageParameters({name.strip("_"): each for name, each in modules.items()}, self.hooks, names or ())
-        self.hooks.at_end = self.guard.end
+        self.guard = StageParameters({name.strip("_"): each for name, each in modules.items()}, names or ())
         self.guard.guard()
 
     @contextmanager
     def hook(self, name: str = "Net.on_train_batch_end") -> Iterator[None]:
-        with self.hooks._call(nullcontext(), HookCall(name)):
+        with self.guard.hook(name, nullcontext()):
             yield
 
 
@@ -59,7 +55,7 @@ def test_before_training_parameters_shows_those_of_other_stages_without_values()
         assert all(isinstance(p, nn.Parameter) for p in net.parameters())
         assert len([*net[0].parameters()]) == 2
         assert len([*net.parameters(recurse=False)]) == 0
-        with guarded.hooks.aside():
+        with guarded.guard.aside():
             assert len([*net.parameters()]) == 3  # what the hook calls of Lightning's
     assert len([*net.parameters()]) == 3
     guarded.guard.guard()

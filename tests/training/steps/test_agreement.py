@@ -1,4 +1,4 @@
-"""What ranks exchange after each step: bits that are combined over all ranks by "or"."""
+"""What ranks exchange after each step: numbers, of which the largest in each place is every rank's."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def optimizer(lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=lr)
 
 
-def combined(*flags: list[bool]) -> list[bool]:
-    return [any(bits) for bits in zip(*flags, strict=True)]
+def largest(*numbers: list[int]) -> list[int]:
+    return [max(of_ranks) for of_ranks in zip(*numbers, strict=True)]
 
 
 def test_optimizers_with_other_settings_on_a_rank_are_refused() -> None:
     """A scheduler that monitors a data rank's own value lowered the rate of that rank's shards only."""
     ranks = [SameSettings([optimizer(lr)], Layout.resolve(3, 0)) for lr in (1e-3, 1e-3, 1e-4)]
-    ranks[0].check(combined(ranks[0].flags, ranks[1].flags))
+    ranks[0].check(largest(ranks[0].numbers, ranks[1].numbers))
     for rank in ranks:
         with pytest.raises(StepError, match=r"different settings \(this rank's learning rates: .*sync_dist=True"):
-            rank.check(combined(*(each.flags for each in ranks)))
+            rank.check(largest(*(each.numbers for each in ranks)))
 
 
 def test_gradients_of_other_parameters_on_a_data_rank_are_refused_and_on_a_stage_not() -> None:
@@ -35,10 +35,10 @@ def test_gradients_of_other_parameters_on_a_data_rank_are_refused_and_on_a_stage
     module.bias.grad = torch.ones(2)
     neighbour = SameGradients(module, Layout.resolve(4, 1, **sizes))
     other_stage = SameGradients(module, Layout.resolve(4, 2, **sizes))
-    none.check(combined(none.flags, other_stage.flags))
+    none.check(largest(none.numbers, other_stage.numbers))
     with pytest.raises(StepError, match=r"gradients of different .*on this rank \['weight', 'bias'\] have none"):
-        none.check(combined(none.flags, neighbour.flags))
+        none.check(largest(none.numbers, neighbour.numbers))
     module.weight.grad = torch.ones(2, 2)
     both = SameGradients(module, Layout.resolve(4, 1, **sizes))
     with pytest.raises(StepError, match=r"gradients of different .*on another rank some have none"):
-        both.check(combined(both.flags, none.flags))
+        both.check(largest(both.numbers, none.numbers))

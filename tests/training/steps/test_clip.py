@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_shard.parallel.clip import _own_norms
 from lightning_shard.parallel.fsdp.shard import average_gradients
+from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
 from lightning_shard.plugin.steps.gradient_norms import WholeNorms
 
 
@@ -38,7 +39,7 @@ def test_a_total_norm_has_one_dtype_on_all_stages() -> None:
     module: Any = nn.Linear(3, 3)
     mesh: Any = SimpleNamespace(get_coordinate=lambda: [0], mesh_dim_names=("data_parallel",))
     groups: Any = SimpleNamespace(gather_over_stages=lambda own: [own, False if own is False else torch.float64])
-    norms = WholeNorms(module, mesh, groups, torch.device("cpu"))
+    norms = WholeNorms(module, mesh, groups, torch.device("cpu"), StageParameters({}))
     third = torch.tensor([1 / 3], dtype=torch.float32)
     assert norms.total([third]).dtype == torch.float64
 

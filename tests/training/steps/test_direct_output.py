@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.loggers import Logger
 
-from lightning_shard.plugin.steps.direct_output import DirectOutput
+from lightning_shard.plugin.steps.around_steps import DirectOutput
 
 
 class Memory(Logger):

@@ -29,7 +29,7 @@ def combined(values: list[Any], **options: Any) -> Any:
 def _combined(values: list[Any], **options: Any) -> list[tuple[str, Any, dict[str, Any]]]:
     module = Module()
     logs = HeldLogs(module)
-    with logs.holding(len(values)):
+    with logs.holding():
         for value in values:
             logs.begin_microbatch()
             module.log("x", value, **options)
@@ -58,7 +58,7 @@ def test_values_are_combined_as_they_would_be_reduced(values: list[Any], reduce_
 def test_a_batch_size_of_some_microbatches_only_is_not_taken_for_the_batchs() -> None:
     module = Module()
     logs = HeldLogs(module)
-    with logs.holding(2):
+    with logs.holding():
         module.log("x", 1.0, batch_size=3)
         logs.begin_microbatch()
         module.log("x", 5.0)
@@ -68,7 +68,7 @@ def test_a_batch_size_of_some_microbatches_only_is_not_taken_for_the_batchs() ->
 def test_means_are_weighted_by_batch_size() -> None:
     module = Module()
     logs = HeldLogs(module)
-    with logs.holding(3):
+    with logs.holding():
         for value, size in ((1.0, 3), (5.0, 1), (float("nan"), 0)):
             logs.begin_microbatch()
             module.log("x", value, batch_size=size)
@@ -88,7 +88,7 @@ def test_a_metrics_value_for_the_step_is_of_the_batch(metric: str, of_batch: flo
     module = Module()
     logs = HeldLogs(module)
     found: Metric = getattr(module, metric)
-    with logs.holding(2):
+    with logs.holding():
         for value in (3.0, 4.0):
             logs.begin_microbatch()
             found(value)
@@ -110,11 +110,11 @@ def test_a_log_of_the_users_own_is_told_once_of_the_batch(on_object: bool) -> No
         of_class, module = module.log, Module()
         module.log = of_class  # type: ignore[method-assign]
     own, logs = module.log, HeldLogs(module)
-    with logs.holding(2):
+    with logs.holding():
         module.log("x", 1.0, "val")  # type: ignore[arg-type]
         logs.begin_microbatch()
         module.log("x", 2.0, "val")  # type: ignore[arg-type]
-        with pytest.raises(StepError, match=r"self\.log\('y', …\) of a Tensor by a log of the user's own"):
+        with pytest.raises(StepError, match=r"self\.log\('y', …\) of a Tensor: .* must be numbers"):
             module.log("y", torch.zeros(3))
     logs.emit(logs.combined())
     assert own.__self__.said == ("val/x", 1.5, {})  # type: ignore[attr-defined]

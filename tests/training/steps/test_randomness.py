@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
-import threading
 from typing import Any
 
 import numpy as np
@@ -62,20 +60,19 @@ def test_a_modules_own_generators_are_seeded_each_by_its_name_and_put_back() -> 
         "old": np.random.RandomState(1),
         "python": random.Random(1),
     }
-    generators = randomness.AllGenerators(CPU, own)
 
     def draw_all() -> tuple[Any, ...]:
         drawn = torch.rand((), generator=own["torch"]).item(), own["numpy"].random(), own["old"].rand()
         return (*drawn, own["python"].random(), *draw())
 
-    put_back = generators.remember()
+    put_back = randomness.remember(CPU, own)
     expected = draw_all()
     put_back()
-    with generators.preserved():
-        generators.seed(7)
+    with randomness.preserved(CPU, own):
+        randomness.seed_all(7, own)
         seeded = draw_all()
         assert len(set(seeded)) == len(seeded)
-        generators.seed(7)
+        randomness.seed_all(7, own)
         assert draw_all() == seeded
     assert draw_all() == expected != seeded
 
@@ -85,59 +82,3 @@ def test_seeds_differ_by_every_part_and_are_stable() -> None:
     assert len(seeds) == 400
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert randomness.derive(1, "train", 2) == randomness.derive(1, "train", 2) != randomness.derive(1, "train", 3)
-
-
-def made() -> list[float]:
-    """The first numbers of generators that are made without a seed, or given one of the system's."""
-    generators = [np.random.default_rng(), np.random.RandomState(), np.random.Generator(np.random.PCG64())]
-    drawn = [generator.random() for generator in (random.Random(), *generators, random.Random(None))]
-    np.random.seed()
-    random.seed()
-    return [*drawn, np.random.rand(), random.random()]
-
-
-def test_generators_that_a_step_makes_draw_the_same_on_every_rank() -> None:
-    runs = []
-    for number in (5, 5, 6):
-        with randomness.seeded(), randomness.preserved(CPU):
-            randomness.seed_all(number)
-            runs.append(made() + made())
-    assert runs[0] == runs[1]
-    assert len({*runs[0], *runs[2]}) == 2 * len(runs[0])
-    assert not {*made()} & {*made()}
-
-
-def test_generators_with_a_seed_and_those_of_other_threads_are_left_alone() -> None:
-    expected = np.random.default_rng(3).random(), random.Random(3).random(), random.Random("a").random()
-    drawn: list[list[float]] = []
-    for _ in range(2):
-        with randomness.seeded(), randomness.preserved(CPU):
-            randomness.seed_all(5)
-            assert (
-                np.random.default_rng(3).random(),
-                random.Random(3).random(),
-                random.Random("a").random(),
-            ) == expected
-            other = threading.Thread(target=lambda: drawn.append(made()))
-            other.start()
-            other.join()
-    assert not {*drawn[0]} & {*drawn[1]}
-
-
-def tell(sender: Any) -> None:
-    sender.send(made())
-
-
-def test_processes_that_a_step_forks_draw_as_ever() -> None:
-    """The workers of a loader that a step goes over drew the same numbers, each as the others."""
-    fork = multiprocessing.get_context("fork")
-    drawn: list[list[float]] = []
-    with randomness.seeded(), randomness.preserved(CPU):
-        randomness.seed_all(5)
-        for _ in range(2):
-            receiver, sender = fork.Pipe(duplex=False)
-            worker = fork.Process(target=tell, args=(sender,))
-            worker.start()
-            drawn.append(receiver.recv())
-            worker.join()
-    assert not {*drawn[0]} & {*drawn[1]}

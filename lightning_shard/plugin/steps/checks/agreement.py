@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
-from operator import and_, not_
 from typing import Any
 
 import lightning.pytorch as pl
@@ -102,15 +100,15 @@ class SameGradients:
     def __init__(self, module: nn.Module, layout: Layout) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             self._without = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
-        self.flags = _of_stage(self._without, layout)
+        self.numbers = _of_stage(self._without, layout)
 
-    def check(self, combined: Sequence[bool]) -> None:
-        """Check the disjunction (logical or) of all ranks' ``flags``.
+    def check(self, largest: Sequence[int]) -> None:
+        """Check the largest of all ranks' ``numbers``.
 
         Raises:
             StepError: On every rank, if they differ.
         """
-        if _differ(combined):
+        if _differ(largest):
             here = f"on this rank {self._without[:3]} have none" if self._without else "on another rank some have none"
             raise StepError(
                 f"Data ranks have gradients of different parameters in this step ({here}), so they were reduced"
@@ -136,19 +134,15 @@ class SameSettings:
         settings = [[_numbers(group) for group in optimizer.param_groups] for optimizer in optimizers]
         groups = [len(each) for each in self._rates]
         rates = [rate if isinstance(rate, (int, float)) else None for each in self._rates for rate in each]
-        self.flags = [*_of_stage(settings, layout), *_of_all(groups), *_of_all(rates)]
+        self.numbers = [*_of_stage(settings, layout), *_of_all(groups), *_of_all(rates)]
 
-    def check(self, combined: Sequence[bool]) -> None:
-        """Check the disjunction (logical or) of all ranks' ``flags``.
+    def check(self, largest: Sequence[int]) -> None:
+        """Check the largest of all ranks' ``numbers``.
 
         Raises:
             StepError: On every rank, if they differ.
         """
-        of_stages, of_groups, of_rates = (
-            combined[: -4 * _BITS],
-            combined[-4 * _BITS : -2 * _BITS],
-            combined[-2 * _BITS :],
-        )
+        of_stages, of_groups, of_rates = largest[:-4], largest[-4:-2], largest[-2:]
         if _differ(of_stages) or (_differ(of_rates) and not _differ(of_groups)):
             raise StepError(
                 f"The ranks' optimizers have different settings (this rank's learning rates: {self._rates}), and each"
@@ -160,30 +154,28 @@ class SameSettings:
             )
 
 
-_BITS = 16
+_SILENT = -(2**62)
+"""Less than what any rank encodes."""
 
 
-def _of_stage(value: object, layout: Layout) -> list[bool]:
-    """Encode a value so that an "or" over all ranks shows, for each stage, whether its ranks' values differ.
-
-    This rank sets bits of its own stage only: those of a digest, and their complements. Where both a bit and its
-    complement are set by some rank, the values differ.
-    """
+def _of_stage(value: object, layout: Layout) -> list[int]:
+    """Encode a value so that the largest numbers of all ranks show, of each stage, whether its ranks' values differ."""
     own, size = layout.pipeline_rank, layout.pipeline_parallel_size
-    silent = [False] * 2 * _BITS
+    silent = [_SILENT] * 2
     return [*silent * own, *_of_all(value), *silent * (size - 1 - own)]
 
 
-def _of_all(value: object) -> list[bool]:
-    """Encode a value so that an "or" over all ranks shows whether their values differ."""
-    digest = xxhash.xxh3_64_intdigest(repr(value).encode())
-    own = [bool(digest >> bit & 1) for bit in range(_BITS)]
-    return [*own, *map(not_, own)]
+def _of_all(value: object) -> list[int]:
+    """Encode a value so that the largest numbers of all ranks show whether their values differ.
+
+    These are a digest and its negative: where values differ, the largest digest isn't the least one.
+    """
+    digest = xxhash.xxh3_64_intdigest(repr(value).encode()) >> 3
+    return [digest, -digest]
 
 
-def _differ(combined: Sequence[bool]) -> bool:
-    parts = [combined[start : start + _BITS] for start in range(0, len(combined), _BITS)]
-    return any(map(and_, chain(*parts[::2]), chain(*parts[1::2])))
+def _differ(largest: Sequence[int]) -> bool:
+    return any(most != -least for most, least in zip(largest[::2], largest[1::2]))
 
 
 def _numbers(group: Mapping[str, Any]) -> list[Any]:

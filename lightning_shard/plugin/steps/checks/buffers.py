@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,28 +34,13 @@ from lightning_shard.parallel.rank_compare import (
 )
 from lightning_shard.pipeline.dataflow.taint import Unknown
 from lightning_shard.plugin.broadcast import values_of
+from lightning_shard.plugin.groups import Groups
 from lightning_shard.sharding import local_tensor
 from lightning_shard.torch_private import BatchNorm
 
 _REDUCED = 1e-6
 """Relative to the norm, buffers of data ranks differ by less if they are reduced, and by more if each rank has its own:
 also where a step moves a few rows of a codebook a little."""
-
-
-class Mark(NamedTuple):
-    """What a buffer is known again by. Versions alone don't show changes made through ``.data``."""
-
-    identity: int
-    version: int
-    values: Fingerprint
-
-    def has_version_of(self, buffer: Tensor) -> bool:
-        return self[:2] == (id(buffer), buffer._version)
-
-
-def _marks(buffers: Mapping[str, Tensor]) -> dict[str, Mark]:
-    values = fingerprints(buffers)
-    return {name: Mark(id(buffer), buffer._version, values[name]) for name, buffer in buffers.items()}
 
 
 class ChangedBuffers:
@@ -69,19 +54,19 @@ class ChangedBuffers:
         self._names = [
             name for name, buffer in module.named_buffers() if type(buffer) in (Tensor, DTensor) and not buffer.is_meta
         ]
-        self._before: dict[str, Mark] | None = None
+        self._before: dict[str, Fingerprint] | None = None
         self._has_warned = False
 
     def begin(self) -> None:
         """A training step begins."""
         if self._before is None:
-            self._before = _marks(self._now())
+            self._before = fingerprints(self._now())
 
     def changed(self) -> dict[str, Fingerprint]:
         """What this rank has changed since; zeros for the others, which another rank may have changed."""
         known = self._before or {}
-        marks = _marks(self._now()) if known else {}
-        changed = {name: mark.values for name, mark in marks.items() if repr(mark) != repr(known.get(name))}
+        now = fingerprints(self._now()) if known else {}
+        changed = {name: each for name, each in now.items() if repr(each) != repr(known.get(name))}
         return {name: ((), *changed.get(name, NOTHING)[1:]) for name in self._names}
 
     def warn_of_data_ranks(self, ranks: dist.ProcessGroup, *, warns: bool) -> None:
@@ -132,40 +117,36 @@ class SharedBuffers:
     def __init__(self, module: nn.Module, names: Collection[str]) -> None:
         self._module = module
         self._names = names
-        self._marks: dict[str, Mark] = {}
 
     @contextmanager
-    def unchanged(self, method: str, *, compares: bool) -> Iterator[None]:
+    def unchanged(self, method: str) -> Iterator[None]:
         """Context of a step.
-
-        Args:
-            compares: Also look at values whose versions are as before, since changes through ``.data`` leave these.
 
         Raises:
             StepError: The step has changed a buffer.
         """
-        marks = self._marks
-        marks |= _marks({n: b for n, b in self._now() if compares or n not in marks or not marks[n].has_version_of(b)})
+        before = sums_of(self._now())
         yield
-        for name, buffer in self._now():
-            before = marks.get(name)
-            if before is not None and before.has_version_of(buffer) and not compares:
-                continue
-            of_other_stage = isinstance(buffer, Unknown)  # which has set it
-            if before is None or of_other_stage or repr(before.values) != repr(fingerprints({name: buffer})[name]):
-                raise StepError(
-                    f"{method} changes {name}, and several pipeline stages hold this buffer's module. Each has a copy,"
-                    " which changes with the calls of its own blocks only: use one module per call, which may share"
-                    " their weights, or pipeline_parallel_size=1.",
-                    breaks=6,
-                )
+        now = self._now()
+        known = sums_of({name: buffer for name, buffer in now.items() if not isinstance(buffer, Unknown)})
+        # one that is unknown here another stage has set
+        changed = next((name for name in now if name not in known or known[name] != before.get(name)), None)
+        if changed is not None:
+            raise StepError(
+                f"{method} changes {changed}, and several pipeline stages hold this buffer's module. Each has a copy,"
+                " which changes with the calls of its own blocks only: use one module per call, which may share"
+                " their weights, or pipeline_parallel_size=1.",
+                breaks=6,
+            )
 
-    def _now(self) -> Iterator[tuple[str, Tensor]]:
+    def _now(self) -> dict[str, Tensor]:
+        found = {}
         for name in self._names:
             path, _, key = name.rpartition(".")
             buffer = self._module.get_submodule(path)._buffers.get(key)
             if buffer is not None:
-                yield name, buffer
+                found[name] = buffer
+        return found
 
 
 _OF_FROZEN = (
@@ -187,9 +168,7 @@ class CopiesOfStages:
     Args:
         module: The stage's.
         others: Names of buffers that are compared elsewhere.
-        gather_over_stages: All-gathers a value over the pipeline.
-        pipeline: The pipeline's ranks, the last stage's first, for tensors.
-        device: Where this rank computes, which that group's backend serves.
+        device: Where this rank computes.
         whole: Where code between steps finds all parameters, for messages.
     """
 
@@ -197,20 +176,18 @@ class CopiesOfStages:
         self,
         module: nn.Module,
         others: Collection[str],
-        gather_over_stages: Callable[[Any], list[Any]],
-        pipeline: dist.ProcessGroup,
+        groups: Groups,
         device: torch.device,
-        whole: str = "trainer.strategy.gather_full_parameters()",
+        whole: str,
     ) -> None:
         self._module = module
         self._of_buffers = _OF_BUFFERS.format(whole_parameters=whole)
         self._others = others
         self._frozen = {name: p for name, p in nn.Module.named_parameters(module) if not p.requires_grad}
-        self._gather = gather_over_stages
-        self._pipeline = pipeline
+        self._groups = groups
         self._device = device
         own = sums_of(self._held())
-        holders = Counter(name for stage in gather_over_stages([*own]) for name in stage)
+        holders = Counter(name for stage in groups.gather_over_stages([*own]) for name in stage)
         self._known = {name: sums for name, sums in own.items() if holders[name] > 1}
         self._is_any = max(holders.values(), default=0) > 1
         self._joined: set[str] = set()
@@ -243,7 +220,9 @@ class CopiesOfStages:
     def _join(self, held: Mapping[str, Tensor], *, is_early: bool, tolerates: bool = False) -> dict[str, str]:
         apart: dict[str, str] = {}
         own = sums_of(held)
-        stages = self._gather({name: (sums, sums != self._known.get(name)) for name, sums in own.items()})
+        stages = self._groups.gather_over_stages(
+            {name: (sums, sums != self._known.get(name)) for name, sums in own.items()}
+        )
         for name, found in by_name(stages).items():
             if len({sums for sums, _ in found.values()}) == 1:
                 continue
@@ -261,7 +240,7 @@ class CopiesOfStages:
             self._joined.add(name)
             (stage,) = changed.values()  # the first that has it
             local = local_tensor(held[name])
-            local.copy_(values_of(len(stages) - 1 - stage, local, self._pipeline, self._device))
+            local.copy_(values_of(len(stages) - 1 - stage, local, self._groups.pipeline, self._device))
         self._known.update(sums_of(held))
         return apart
 

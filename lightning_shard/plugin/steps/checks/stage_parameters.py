@@ -6,72 +6,69 @@ A hook that sums over all parameters, takes a norm, or zips them with another mo
   (``taint.Hollow``), so that they can be counted and frozen; always of a module that other stages hold as a whole.
 - While a model trains a hook is refused that iterates over ``parameters()`` past the first, other than for torch's
   clipping and norms: averages and norms are mostly taken then.
-- ``named_parameters()``, mostly used to treat each parameter separately, ``state_dict()``, and an optimizer's groups in
-  hooks that receive gradients, warn once for each hook.
+- ``named_parameters()``, mostly used to treat each parameter separately, and ``state_dict()`` warn once for each hook.
 
 Steps have a guard of their own (``pipeline/stages/cut.py``), and so has ``configure_optimizers``
-(``assembly/parameters.py``). After a run all code is warned, on data ranks of ``state_dict()``.
+(``assembly/parameters.py``). After a run all code is warned.
+
+Private in Lightning 2.6, used here: each hook runs inside of ``profiler.profile("[Callback]<its key>.<hook>")``, or of
+``[LightningModule]<its class>.<hook>``. ``profile`` is replaced on a run's own profiler. What a hook calls of
+Lightning's, such as a step or a save, has actions of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, TypeVar
 
-import torch
+import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.taint import Hollow
-from lightning_shard.plugin.steps.running_hooks import HookCall, RunningHooks
+from lightning_shard.plugin.steps.loop import is_overridden, is_users
 
 _EACH_BY_ITSELF = ("requires_grad_", "zero_grad", "freeze", "unfreeze")
 """Methods of modules that iterate over ``parameters()``, and are right with this stage's only."""
 
 _OF_STAGES = (
     "With pipeline stages each rank has only its own stage's: what treats each parameter by itself is right, as over"
-    " named_parameters(); what is computed over all isn't"
-)
-_OF_RANKS = (
-    "They are DTensors, of which each rank has a part: the module itself can load them again, but no other has all"
-)
-_WHOLE = (
-    " (in hooks, torch.nn.utils.clip_grad_norm_ and Lightning's grad_norm see all, and EMAWeightAveraging averages all;"
-    " trainer.save_checkpoint saves all, and strategy.gather_full_parameters() gives all)."
+    " named_parameters(); what is computed over all isn't (in hooks, torch.nn.utils.clip_grad_norm_ and Lightning's"
+    " grad_norm see all, and EMAWeightAveraging averages all; trainer.save_checkpoint saves all, and"
+    " strategy.gather_full_parameters() gives all)."
 )
 
 Result = TypeVar("Result")
+
+
+@dataclass
+class _HookCall:
+    """A call of a user's hook: its class and name, and what it has iterated over of which this rank has a part."""
+
+    name: str
+    walked: list[str] = field(default_factory=list)
 
 
 class StageParameters:
     """The guard over the modules of which this rank lacks parameters.
 
     Args:
-        incomplete: The modules, by name.
-        hooks: Those that run; ``None`` for a copy of a module, which isn't guarded.
+        incomplete: The modules, by name; none with one stage, and for a copy of a module, which isn't guarded.
         names: All names of parameters, in the whole module's order.
-        has_stages: Whether other stages hold the rest, and not only other data or tensor ranks.
     """
 
-    def __init__(
-        self,
-        incomplete: Mapping[str, nn.Module],
-        hooks: RunningHooks | None = None,
-        names: Iterable[str] = (),
-        *,
-        has_stages: bool = True,
-    ) -> None:
+    def __init__(self, incomplete: Mapping[str, nn.Module], names: Iterable[str] = ()) -> None:
         self._incomplete = incomplete
-        self._hooks = hooks
         self._place = {name: place for place, name in enumerate(names)}
-        self._has_stages = has_stages
         self._shows_all = False
         self._is_after_run = False
         self._told: set[str] = set()
-        self._of_stage = {name: _of_stage(name, module) for name, module in incomplete.items()} if has_stages else {}
+        self._calls: list[_HookCall | None] = []  # of hooks that run; None: what these call of Lightning's
+        self._of_stage = {name: _of_stage(name, module) for name, module in incomplete.items()}
         self.release()
 
     def guard(self, *, shows_all: bool = False, is_after_run: bool = False) -> None:
@@ -87,10 +84,9 @@ class StageParameters:
             # no closures: code that copies a module copies these along with it
             own = vars(module)
             own["state_dict"] = partial(_state_dict, self, name, module, own.get("state_dict"))
-            if self._has_stages:
-                own["parameters"] = partial(_parameters, self, name, module)
-                own["named_parameters"] = partial(_named_parameters, self, name, module)
-                own |= {key: partial(_aside, self, module, key) for key in _EACH_BY_ITSELF if hasattr(module, key)}
+            own["parameters"] = partial(_parameters, self, name, module)
+            own["named_parameters"] = partial(_named_parameters, self, name, module)
+            own |= {key: partial(_aside, self, module, key) for key in _EACH_BY_ITSELF if hasattr(module, key)}
 
     def release(self) -> None:
         """Remove the guard, also an earlier Trainer's, but keep a ``state_dict`` that the user has set."""
@@ -102,54 +98,94 @@ class StageParameters:
                     del own[key]
                     if guarded.func is _state_dict and guarded.args[-1] is not None:
                         own[key] = guarded.args[-1]
-            if self._has_stages:
-                own["named_parameters"] = self._of_stage[name]
+            own["named_parameters"] = self._of_stage[name]
+
+    @contextmanager
+    def watching(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Context of a run, whose hooks are guarded."""
+        own: Any = vars(trainer.profiler)  # type: ignore[attr-defined]
+        before, profile = own.get("profile"), trainer.profiler.profile  # type: ignore[attr-defined]
+        of_users: dict[str, bool] = {}
+
+        def watched(action: str) -> AbstractContextManager[Any]:
+            if action not in of_users:
+                of_users[action] = _is_users(trainer, action)
+            if of_users[action]:
+                return self.hook(action.partition("]")[2], profile(action))
+            return self._beside(profile(action)) if self.is_in_hook else profile(action)
+
+        own["profile"] = watched
+        try:
+            yield
+        finally:
+            del own["profile"]
+            if before is not None:
+                own["profile"] = before
+
+    @contextmanager
+    def hook(self, name: str, profiled: AbstractContextManager[Any]) -> Iterator[Any]:
+        """Context of a call of a user's hook; at its end it is refused, or warned, by what it has iterated over.
+
+        Raises:
+            StepError: It was ``parameters()``.
+        """
+        call = _HookCall(name)
+        self._calls.append(call)
+        try:
+            with profiled as action:
+                yield action
+        except BaseException as error:
+            for what in call.walked:
+                error.add_note(self._said(name, what))
+            raise
+        finally:
+            self._calls.pop()
+        for what in call.walked:
+            if what.startswith(_PARAMETERS):
+                raise StepError(self._said(name, what), breaks=10)
+            if name not in self._told:
+                self._told.add(name)
+                rank_zero_warn(self._said(name, what))
+
+    @contextmanager
+    def _beside(self, profiled: AbstractContextManager[Any]) -> Iterator[Any]:
+        with self.aside(), profiled as action:
+            yield action
 
     @property
     def is_in_hook(self) -> bool:
         """Whether a hook of the user's runs, and has called nothing else."""
-        return self._hooks is not None and self._hooks.current is not None
+        return self._call is not None
+
+    @property
+    def _call(self) -> _HookCall | None:
+        return self._calls[-1] if self._calls else None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Context of code that is right with this stage's parameters only."""
         before, self._is_after_run = self._is_after_run, False
+        self._calls.append(None)
         try:
-            with nullcontext() if self._hooks is None else self._hooks.aside():
-                yield
+            yield
         finally:
+            self._calls.pop()
             self._is_after_run = before
 
     def walked(self, what: str) -> None:
         """A hook, or code after a run, iterates over something of which this rank has a part."""
-        call = self._hooks.current if self._hooks is not None else None
         if self._is_after_run:
             rank_zero_warn(self._said("Code after a run", what))
-        elif call is not None and what not in call.noted[-1:]:
-            call.noted.append(what)
+        elif self._call is not None and what not in self._call.walked[-1:]:
+            self._call.walked.append(what)
 
     def take_whole(self) -> None:
         """What the hook has iterated over last goes to a function that sees all ranks'."""
-        if self._hooks is not None and (call := self._hooks.current) is not None and call.noted:
-            call.noted.pop()
-
-    def end(self, call: HookCall, error: BaseException | None) -> None:
-        """Refuse a hook that has ended, or warn of it, by what it has iterated over; explain its error.
-
-        Raises:
-            StepError: It was ``parameters()``.
-        """
-        for what in call.noted:
-            if error is not None:
-                error.add_note(self._said(call.name, what))
-            elif what.startswith(_PARAMETERS):
-                raise StepError(self._said(call.name, what), breaks=10)
-            elif call.name not in self._told:
-                self._told.add(call.name)
-                rank_zero_warn(self._said(call.name, what))
+        if self._call is not None and self._call.walked:
+            self._call.walked.pop()
 
     def _said(self, name: str, what: str) -> str:
-        return f"{name} iterates over {what}. {_OF_STAGES if self._has_stages else _OF_RANKS}{_WHOLE}"
+        return f"{name} iterates over {what}. {_OF_STAGES}"
 
     def named(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         if self._incomplete.get(name) is module:
@@ -175,20 +211,6 @@ class StageParameters:
 
     def __reduce__(self) -> Any:
         return StageParameters, ({},)
-
-    @contextmanager
-    def warning_of_groups(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-        """Inside, hooks that iterate over the parameters in optimizers' groups are warned."""
-        held = [(group, group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
-        for group, parameters in held:
-            group["params"] = _OfStage(parameters, self)
-        try:
-            yield
-        finally:
-            for group, parameters in held:
-                if isinstance(group["params"], _OfStage):
-                    parameters[:] = group["params"]
-                    group["params"] = parameters
 
 
 _PARAMETERS = "parameters() of "
@@ -234,16 +256,14 @@ def _aside(guard: StageParameters, module: nn.Module, key: str, *args: Any, **kw
         return getattr(type(module), key)(module, *args, **kwargs)
 
 
-class _OfStage(list[nn.Parameter]):
-    """The parameters of an optimizer's group."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], guard: StageParameters) -> None:
-        super().__init__(parameters)
-        self._guard = guard
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        self._guard.walked("an optimizer's groups")
-        return super().__iter__()
+def _is_users(trainer: pl.Trainer, action: str) -> bool:
+    """Whether an action of the profiler is a hook that is user code."""
+    holder, _, name = action.rpartition(".")
+    kind, _, key = holder.partition("]")
+    if kind == "[LightningModule":
+        return is_overridden(trainer.lightning_module, name, pl.LightningModule)
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return kind == "[Callback" and any(is_users(each, name) for each in callbacks if each.state_key == key)
 
 
 def guard_of(module: nn.Module) -> StageParameters | None:

@@ -1,4 +1,4 @@
-"""What steps on pipeline stages may not change: parameters, their batch where hooks are given it, schedulers.
+"""What steps on pipeline stages may not change: parameters; and what is put back after runs of a check.
 
 The state around each first microbatch is taken, and parameters are compared. In every other step what holds the
 gathered parameters sees changes of them (``parallel/fsdp/watched_parameters.py``).
@@ -6,9 +6,7 @@ gathered parameters sees changes of them (``parallel/fsdp/watched_parameters.py`
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +14,6 @@ from torch import nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp.watched_parameters import show_writes, was_written
-from lightning_shard.plugin.steps.loop import Loop
-from lightning_shard.state.patch import Outline
 from lightning_shard.state.tree_state import Taken, take
 
 
@@ -91,69 +87,4 @@ class StepMemory:
                 " each microbatch would change it: keep it as a buffer, change it in on_train_batch_start or"
                 " on_train_batch_end, or use pipeline_parallel_size=1.",
                 breaks=8,
-            )
-
-
-_DEPTH = 8
-"""How deep a batch is looked into."""
-
-
-class ChangedBatches:
-    """Looks at steps of one module where they run on a copy of their batch, and warns once of each kind.
-
-    In one process ``batch["logits"] = …`` is there in ``on_train_batch_end``. On stages a step runs on parts of the
-    batch, and to its end on the last stage only: hooks are given the batch as it was loaded.
-
-    Attributes:
-        changing: Steps that were seen to change their batch; they always get a copy, as the first ones do.
-    """
-
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        self.changing: set[str] = set()
-
-    @contextmanager
-    def looking_at(self, method: str, batch: Any, *, warns: bool) -> Iterator[None]:
-        """Context of a step on a copy of its batch, as far as a stage runs it.
-
-        Args:
-            warns: Whether to warn, as the last stage does.
-        """
-        before = Outline.of(batch, _DEPTH)
-        try:
-            yield
-        finally:  # a stage may end within the step
-            if method not in self.changing and not before.is_as(Outline.of(batch, _DEPTH)):
-                self.changing.add(method)
-                if warns:
-                    self._warn(method)
-
-    def _warn(self, method: str) -> None:
-        hook = f"on_{method.removesuffix('_step').replace('training', 'train')}_batch_end"
-        if (receiver := self._loop.receiver(hook)) is not None:
-            warnings.warn(
-                f"{method} changes its batch, and {receiver} is given it as it was loaded: with several pipeline stages"
-                " a step runs on parts of a batch, and to its end on the last stage only. Return from the step what"
-                " that needs.",
-                stacklevel=2,
-            )
-
-
-@contextmanager
-def steps_no_scheduler(schedulers: Sequence[Any], microbatches: int) -> Iterator[None]:
-    """Context of a batch's steps on stages, for this number of microbatches.
-
-    Raises:
-        StepError: A scheduler was stepped, and with several microbatches more than once.
-    """
-    schedulers = schedulers if microbatches > 1 else []
-    before = [getattr(scheduler, "last_epoch", None) for scheduler in schedulers]
-    yield
-    for scheduler, count in zip(schedulers, before, strict=True):
-        if getattr(scheduler, "last_epoch", None) != count:
-            raise StepError(
-                f"A training step steps the {type(scheduler).__name__} itself, and runs once for each of {microbatches}"
-                " microbatches: leave that to the Trainer, as configure_optimizers may ask with interval='step', or do"
-                " it in on_train_batch_end, or use microbatches=1 or pipeline_parallel_size=1.",
-                breaks=6,
             )

@@ -5,10 +5,10 @@ part of a value, or one summand of a gradient, where one process has all. So com
 
 * the gradients of parameters that aren't split, and buffers that steps change: the ranks' copies would diverge;
 * losses, what steps return, and what they log: the user sees one rank's. A difference in what is logged is warned of,
-  since it may be a time, or an amount of memory;
-* what users' hooks are given: what these keep in lists or numbers would be one rank's part.
+  since it may be a time, or an amount of memory.
 
-Limits: what begins to differ later, what a step keeps itself, objects that it returns, hooks registered later.
+What runs in blocks, ``parallel/tensor/check_plan.py`` compares with whole layers. Limits: what begins to differ later,
+what a step keeps itself or hooks are given, objects that it returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,6 @@ from lightning_shard import tree
 from lightning_shard.arguments import few
 from lightning_shard.errors import PlanError, StepError
 from lightning_shard.lightning_private import logs_noted
-from lightning_shard.parallel.block_probe import has_other_hooks
 from lightning_shard.parallel.rank_compare import (
     NOTHING,
     Fingerprint,
@@ -58,7 +56,6 @@ _LOSS_ROUNDING = {True: 1e-5, False: 1e-3}
 _SHOWN_ROUNDING = {True: 1e-5, False: 0.02}
 """The same of what is logged and returned, relative to the norm or to 1 (whichever is larger): a number near 0 may be
 the difference of larger ones."""
-_PACKAGES = ("torch.", "lightning.", "lightning_shard.")
 
 _STYLES = (
     'Give a module that runs on such features the style "replicated_with_grad_allreduce", and one that runs on whole'
@@ -100,7 +97,7 @@ class TensorRanks:
 
     @contextmanager
     def comparing_what_is_shown(self, method: str, shown: Shown) -> Iterator[None]:
-        """Compare what the first step of a kind, which runs inside, logs and returns, and what hooks are given.
+        """Compare what the first step of a kind, which runs inside, logs and returns.
 
         At its end, a collective call over the axis.
 
@@ -117,10 +114,10 @@ class TensorRanks:
             if name not in logs and is_number:  # a DTensor is logged whole
                 logs[name] = fingerprint(torch.as_tensor(value))
 
-        with logs_noted(self._module, note), _seen_by_hooks(self._module) as seen:
+        with logs_noted(self._module, note):
             yield
         returned = fingerprints(_tensors(shown.output))
-        of_logs, of_returned, of_hooks = exchanged(self._axis.get_group(), logs, returned, seen)
+        of_logs, of_returned = exchanged(self._axis.get_group(), logs, returned)
         rounding = _SHOWN_ROUNDING[self._in_32_bits]
         for name in differing(of_returned, rounding, least=1.0)[:1]:
             named = f" ({name})" if name else ""
@@ -128,21 +125,10 @@ class TensorRanks:
                 f"What {method} returns{named} isn't the same on the tensor ranks ({_said(of_returned[name])}):"
                 f" {_CAUSE}"
             )
-        if not self._warns:
-            return
-        for name in differing(of_logs, rounding, least=1.0)[:1]:
+        for name in differing(of_logs, rounding, least=1.0)[: self._warns]:
             warnings.warn(
                 f"{method} logs {name!r}, which is {_said(of_logs[name])} on the tensor ranks. If it is no time"
                 f" or the like, {_CAUSE}",
-                stacklevel=2,
-            )
-        parts = list(dict.fromkeys(name.partition("/")[0] for name in differing(of_hooks, _ROUNDING)))
-        if parts:
-            more = f" and on {len(parts) - 1} more modules" if len(parts) > 1 else ""
-            warnings.warn(
-                f"A hook on {parts[0]}{more} is given the part of the features that this tensor rank computes, since"
-                " tensor_parallel_plan splits them: what it keeps or logs is of that part, and not of the whole. Put it"
-                f" on the block. {_LEAVE_OUT} {_GATHERED}",
                 stacklevel=2,
             )
 
@@ -226,30 +212,6 @@ def _said(ranks: Mapping[int, Fingerprint]) -> str:
         return f"of shape {shape} and norm {norm:.7g}" if shape else f"{total:.7g}"
 
     return ", ".join(one(*each) for each in ranks.values())
-
-
-@contextmanager
-def _seen_by_hooks(module: nn.Module) -> Iterator[dict[str, Fingerprint]]:
-    """Yields what modules with users' hooks see in their first calls inside, by module and number."""
-    seen: dict[str, list[Fingerprint]] = {}
-    # no closures: what a function of this package is given isn't taken for state of the module
-    handles = [
-        part.register_forward_hook(partial(_see, seen, name))
-        for name, part in module.named_modules()
-        if has_other_hooks(part, _PACKAGES)
-    ]
-    found: dict[str, Fingerprint] = {}
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-        found |= {f"{name}/{n}": each for name, looks in seen.items() for n, each in enumerate(looks)}
-
-
-def _see(seen: dict[str, list[Fingerprint]], name: str, _: nn.Module, given: Any, returned: Any) -> None:
-    if name not in seen:
-        seen[name] = [fingerprint(each) for each in tree.tensors((given, returned)) if not isinstance(each, Unknown)]
 
 
 def is_split(parameter: Tensor, axis: DeviceMesh) -> bool:

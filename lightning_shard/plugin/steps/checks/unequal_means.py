@@ -6,7 +6,8 @@ has a guarded loss of 0: with a divisor of 1 (``clamp(min=1)``), or with none. T
 
 Found are the weights of torch's ``nll_loss`` (thus of cross entropy with ignored targets, or with class weights), the
 number of elements of ``mean`` and of torch's other losses, and divisors of divisions. Not found are those of losses by
-custom or compiled functions, in checkpointed code, in other steps, and in evaluation steps, which have no graph.
+custom or compiled functions, in checkpointed code, with manual optimization, in other steps, and in evaluation steps,
+which have no graph.
 
 Private: ``_raw_saved_*`` of autograd nodes (torch 2.11 to 2.14), which shows whether reading a saved tensor would run
 hooks, such as those of a checkpoint, that may run only once.
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_shard.parallel.rank_compare import exchanged
 
@@ -100,9 +101,6 @@ def _kept(node: Any, name: str) -> Iterator[Tensor]:
 
 _DIVISORS = 4
 """Largest number of divisors of one loss that are compared, in the order of the graph."""
-_LOSSES = 4
-"""Largest number of a step's losses that are compared: with manual optimization it may have several backwards."""
-
 
 _TEXT = (
     "Pass loss_weight. The training loss is a mean over a different number in each part of a batch, of microbatches or"
@@ -129,17 +127,12 @@ class UnequalMeans:
         self._step = 0
         self._looks = False
         self._begin_step()
-        self._seen: list[tuple[int, Tensor, list[Tensor | float]]] = []  # places of losses, losses and their divisors
+        self._seen: list[tuple[Tensor, list[Tensor | float]]] = []  # losses and their divisors
 
-    def note(self, loss: Any, *, is_next: bool = False) -> None:
-        """Read the divisors of a part's loss, before its backward frees the graph.
-
-        Args:
-            is_next: It is the next of a step's losses, and compared with those in its place on other data ranks.
-        """
-        place = len(self._seen) if is_next else 0
-        if self._looks and place < _LOSSES and isinstance(loss, Tensor):
-            self._seen.append((place, loss.detach(), [number for _, number in divisions(loss)]))
+    def note(self, loss: Any) -> None:
+        """Read the divisors of a part's loss, before its backward frees the graph."""
+        if self._looks and isinstance(loss, Tensor):
+            self._seen.append((loss.detach(), [number for _, number in divisions(loss)]))
 
     def warn(self) -> bool:
         """Warn once, after a batch's parts; a collective call over the data ranks in the steps that are looked at.
@@ -168,13 +161,13 @@ class UnequalMeans:
         is_power_of_two = self._step & (self._step - 1) == 0
         self._looks = not self._is_done and (self._step <= 2 or (self._step >= 16 and is_power_of_two))
 
-    def _extremes(self) -> dict[tuple[int, int], tuple[float, float]]:
+    def _extremes(self) -> dict[int, tuple[float, float]]:
         """Minimum and maximum of each divisor over this rank's parts that have it, by its place."""
-        found: dict[tuple[int, int], tuple[float, float]] = {}
-        for place, loss, divisors in self._seen:
-            for number, own in enumerate(_row(loss, divisors)):
-                low, high = found.get((place, number), (own, own))
-                found[place, number] = min(low, own), max(high, own)
+        found: dict[int, tuple[float, float]] = {}
+        for loss, divisors in self._seen:
+            for place, own in enumerate(_row(loss, divisors)):
+                low, high = found.get(place, (own, own))
+                found[place] = min(low, own), max(high, own)
         return found
 
 
@@ -184,14 +177,3 @@ def _row(loss: Tensor, divisors: list[Tensor | float]) -> list[float]:
         return [float(each) for each in divisors]
     # a number of elements is exact; what was counted is a tensor
     return [0.0 if isinstance(each, Tensor) and each == 1 else float(each) for each in divisors] or [0.0]
-
-
-def warn_of_balancing(module: nn.Module, parts: int) -> None:
-    """Warn once of transformers' losses that balance experts, where a batch comes in several parts."""
-    configs = (getattr(part, "config", None) for part in module.modules())
-    if parts > 1 and any(getattr(config, "output_router_logits", False) is True for config in configs):
-        rank_zero_warn(
-            "A transformers model adds the loss that balances its experts (output_router_logits=True). It is taken of"
-            f" each of the {parts} parts of a batch, on data ranks and in microbatches, and averaged, as under DDP and"
-            " with accumulated gradients. That of the whole batch, which one process takes, is another one."
-        )

@@ -1,27 +1,30 @@
-"""Watches what a step gives to loggers itself, or prints with ``self.print``; ``self.log`` has ways of its own.
+"""What surrounds a batch's steps on pipeline stages: loggers and printing, schedulers, inference mode.
 
-A pipelined step runs for each of several microbatches, so it does that for each, with that microbatch's values: the
-user is told once. Runs that only try what crosses between stages, and stages before the last, give nothing. Not seen
-are ``print``, a logger's experiment that the user has kept, and what a step does ``if self.trainer.is_global_zero``.
+A pipelined step runs for each of several microbatches. What it gives to loggers itself, or prints with ``self.print``
+(``self.log`` has ways of its own), it gives for each, with that microbatch's values: the user is told once. Runs that
+only try what crosses between stages, and stages before the last, give nothing. Not seen are ``print``, a logger's
+experiment that the user has kept, and what a step does ``if self.trainer.is_global_zero``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_shard.errors import StepError
 from lightning_shard.lightning_private import loggers_in_place
 
 
 class DirectOutput:
-    """Watches one module's steps.
+    """Watches what one module's steps give to loggers and print.
 
     Args:
         is_silent: Whether the code that runs is to give nothing.
@@ -110,3 +113,46 @@ class _Watched:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._output.call(self._name, self._of.__setitem__, key, value)
+
+
+@contextmanager
+def steps_no_scheduler(schedulers: Sequence[Any], microbatches: int) -> Iterator[None]:
+    """Context of a batch's steps on stages, for this number of microbatches.
+
+    Raises:
+        StepError: A scheduler was stepped, and with several microbatches more than once.
+    """
+    schedulers = schedulers if microbatches > 1 else []
+    before = [getattr(scheduler, "last_epoch", None) for scheduler in schedulers]
+    yield
+    for scheduler, count in zip(schedulers, before, strict=True):
+        if getattr(scheduler, "last_epoch", None) != count:
+            raise StepError(
+                f"A training step steps the {type(scheduler).__name__} itself, and runs once for each of {microbatches}"
+                " microbatches: leave that to the Trainer, as configure_optimizers may ask with interval='step', or do"
+                " it in on_train_batch_end, or use microbatches=1 or pipeline_parallel_size=1.",
+                breaks=6,
+            )
+
+
+@contextmanager
+def inference_mode_as_no_grad() -> Iterator[None]:
+    """Context in which a step's own ``torch.inference_mode()`` acts as ``no_grad``; also where it decorates functions.
+
+    Stages follow tensors by their versions and views, which inference tensors lack. What is computed is the same.
+    """
+    kind: Any = torch.inference_mode
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def enter_no_grad(self: Any) -> None:
+        self._in_place_of_it = torch.set_grad_enabled(not self.mode)
+
+    def leave_no_grad(self: Any, *error: Any) -> Any:
+        inside = vars(self).pop("_in_place_of_it", None)
+        return leave(self, *error) if inside is None else inside.__exit__(*error)
+
+    kind.__enter__, kind.__exit__ = enter_no_grad, leave_no_grad
+    try:
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = enter, leave
