@@ -77,7 +77,8 @@ def plan(
     The other arguments are those of :class:`~lightning_shard.HybridShardStrategy`.
 
     Raises:
-        ConfigurationError: A run would refuse the settings, too; or the module can't be built without memory.
+        ConfigurationError: A run would refuse the settings, too; or the module can't be built, or its step and its
+            optimizers can't be run, without memory and values.
     """
     accumulate_grad_batches = check_count("accumulate_grad_batches", accumulate_grad_batches)
     if device_memory is not None:
@@ -142,14 +143,14 @@ class Planner:
 
     def __init__(self, model: Model, rates: Rates | None = None) -> None:
         self.model, self.rates = model, rates
-        self.optimizer, self._optimizer_reason = ask(model)
+        self.optimizer = ask(model)
         self._counts: dict[tuple[int, int, int], Counts] = {}
 
     def counts(self, layout: Layout, microbatches: int, *, in_two_parts: bool = False) -> Counts:
         """The counts of one microbatch, if the batch is cut into so many; if asked, with those of split backwards.
 
         Raises:
-            ConfigurationError: The batch or the module can't be cut that way.
+            ConfigurationError: The batch or the module can't be cut that way, or counted then.
         """
         samples = tree.batch_size(self.model.batch)
         if samples % microbatches:
@@ -185,13 +186,7 @@ class Planner:
         blocks = [stage.blocks for stage in placement.stages] if placement is not None else [range(0)]
         made = stages_of(counts, layout, blocks, run.held, self.optimizer)
         stages = stage_memories(made, order, copies=run.asynchronous_saving)
-        unknown = []
-        if not counts.counted:
-            what = "memory of activations" + (", and time" if self.rates is not None else "")
-            unknown.append(f"{what}: the step can't be run on fake tensors ({counts.reason})")
-        if self.optimizer is None:
-            unknown.append(f"the optimizer's state: it can't be asked for it ({self._optimizer_reason})")
-        if placement is not None and not unknown:
+        if placement is not None:
             peaks = [stages[order.rank_of[stage]].peak.total for stage in range(order.stages)]
             placement = Placement(
                 tuple(replace(stage, memory=peak) for stage, peak in zip(placement.stages, peaks, strict=True))
@@ -210,7 +205,6 @@ class Planner:
             stages,
             stored(counts, layout, [[blocks[stage] for stage in memory.stages] for memory in stages], self.optimizer),
             device_memory,
-            tuple(unknown),
             time=self._timed(made, order, run),
             choice=choice,
         )
@@ -234,12 +228,12 @@ class Planner:
         return order, "" if choice is None else str(choice)
 
     def _timed(self, stages: Sequence[Stage], order: Schedule, run: Run) -> StepTime | None:
+        if self.rates is None:
+            return None
         whole, layout = stages[0].counts, stages[0].layout
-        if self.rates is None or not whole.counted:
-            return None  # operations estimated from parameters are of another microbatch
         if layout.tensor_parallel_size > 1 or layout.expert_parallel_size > 1:
             whole = self.counts(replace(layout, tensor_parallel_size=1, expert_parallel_size=1), run.microbatches)
-        return Timing.of(stages, order, self.rates).simulated(model_flops(whole) if whole.counted else None)
+        return Timing.of(stages, order, self.rates).simulated(model_flops(whole))
 
 
 def remedies(planner: Planner, made: Plan) -> Iterator[Remedy]:

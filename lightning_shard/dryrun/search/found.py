@@ -16,7 +16,6 @@ class Why:
     """The reasons for which candidates are dropped."""
 
     CANT_BE_CUT = "the module can't be split that way"
-    CANT_BE_COUNTED = "the step of the split module can't be counted"
     DOESNT_DIVIDE = "the global batch doesn't divide by the data ranks"
     TOO_FEW = "too few microbatches for the stages, or the schedule"
     TOO_FEW_BLOCKS = "too few blocks for a schedule with several stages on each rank"

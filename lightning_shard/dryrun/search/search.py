@@ -28,7 +28,7 @@ from lightning_shard.dryrun.search.found import Choice, Found, Why
 from lightning_shard.dryrun.search.workshop import Space, Workshop
 from lightning_shard.dryrun.timing.devices import Device, Rates, dtype_of
 from lightning_shard.dryrun.timing.devices import device as device_of
-from lightning_shard.errors import ConfigurationError, PlacementError
+from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.experts.stacked import ExpertPlan
 from lightning_shard.parallel.tensor.plan import Plan as TensorPlan
 from lightning_shard.plugin.settings import Settings, check_switches
@@ -78,12 +78,7 @@ def search_module(
         model = make(stages=2)
     except PlacementError:
         model = make(stages=1)  # no blocks to cut between: one stage
-    optimizer, reason = ask(model)
-    if optimizer is None:
-        raise ConfigurationError(
-            f"Layouts can't be searched for, since the optimizer's state isn't known ({reason}), and so not what fits:"
-            " change what configure_optimizers does, or plan single layouts, which say what is known."
-        )
+    optimizer = ask(model)
     samples = tree.batch_size(batch)
     space = Space(
         devices,
@@ -122,7 +117,7 @@ def search(model: Model, optimizer: OptimizerState, space: Space, rates: Rates, 
             break
         peak = workshop.peak(candidate)
         if peak is None or peak > space.device_memory:
-            dropped[Why.CANT_BE_COUNTED if peak is None else Why.DOESNT_FIT] += 1
+            dropped[Why.CANT_BE_CUT if peak is None else Why.DOESNT_FIT] += 1
             continue
         simulated += 1
         best.append(replace(candidate, step=workshop.timing(candidate).simulated(workshop.flops), peak_bytes=peak))

@@ -356,8 +356,6 @@ class Timing:
 
     def _unknown(self) -> tuple[str, ...]:
         found = []
-        if self._made[0].optimizer is None:
-            found.append("the optimizer's state, which its step reads and writes")
         if self._made[0].held.cpu_offload:
             found.append("the optimizer's step in the host's memory")
             if self.rates.device.host_bandwidth is None:
