@@ -182,7 +182,7 @@ def test_it_passes_where_layouts_of_all_kinds_train_alike() -> None:
     [
         pytest.param(
             *(CountsSamples, "pp2", "training batch 0", "the log 'samples'"),
-            r"0\.25 times .*a count of samples becomes",
+            "a count of samples becomes",
             marks=pytest.mark.long,
         ),
         (SumsLosses, "dp2", "training batch 0", "the output 'loss'", "reduction='sum'"),
@@ -230,7 +230,7 @@ def test_what_differs_after_a_log_is_told_and_a_log_to_leave_out_must_be_there()
 
 @pytest.mark.long
 def test_it_says_so_of_means_over_unequal_numbers_of_targets() -> None:
-    with pytest.raises(TrainsDifferently, match=r"batch has targets of -100.*a mean over what counts"):
+    with pytest.raises(TrainsDifferently, match=r"a mean over what counts \(targets of -100"):
         assert_trains_alike(LeavesOutPadding, padded_batches, "dp2", steps=1)
 
 
