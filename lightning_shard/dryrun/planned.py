@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_shard.arguments import count_text, short, size_text, table
 from lightning_shard.dryrun.counting.counts import Counts
 from lightning_shard.dryrun.memory.optimizer import OptimizerState
 from lightning_shard.dryrun.memory.peak import KINDS, Held, StageMemory, usable
 from lightning_shard.dryrun.memory.stored import Stored
 from lightning_shard.dryrun.timing.layout import StepTime, share_text
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline.placement import Placement, count_text, range_text, short, size_text, table
+from lightning_shard.pipeline.placement import Placement, range_text
 from lightning_shard.pipeline.schedules.schedule import Schedule
 
 _COLUMNS = {kind: "weights" if kind == "parameters" else kind for kind in KINDS if kind != "batch"}

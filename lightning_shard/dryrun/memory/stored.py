@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_shard.arguments import seconds_text, size_text
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES
 from lightning_shard.checkpoint.store.remote import RANGE_BYTES
 from lightning_shard.checkpoint.store.s3 import PART_BYTES
@@ -17,7 +18,6 @@ from lightning_shard.dryrun.counting.counts import Counts, ParameterCount
 from lightning_shard.dryrun.memory.optimizer import OptimizerState
 from lightning_shard.dryrun.memory.peak import shard_numel
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline.placement import seconds_text, size_text
 
 _OF_A_FILE = 160
 """Bytes of the manifest for each file: its path, sizes and digest."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_shard.arguments import seconds_text, size_text, table
 from lightning_shard.dryrun.timing.layout import StepTime, share_text
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.activation_checkpointing import Recomputing
-from lightning_shard.pipeline.placement import seconds_text, size_text, table
 
 
 class Why:

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+from lightning_shard.arguments import seconds_text
 from lightning_shard.dryrun.counting.counts import EXPERT, TENSOR, Counts, ParameterCount
 from lightning_shard.dryrun.memory.peak import Stage, Unit, shard_numel
 from lightning_shard.dryrun.timing.devices import Groups, Rates, Seconds
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline.placement import seconds_text
 from lightning_shard.pipeline.schedules.schedule import Action, Schedule
 from lightning_shard.pipeline.schedules.simulate import Costs, Timeline, simulate
 
