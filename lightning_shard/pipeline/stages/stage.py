@@ -49,7 +49,6 @@ from lightning_shard.pipeline.stages.around import around_all, around_any
 from lightning_shard.pipeline.stages.compiled_functions import CompiledFunctions
 from lightning_shard.pipeline.stages.own_call import OwnBlock, OwnCall
 from lightning_shard.pipeline.stages.part_calls import PartCalls, part_of
-from lightning_shard.scripted import after_calls, before_calls
 
 _OPERATIONS_OF_A_CALL = 2**24
 """The offset between the operation numbers of two calls of the network: more operations than a network has."""
@@ -270,8 +269,8 @@ class Stage:
                     self._own_blocks[place] = OwnBlock(
                         name, place, block, self.device, self.is_last, hands_on, self._warn_if_shared
                     )
-            before_calls(block, partial(self._enter, name), prepend=True, with_kwargs=True)
-            after_calls(block, partial(self._leave, name))
+            block.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True)
+            block.register_forward_hook(partial(self._leave, name))
         for name in around_any(self.blocks):
             around = root.get_submodule(name)
             around.register_forward_pre_hook(partial(self._enter_around, name))
