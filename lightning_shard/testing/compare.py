@@ -418,10 +418,11 @@ def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
         return f"Random numbers are drawn by {few(facts.draws, 3)}; each layout draws others: turn that off here."
     if kinds == {"log"}:
         return (
-            "Everything else is equal, so the difference comes from what is logged, and how. A step runs for each of"
-            f" {parts} parts of a batch: self.log averages over a data rank's (a count of samples becomes that of a"
-            " part; reduce_fx sums over parts, not batches), sync_dist=True over data ranks, and what a step keeps"
-            " itself after calling the network is kept once for each part."
+            "Everything else is equal then, so the difference comes from what is logged, and how; ignore_logs='*'"
+            f" compares the rest. A step runs for each of {parts} parts of a batch: self.log averages over a data"
+            " rank's (a count of samples becomes that of a part; reduce_fx sums over parts, not batches),"
+            " sync_dist=True over data ranks, and what a step keeps itself after calling the network is kept once for"
+            " each part."
         )
     if parts > 1 and kinds & {"output", "gradient", "gradient norm"}:
         return (
