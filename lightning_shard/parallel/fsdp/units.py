@@ -4,8 +4,9 @@ FSDP2 makes each unit an object of a class that it derives from the module's own
 nn.Linear``, or a module for its name, would do something else then. So units have their own class back, and FSDP2's
 while FSDP2's methods run.
 
-Private (torch 2.11 to 2.14): the units' parameter groups (before 2.13 at most one), the states of their parameters, the handles of the hooks around their forward, the hook that begins their backward
-(``_pre_backward``), and the order of forwards by which they prefetch.
+Private (torch 2.11 to 2.14): the units' parameter groups (before 2.13 at most one), the states of their parameters,
+the handles of the hooks around their forward, the hook that begins their backward (``_pre_backward``), and the order of
+forwards by which they prefetch.
 """
 
 from __future__ import annotations
