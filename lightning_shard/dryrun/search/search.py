@@ -87,15 +87,7 @@ def search_module(
         most_samples=max(n for n in (1, 2, 4, 8) if samples % n == 0),
         held=Held(None, False, reduce_each_microbatch, reshard_after_forward, sends_stay=device_type == "cpu"),
     )
-    found = search(model, optimizer, space, Rates(profile, dtype_of(precision)), most=most)
-    given = {
-        "pipeline_blocks": pipeline_blocks,
-        "tensor_parallel_plan": tensor_parallel_plan,
-        "expert_parallel_plan": expert_parallel_plan,
-        "reduce_each_microbatch": reduce_each_microbatch or None,
-        "reshard_after_forward": reshard_after_forward,
-    }
-    return replace(found, given={name: value for name, value in given.items() if value is not None})
+    return search(model, optimizer, space, Rates(profile, dtype_of(precision)), most=most)
 
 
 def search(model: Model, optimizer: OptimizerState, space: Space, rates: Rates, *, most: int = 10) -> Found:
