@@ -58,8 +58,7 @@ class Plan:
     stages: tuple[StageMemory, ...]  # of each pipeline rank, which has one stage or several
     checkpoint: Stored  # what a save writes
     device_memory: int | None = None  # bytes
-    remedies: tuple[Remedy, ...] = ()
-    """Changes that would make it fit, the cheapest first; empty if it fits, or if no tried change makes it fit."""
+    remedies: tuple[Remedy, ...] = ()  # the cheapest change that would make it fit, if it doesn't, and there is one
     time: StepTime | None = None  # of a step on a device; ``None`` if no device was given
     choice: str = ""  # how the schedule was chosen among others; empty if it was given by name
 
@@ -186,7 +185,7 @@ class Plan:
             yield f"{f'fits: {most}' if self.fits else f'does not fit: {fullest}'} {peak}; {room}"
             yield from (f"  {remedy.setting} would: {size_text(remedy.peak_bytes)}" for remedy in self.remedies)
             if self.fits is False and not self.remedies:
-                yield "  none of the changes that were tried would: use more devices, or a smaller batch or model"
+                yield "  no other setting would: search for other sizes, or use more devices, a smaller batch or model"
         host = max(sum(stage.host.values()) for stage in self.stages)
         if host:
             yield f"in the host's memory: {size_text(host)} for each device"

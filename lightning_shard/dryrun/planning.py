@@ -237,25 +237,24 @@ class Planner:
 
 
 def remedies(planner: Planner, made: Plan) -> Iterator[Remedy]:
-    """Yield changes that make a plan fit, the cheapest first."""
-    for setting, layout, run in _changes(made):
+    """Yield the cheapest change of a setting that makes a plan fit, if there is one."""
+    for setting, run in _changes(made):
         try:
-            changed = planner.plan(layout, run, made.device_memory)
+            changed = planner.plan(made.layout, run, made.device_memory)
         except ShardError:
             continue  # the batch or the module can't be cut that way
         if changed.fits:
             yield Remedy(setting, changed.peak_bytes)
-            if layout == made.layout:
-                return  # changes that cost more time aren't needed
+            return
 
 
-def _changes(made: Plan) -> Iterator[tuple[str, Layout, Run]]:
+def _changes(made: Plan) -> Iterator[tuple[str, Run]]:
     """The changes to try, from those that cost nothing to those that cost most."""
     layout, run, held = made.layout, made.run, made.run.held
     if layout.pipeline_parallel_size > 1:
         for times in (2, 4, 8):
             more = replace(run, microbatches=times * run.microbatches)
-            yield f"microbatches={more.microbatches}", layout, more
+            yield f"microbatches={more.microbatches}", more
     whole: dict[str, Any] = {"activation_checkpointing": True}
     settings: list[dict[str, Any]] = []
     if not held.activation_checkpointing:
@@ -268,13 +267,4 @@ def _changes(made: Plan) -> Iterator[tuple[str, Layout, Run]]:
         settings += [{"cpu_offload": True}, {**whole, "cpu_offload": True}]
     for changed in settings:
         text = " ".join(f"{name}={value}" for name, value in changed.items())
-        yield text, layout, replace(run, held=replace(held, **changed))
-    others: list[Layout] = []  # of as many ranks, with the model split over twice as many of them
-    if layout.data_parallel_size % 2 == 0 and layout.data_parallel_replicas == layout.expert_parallel_size == 1:
-        half = replace(layout, data_parallel_size=layout.data_parallel_size // 2)
-        others.append(replace(half, tensor_parallel_size=2 * layout.tensor_parallel_size))
-        others.append(replace(half, pipeline_parallel_size=2 * layout.pipeline_parallel_size))
-    if layout.data_parallel_replicas > 1:
-        others.append(replace(layout, data_parallel_replicas=1))
-    for other in others:
-        yield f"the sizes {other}", other, run
+        yield text, replace(run, held=replace(held, **changed))

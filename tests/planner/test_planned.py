@@ -341,7 +341,7 @@ class TestTheAnswer:
         free = planned(pipeline_parallel_size=2, microbatches=2)
         made = planned(pipeline_parallel_size=2, microbatches=2, device_memory=int(0.9 * free.peak_bytes))
         assert made.fits is False
-        first = made.remedies[0]
+        [first] = made.remedies
         assert first.setting == "microbatches=4"
         again = planned(pipeline_parallel_size=2, microbatches=4, device_memory=made.device_memory)
         assert again.fits is True
