@@ -114,8 +114,6 @@ class Plan:
         lines += [self.choice] if self.choice else []
         timed = self.time if self.time is not None else self.counts
         lines += [f"assumed: {text}" for text in timed.assumed]
-        if self.time is not None:
-            lines += [f"unknown in the time: {text}" for text in self.time.unknown]
         return "\n".join(lines)
 
     def _blocks(self, memory: StageMemory) -> list[range]:

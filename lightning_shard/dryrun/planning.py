@@ -107,6 +107,11 @@ def plan(
     number = candidates(schedule, stages, microbatches, placement)[0].microbatches if stages > 1 else 1
     run = Run(schedule, number, placement, held, asynchronous_saving)
     rates = None if device is None else Rates(device_of(device), dtype_of(precision))
+    if rates is not None and held.cpu_offload:
+        raise ConfigurationError(
+            "cpu_offload=True isn't timed, since an optimizer's step on the host isn't known: leave device out, and"
+            " pass device_memory, to plan the memory alone."
+        )
     if rates is not None and device_memory is None:
         device_memory = rates.device.memory
     planner = Planner(model, rates)
@@ -228,7 +233,7 @@ class Planner:
         return order, "" if choice is None else str(choice)
 
     def _timed(self, stages: Sequence[Stage], order: Schedule, run: Run) -> StepTime | None:
-        if self.rates is None:
+        if self.rates is None or run.held.cpu_offload:
             return None
         whole, layout = stages[0].counts, stages[0].layout
         if layout.tensor_parallel_size > 1 or layout.expert_parallel_size > 1:

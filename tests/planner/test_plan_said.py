@@ -40,6 +40,7 @@ class TestWhatIsSaid:
             ),
             ({"device_type": None}, "device_type=None is not a torch device type"),
             ({"device": 3}, "device=3 must be the name of a profile"),
+            ({"device": "h100", "device_type": "cuda", "cpu_offload": True}, "cpu_offload=True isn't timed"),
             ({"accumulate_grad_batches": None}, r"accumulate_grad_batches \(None\) must be"),
             ({"asynchronous_saving": "yes"}, "asynchronous_saving='yes' is neither True nor False"),
             ({"layout": "pp2"}, "layout='pp2' must be a Layout, or the sizes"),

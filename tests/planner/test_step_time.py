@@ -102,19 +102,6 @@ def test_a_pipeline_of_equal_stages_by_hand() -> None:
     assert found.sent == {"pipeline": 8 * 2 * 10**7}  # an inner stage sends values on and gradients back
 
 
-def test_offloaded_shards_are_copied_where_the_profile_says_how_fast() -> None:
-    counts, held = network(numel=10**9), Held(cpu_offload=True)
-    known = replace(PLAIN, host_bandwidth=1e9)  # 4 s for each block's parameters, or gradients
-    beside = timing(counts, Layout(), known, held=held).simulated()
-    in_turn = 4 * (4 + 1) + 4 * (4 + 2 + 4)
-    assert in_turn > beside.step > 4 * 3 * 4  # the link is never idle for long
-    assert "the optimizer's step in the host's memory" in beside.unknown
-    assert not any("host_bandwidth" in text for text in beside.unknown)
-    unknown = timing(counts, Layout(), held=held).simulated()
-    assert unknown.step == pytest.approx(4 * 3)
-    assert any("host_bandwidth" in text for text in unknown.unknown)
-
-
 def test_gathering_goes_on_beside_computation_or_after_it() -> None:
     """4 blocks of 4 GB: of two ranks each sends 2 GB for one, 2 s of a link; a forward takes 1 s, a backward 2 s."""
     counts = network(4, numel=10**9)

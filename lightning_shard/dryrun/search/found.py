@@ -97,7 +97,6 @@ class Found:
     global_batch: int  # samples per step
     device_memory: int  # bytes of a device that are available to tensors
     assumed: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()  # what the numbers don't include
 
     def to_json(self) -> dict[str, Any]:
         """For machines. In bytes and seconds."""
@@ -120,7 +119,6 @@ class Found:
             lines += ["", "none fits: use more devices, devices with more memory, or a smaller global batch or model"]
         lines += ["", *(f"thrown out: {number}, {why}" for why, number in self.dropped.items() if number)]
         lines += [f"assumed: {text}" for text in self.assumed]
-        lines += [f"unknown: {text}" for text in self.unknown]
         return "\n".join(lines)
 
 

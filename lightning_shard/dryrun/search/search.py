@@ -127,7 +127,6 @@ def search(model: Model, optimizer: OptimizerState, space: Space, rates: Rates, 
         space.global_batch,
         space.device_memory,
         workshop.assumed,
-        best[0].step.unknown if best and best[0].step is not None else (),
     )
 
 
