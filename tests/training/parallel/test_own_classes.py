@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.testing import assert_trains_alike
-from tests.training.parallel.small import random_batches
+from tests.training.parallel.small import Descends, random_batches
 
 WIDTH = 8
 INTERLEAVED = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
@@ -81,10 +81,16 @@ class OfBases(ABC, nn.Linear):
     """Objects of a class whose first base is another than a module have another memory layout in Python."""
 
 
-class OfOwn(Module):
+class OfOwn(Descends):
     def __init__(self, kind: type[nn.Linear]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(kind(WIDTH, WIDTH) for _ in range(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return (x - batch).square().mean()
 
 
 @pytest.mark.parametrize("kind", [Registered, OfBases])
