@@ -21,11 +21,9 @@ from typing import Any, get_args
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
-from rich.text import Text
 
 from lightning_shard import checkpoint
-from lightning_shard.arguments import size
+from lightning_shard.arguments import size, size_text, table
 from lightning_shard.cli_plan import add_plan
 from lightning_shard.errors import ConfigurationError, ShardError
 from lightning_shard.installed import need_recipes, own_conf, recipes, version
@@ -159,31 +157,34 @@ def _inspect(arguments: argparse.Namespace) -> int:
         extra = {"bytes": report.bytes, "imbalance": report.imbalance}
         _print_json({**dataclasses.asdict(report), **extra})
         return 0
-    console = _console()
-    facts = Table(show_header=False, box=None, pad_edge=False)
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column(overflow="fold")
-    facts.add_row("checkpoint", _cell(report.path))
-    if report.global_step is not None or report.epoch is not None:
-        facts.add_row("step", f"{_shown(report.global_step)}, epoch counter {_shown(report.epoch)}")
-    facts.add_row("layout", _cell(_layout(report.layout, report.world_size)))
-    facts.add_row("model", f"{report.parameters:,} elements, {_bytes(report.section_bytes['model'])}")
-    facts.add_row("optimizer", _bytes(report.section_bytes["optimizer"]))
-    facts.add_row("files", f"{len(report.files)}, {_bytes(report.bytes)}")
-    facts.add_row("ranks", _ranks(report.rank_bytes, report.imbalance))
     digests = "yes" if report.digests else "none: damage can't be found"
-    facts.add_row("digests", digests if report.manifest_digest else f"{digests}; the manifest has none of its own")
-    writer = f"{report.writer}, format version {report.format_version}, attempt {report.attempt}"
-    facts.add_row("written by", _cell(writer))
-    console.print(facts)
-    if report.biggest:
-        table = _table("biggest tensors", "dtype", "shape", "size", "chunks")
-        for line in report.biggest:
-            name = line.name if line.section == "model" else f"optimizer: {line.name}"
-            shape = " × ".join(map(str, line.shape)) or "scalar"
-            table.add_row(_cell(name), line.dtype, shape, _bytes(line.bytes), str(line.chunks))
-        console.print()
-        console.print(table)
+    facts = {"checkpoint": report.path}
+    if report.global_step is not None or report.epoch is not None:
+        facts["step"] = f"{_shown(report.global_step)}, epoch counter {_shown(report.epoch)}"
+    facts |= {
+        "layout": _layout(report.layout, report.world_size),
+        "model": f"{report.parameters:,} elements, {size_text(report.section_bytes['model'])}",
+        "optimizer": size_text(report.section_bytes["optimizer"]),
+        "files": f"{len(report.files)}, {size_text(report.bytes)}",
+        "ranks": _ranks(report.rank_bytes, report.imbalance),
+        "digests": digests if report.manifest_digest else f"{digests}; the manifest has none of its own",
+        "written by": f"{report.writer}, format version {report.format_version}, attempt {report.attempt}",
+    }
+    for name, fact in facts.items():
+        print(f"{name:<11} {_printable(fact, lines=False)}")
+    biggest = [
+        (
+            line.name if line.section == "model" else f"optimizer: {line.name}",
+            line.dtype,
+            " × ".join(map(str, line.shape)) or "scalar",
+            size_text(line.bytes),
+            str(line.chunks),
+        )
+        for line in report.biggest
+    ]
+    if biggest:
+        print()
+        _print_table(("biggest tensors", "dtype", "shape", "size", "chunks"), biggest)
     return 0
 
 
@@ -195,12 +196,12 @@ def _list(arguments: argparse.Namespace) -> int:
     if not entries:
         _say(f"{arguments.path}: no committed checkpoint")
         return 0
-    table = _table("checkpoint", "step", "committed (UTC)", "size", "attempt")
+    rows = []
     for entry in entries:
         committed = entry.committed.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
-        facts = ("", "damaged") if entry.fault else (_bytes(entry.bytes), _cell(entry.attempt))
-        table.add_row(_cell(entry.name), "" if entry.step is None else str(entry.step), committed, *facts)
-    _console().print(table)
+        facts = ("", "damaged") if entry.fault else (size_text(entry.bytes), entry.attempt)
+        rows.append((entry.name, "" if entry.step is None else str(entry.step), committed, *facts))
+    _print_table(("checkpoint", "step", "committed (UTC)", "size", "attempt"), rows)
     for entry in entries:
         if entry.fault:
             _say(f"{entry.name}: {entry.fault}")
@@ -217,7 +218,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json({**dataclasses.asdict(report), "ok": report.ok})
         return 0 if report.ok else 1
-    checked = f"{report.files} files, {report.tensors} tensors, {_bytes(report.bytes)}"
+    checked = f"{report.files} files, {report.tensors} tensors, {size_text(report.bytes)}"
     if report.ok:
         note = "" if report.digests else "; it has no digests, so only sizes and places were checked"
         note += "" if report.manifest_digest else "; its manifest has no digest of its own"
@@ -252,7 +253,7 @@ def _gather(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json({**dataclasses.asdict(report), "ok": True, "seconds": elapsed})
     else:
-        print(f"{report.tensors} tensors, {_bytes(report.bytes)}, in {elapsed:.1f} s")
+        print(f"{report.tensors} tensors, {size_text(report.bytes)}, in {elapsed:.1f} s")
         for file in report.files:
             _say(file)
     return 0
@@ -278,9 +279,9 @@ def _diff(arguments: argparse.Namespace) -> int:
         ]
         _print_json({**dataclasses.asdict(report), "differences": found, "ok": report.ok})
         return 0 if report.ok else 1
-    compared = f"{report.tensors} tensors, {_bytes(report.bytes)}"
+    compared = f"{report.tensors} tensors, {size_text(report.bytes)}"
     if report.ok:
-        print(f"equal ({compared}, of which {_bytes(report.bytes_read)} had to be read; verify looks at all files)")
+        print(f"equal ({compared}, of which {size_text(report.bytes_read)} had to be read; verify looks at all files)")
         return 0
     rows = [(difference.section, difference.name, difference.what) for difference in report.differences]
     print(f"{len(rows)} {'difference' if len(rows) == 1 else 'differences'} ({compared})")
@@ -291,29 +292,14 @@ def _diff(arguments: argparse.Namespace) -> int:
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def _console() -> Console:
-    """Standard output; where it isn't a terminal, wide enough for whole names, and a line for each row."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_UNLIMITED)
-
-
-_UNLIMITED = 1 << 16
-_NUMBERS, _SHORT = ("step", "size", "chunks"), ("step", "size", "committed (UTC)", "section")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        justify: Any = "right" if name in _NUMBERS else "left"
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=name in _SHORT)
-    return table
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a line for each row, whatever texts of a checkpoint hold."""
+    cells = [[_printable(cell, lines=False) for cell in row] for row in rows]
+    print(table([*columns], cells, to_the_right=("step", "size", "chunks")))
 
 
 def _print_first(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = _table(*columns)
-    for row in rows[:FAULTS_SHOWN]:
-        table.add_row(*map(_cell, row))
-    _console().print(table)
+    _print_table(columns, rows[:FAULTS_SHOWN])
     if len(rows) > FAULTS_SHOWN:
         print(f"and {len(rows) - FAULTS_SHOWN} more (--json lists all)")
 
@@ -349,11 +335,6 @@ def _say(text: str) -> None:
     print(_printable(text))
 
 
-def _cell(text: str) -> Text:
-    """Text from a checkpoint as a table cell: one line, without interpreting markup."""
-    return Text(_printable(text, lines=False))
-
-
 def _printable(text: str, *, lines: bool = True) -> str:
     """Escape control and unprintable characters as JSON does, since names of checkpoints and tensors may hold any.
 
@@ -378,17 +359,9 @@ def _layout(layout: Any, world_size: int) -> str:
 
 
 def _ranks(rank_bytes: dict[int, int], imbalance: float) -> str:
-    sizes = [f"{rank}: {_bytes(size)}" for rank, size in sorted(rank_bytes.items())]
+    sizes = [f"{rank}: {size_text(size)}" for rank, size in sorted(rank_bytes.items())]
     shown = sizes if len(sizes) <= RANKS_SHOWN else [*sizes[:RANKS_SHOWN], f"… ({len(sizes)} in all)"]
     return f"{', '.join(shown)}; the largest is {imbalance:.2f} × the mean"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -125,7 +124,7 @@ def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
         if isinstance(settings.get(name), str):
             settings[name] = read_yaml(settings[name], name)
     if arguments.search:
-        return _search(arguments, settings, is_recipe=function is None)
+        return _search(arguments, settings)
     made = plan(settings.pop("module"), settings.pop("batch"), **settings)
     return _said(made, arguments), 1 if made.fits is False else 0
 
@@ -137,7 +136,7 @@ def _said(made: Plan | Found, arguments: argparse.Namespace) -> str:
     return json.dumps(made.to_json(), indent=2, ensure_ascii=False) if arguments.json else str(made)
 
 
-def _search(arguments: argparse.Namespace, settings: dict[str, Any], *, is_recipe: bool) -> tuple[str, int]:
+def _search(arguments: argparse.Namespace, settings: dict[str, Any]) -> tuple[str, int]:
     from lightning_shard import tree
     from lightning_shard.dryrun.search.search import search_module
 
@@ -159,7 +158,6 @@ def _search(arguments: argparse.Namespace, settings: dict[str, Any], *, is_recip
         most=arguments.most,
         **{name: value for name, value in settings.items() if name in known and name not in ("module", "batch")},
     )
-    found = replace(found, is_recipe=is_recipe)
     return _said(found, arguments), 0 if found.choices else 1
 
 

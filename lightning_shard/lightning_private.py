@@ -6,7 +6,6 @@ From Lightning's import on, so that sharded checkpoints are opened by their fold
   tried as a sharded checkpoint.
 * ``_atomic_save`` (private), by which ``TorchCheckpointIO`` writes one: over a directory, it moves the file into it.
 * Fabric's ``Strategy.load_checkpoint``, which knows no names of ours.
-* ``LightningModule.load_state_dict``: parts that were compiled on one side only are matched.
 * ``LightningCLI._parse_ckpt_path`` (private), which takes hyperparameters from files only.
 
 For as long as it is needed:
@@ -74,12 +73,10 @@ def open_folders(ours: Callable[[], Any]) -> None:
     Args:
         ours: Imports the module of what they do with folders, ``plugin/saving/plain_lightning.py``.
     """
-    names = ("pytorch.core.module", "pytorch.core.saving", "fabric.plugins.io.torch_io", "fabric.strategies")
+    names = ("pytorch.core.saving", "fabric.plugins.io.torch_io", "fabric.strategies")
     modules: Any = (sys.modules[f"lightning.{name}"] for name in names)
-    core, saving, files, strategies = modules
-    module, strategy = core.LightningModule, strategies.Strategy
-    read_file, write_file = files.pl_load, files._atomic_save
-    load, load_states = strategy.load_checkpoint, module.load_state_dict
+    saving, files, strategies = modules
+    read_file, write_file, load = files.pl_load, files._atomic_save, strategies.Strategy.load_checkpoint
 
     def read(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         is_path = isinstance(path, (str, os.PathLike))
@@ -108,16 +105,9 @@ def open_folders(ours: Callable[[], Any]) -> None:
             return load(self, path, state, strict, weights_only)
         return ours().load_into(self, path, state, strict=strict)
 
-    @wraps(load_states)
-    def load_state_dict(self: Any, state_dict: Any, *arguments: Any, **named: Any) -> Any:
-        names = (*state_dict, *(name for name, _ in self.named_modules()))
-        if any("_orig_mod." in f"{name}." for name in names):
-            state_dict = ours().matched(state_dict, self)
-        return load_states(self, state_dict, *arguments, **named)
-
     saving.pl_load = files.pl_load = read
     files._atomic_save = write
-    strategy.load_checkpoint, module.load_state_dict = load_checkpoint, load_state_dict
+    strategies.Strategy.load_checkpoint = load_checkpoint
 
 
 def take_hyperparameters(ours: Callable[[], Any]) -> None:

@@ -3,7 +3,8 @@
 Each is replaced for as long as a context lasts:
 
 * ``torch.distributed``'s collective calls, for all modules or for all but some: which ones users' code makes is seen.
-* ``distributed_c10d.ProcessGroupGloo``: torch creates groups by it, without a way to pass options (``gloo.py``).
+* ``distributed_c10d.ProcessGroupGloo``, and its ``_Options``: torch creates groups by it, without a way to pass
+  options (:func:`one_worker`).
 * ``F.scaled_dot_product_attention``: blocks call it, and it attends over ranks (``parallel/context/attention.py``).
 * ``torch.autograd._engine_run_backward``, the one function that runs all backwards; torch's compiler replaces it too.
   ``torch.autograd.grad`` itself isn't replaced, since user code may have imported it by name.
@@ -22,10 +23,12 @@ For good, as long as there are sharded parameters: how DTensors behave (``as_ten
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -61,6 +64,8 @@ _COLLECTIVES = (
     *("reduce_scatter_tensor", "scatter", "scatter_object_list"),
     *("all_gather_single", "reduce_scatter_single"),  # torch 2.13
 )
+_INTERFACES = "GLOO_SOCKET_IFNAME"
+"""The variable that names gloo's network interfaces, separated by commas; torch reads it where it makes options."""
 _INHERITED = object()
 _lock = threading.Lock()
 _stacks: dict[tuple[int, str], list[Any]] = {}
@@ -126,8 +131,39 @@ def attention_replaced(by: Callable[..., Tensor]) -> AbstractContextManager[None
     return replaced((F, "scaled_dot_product_attention", by))
 
 
-def gloo_groups_replaced(kind: type) -> AbstractContextManager[None]:
-    return replaced((distributed_c10d, "ProcessGroupGloo", kind))
+@contextmanager
+def one_worker() -> Iterator[None]:
+    """Groups over gloo that are created inside have one worker thread each, as two workers can corrupt memory.
+
+    A worker that has completed a collective writes the collective's name to a string of the group, and holds no lock
+    (``ProcessGroupGloo::runLoop`` writes ``lastCompletedWorkName`` in torch 2.11 to 2.13). If both workers of a group
+    do so at once, and a name is too long to be kept within the string (that of the all-gathers of DTensor), its memory
+    is freed twice, or at a wrong address: the rank dies of SIGSEGV or SIGABRT ("free(): invalid pointer"), about once
+    in a million collectives on a busy machine. One worker can't meet another. It runs a group's collectives in the
+    order in which they are called, which is the same on all ranks anyway.
+    """
+    if not dist.is_gloo_available():
+        yield
+        return
+    original = distributed_c10d.ProcessGroupGloo
+
+    class OneWorker(original):  # type: ignore[misc, valid-type]
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **settings: bool) -> None:
+            options = original._Options()  # type: ignore[attr-defined]
+            options._threads = 1
+            options._timeout = timeout
+            for name, value in settings.items():  # enable_reconfigure, since torch 2.14
+                setattr(options, name, value)
+            names = os.environ.get(_INTERFACES)
+            options._devices = (
+                [original.create_device(interface=name) for name in names.split(",")]
+                if names
+                else [original.create_default_device()]
+            )
+            super().__init__(store, rank, size, options)
+
+    with replaced((distributed_c10d, "ProcessGroupGloo", OneWorker)):
+        yield
 
 
 def allowing_empty_optimizers() -> AbstractContextManager[None]:

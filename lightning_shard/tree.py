@@ -216,47 +216,36 @@ def batch_size(batch: Any) -> int:
 def refuse_list_of_samples(batch: Any, drawn: int | None, *, may_be_last: bool = True) -> None:
     """Refuse a batch that has a list or tuple with an entry per sample, as ``collate_fn=list`` makes.
 
-    :func:`split` would cut such a batch inside each sample, along dim 0 of its tensors. Below, entries are *alike* if
-    their tensors have the same paths, dtypes and numbers of dimensions.
+    :func:`split` would cut such a batch inside each sample, along dim 0 of its tensors.
 
     Args:
         drawn: The number of samples that the loader draws for a batch; ``None`` if it isn't known.
         may_be_last: Whether the batch may be the last of an epoch, with fewer samples.
 
     Raises:
-        BatchError: The batch has a list or plain tuple with tensors in each entry, and one of these holds:
+        BatchError: A list or plain tuple has tensors in each entry, and
 
-            - It has ``drawn`` entries, all alike, and dim 0 of their tensors is larger than ``drawn``; or smaller, and
-              the batch can't be the last one; or equal, and the entries are tensors (allowed is a tuple of at most
-              three that is the whole batch, such as inputs and targets).
-            - It is inside the batch, its entries are nestings, as many as the size of dim 0 of their tensors, and they
-              are dicts, or the batch has no tensors outside of such lists.
-            - ``drawn`` isn't known, and it holds more than three tensors, all alike, as many as dim 0's size.
+            - ``drawn`` entries of equal outlines, or, where that isn't known, more than three that are as many as dim
+              0's size. Allowed is a tuple of at most three that is the whole batch, such as inputs and targets.
+            - Or it is inside the batch, and has nestings, as many as dim 0's size.
     """
     found: list[Any] = []
     _holds_tensors(batch, found)
-    counted = [node for node in found if len(node) == drawn and _are_alike(node)]
-    as_long = [node for node in found if len(node) == _first_size(node)]
-    nested = [node for node in as_long if node is not batch and all(map(is_node, node))]
-    stacks = [node for node in as_long if drawn is None and len(node) > _PARTS and _are_tensors(node)]
-    if not counted and not nested and not stacks:
-        return
-    size = batch_size(batch)
-    for node in stacks:
-        if _are_alike(node):
-            raise _list_of_samples(node, f"{size} too")
-    for node in counted:
-        assert drawn is not None
+    size = batch_size(batch) if found else 0
+    for node in found:
         are_parts = node is batch and isinstance(node, tuple) and len(node) <= _PARTS
-        as_many = size == drawn and _are_tensors(node) and not are_parts
-        if size > drawn or (size < drawn and not may_be_last) or as_many:
-            raise _list_of_samples(node, f"{size}, and a batch is made of {drawn} samples")
-    inside = {id(tensor) for tensor in tensors(nested)}
-    is_said_outside = any(tensor.ndim and id(tensor) not in inside for tensor in tensors(batch))
-    for node in nested:
-        # tuples: may be the states of as many layers as samples, each for all samples; dicts: the samples' targets
-        if not (is_said_outside and all(isinstance(entry, (list, tuple)) for entry in node)):
-            raise _list_of_samples(node, f"{size}, as a batch of {size} samples has them")
+        as_drawn = len(node) == drawn and (size >= len(node) or not may_be_last)
+        as_long = drawn is None and len(node) == size and len(node) > _PARTS
+        are_nested = len(node) == size and node is not batch and all(map(is_node, node))
+        if are_nested or ((as_drawn or as_long) and not are_parts and _are_alike(node)):
+            made_of = "" if drawn is None else f", and a batch is made of {drawn} samples"
+            raise BatchError(
+                f"The batch has a {type(node).__name__} of {len(node)} entries, and the size of their tensors' dim 0 is"
+                f" {size}{made_of}. It is ambiguous which of the two counts the samples, and so how to cut it into"
+                " microbatches. Stack them into tensors (torch's own collate function does), or use another"
+                f" batch_size, or {_UNCUT}.",
+                breaks=1,
+            )
 
 
 _PARTS = 3
@@ -265,20 +254,6 @@ _PARTS = 3
 
 def _are_alike(node: Any) -> bool:
     return len({_outline(entry) for entry in node}) == 1
-
-
-def _are_tensors(node: Any) -> bool:
-    return all(isinstance(entry, Tensor) for entry in node)
-
-
-def _list_of_samples(node: Any, alike: str) -> BatchError:
-    return BatchError(
-        f"The batch has a {type(node).__name__} of {len(node)} entries, and the size of their tensors' dim 0 is"
-        f" {alike}. It is ambiguous which of the two counts the samples, and so how to cut it into microbatches. Stack"
-        " them into tensors (torch's own collate function does), or use another batch_size, or"
-        f" {_UNCUT}.",
-        breaks=1,
-    )
 
 
 def _holds_tensors(tree: Any, found: list[Any]) -> bool:
@@ -293,10 +268,6 @@ def _holds_tensors(tree: Any, found: list[Any]) -> bool:
     if (isinstance(tree, list) or type(tree) is tuple) and tree and len(holding) == len(tree) and all(holding):
         found.append(tree)
     return any(holding)
-
-
-def _first_size(tree: Any) -> int:
-    return next(tensor.size(0) for tensor in tensors(tree) if tensor.ndim)
 
 
 def _outline(tree: Any) -> tuple[Any, ...]:

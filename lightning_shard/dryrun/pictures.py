@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from lightning_shard.arguments import seconds_text
 from lightning_shard.dryrun.memory.peak import StageMemory
 from lightning_shard.dryrun.planned import Plan
 from lightning_shard.dryrun.search.found import Found
-from lightning_shard.pipeline.placement import seconds_text
 from lightning_shard.pipeline.schedules.schedule import Action
 from lightning_shard.pipeline.schedules.simulate import Costs, Timeline, simulate
 

@@ -8,20 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_shard.arguments import count_text, short, size_text, table
 from lightning_shard.dryrun.counting.counts import Counts
 from lightning_shard.dryrun.memory.optimizer import OptimizerState
 from lightning_shard.dryrun.memory.peak import KINDS, Held, StageMemory, usable
 from lightning_shard.dryrun.memory.stored import Stored
 from lightning_shard.dryrun.timing.layout import StepTime, share_text
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline.placement import Placement, count_text, range_text, short, size_text, table
+from lightning_shard.pipeline.placement import Placement, range_text
 from lightning_shard.pipeline.schedules.schedule import Schedule
 
-_UNKNOWN = "unknown"
 _COLUMNS = {kind: "weights" if kind == "parameters" else kind for kind in KINDS if kind != "batch"}
 """Kinds of memory, and their names in the table."""
-_FROM_THE_STEP = ("activations", "received", "loss", "working")
-"""Kinds that are unknown if the step wasn't counted."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,11 @@ class Plan:
     counts: Counts  # of one microbatch on one rank
     placement: Placement | None  # ``None`` if the module has no blocks
     schedule: Schedule  # each pipeline rank's order of actions
-    optimizer: OptimizerState | None  # per parameter; ``None`` if it isn't known
+    optimizer: OptimizerState  # per parameter
     stages: tuple[StageMemory, ...]  # of each pipeline rank, which has one stage or several
     checkpoint: Stored  # what a save writes
     device_memory: int | None = None  # bytes
-    unknown: tuple[str, ...] = ()  # what isn't known, and why; the numbers don't include it
-    remedies: tuple[Remedy, ...] = ()
-    """Changes that would make it fit, the cheapest first; empty if it fits, or if no tried change makes it fit."""
+    remedies: tuple[Remedy, ...] = ()  # the cheapest change that would make it fit, if it doesn't, and there is one
     time: StepTime | None = None  # of a step on a device; ``None`` if no device was given
     choice: str = ""  # how the schedule was chosen among others; empty if it was given by name
 
@@ -73,12 +69,8 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits into each device's memory; ``None`` if either isn't known."""
-        if self.device_memory is None:
-            return None
-        if self.peak_bytes > usable(self.device_memory):
-            return False
-        return None if self.unknown else True
+        """Whether the peak fits into each device's memory; ``None`` if that isn't known."""
+        return None if self.device_memory is None else self.peak_bytes <= usable(self.device_memory)
 
     def to_json(self) -> dict[str, Any]:
         """For machines. Sizes are in bytes."""
@@ -93,10 +85,8 @@ class Plan:
             "samples_per_microbatch": self.counts.samples,
             "tokens_per_microbatch": self.counts.tokens,
             "settings": dict(vars(self.run.held)),
-            "optimizers": list(self.optimizer.names) if self.optimizer is not None else None,
-            "counted": self.counts.counted,
+            "optimizers": list(self.optimizer.names),
             "assumed": list(self.counts.assumed),
-            "unknown": list(self.unknown),
             "device_memory": self.device_memory,
             "peak": self.peak_bytes,
             "fits": self.fits,
@@ -124,9 +114,6 @@ class Plan:
         lines += [self.choice] if self.choice else []
         timed = self.time if self.time is not None else self.counts
         lines += [f"assumed: {text}" for text in timed.assumed]
-        lines += [f"{_UNKNOWN}: {text}" for text in self.unknown]
-        if self.time is not None:
-            lines += [f"{_UNKNOWN} in the time: {text}" for text in self.time.unknown]
         return "\n".join(lines)
 
     def _blocks(self, memory: StageMemory) -> list[range]:
@@ -152,7 +139,7 @@ class Plan:
             facts.append(f"accumulate_grad_batches={held.accumulates}")
         names = ("activation_checkpointing", "cpu_offload", "reduce_each_microbatch", "reshard_after_forward")
         facts += [f"{name}={getattr(held, name)}" for name in names if getattr(held, name) not in (None, False)]
-        facts.append(" and ".join(self.optimizer.names) if self.optimizer is not None else "optimizer unknown")
+        facts.append(" and ".join(self.optimizer.names))
         yield ", ".join(facts)
 
     def _table(self) -> str:
@@ -164,20 +151,14 @@ class Plan:
                 "blocks": ", ".join(map(range_text, self._blocks(memory))),
                 "in flight": " + ".join(map(str, memory.in_flight)) if is_pipeline else "",
                 "parameters": count_text(memory.parameters),
-                **{name: self._cell(kind, memory.peak.bytes[kind]) for kind, name in _COLUMNS.items()},
-                "peak": size_text(memory.peak.total) + (" +?" if self.unknown else ""),
+                **{name: _cell(memory.peak.bytes[kind]) for kind, name in _COLUMNS.items()},
+                "peak": size_text(memory.peak.total),
                 "at": short(_last_names(str(memory.peak)), 48),
             }
             for memory, ranks in zip(self.stages, self.layout.stages())
         ]
         numbers = ("parameters", *_COLUMNS.values(), "peak")
         return table([*rows[0]], [[*row.values()] for row in rows], to_the_right=numbers)
-
-    def _cell(self, kind: str, nbytes: int) -> str:
-        is_unknown = not self.counts.counted and kind in _FROM_THE_STEP
-        if is_unknown or (kind == "optimizer" and self.optimizer is None):
-            return _UNKNOWN
-        return size_text(nbytes) if nbytes else ""
 
     def _time(self) -> Iterator[str]:
         if self.time is None:
@@ -199,15 +180,17 @@ class Plan:
             yield f"{most} {peak}, and what its driver and allocator take beside"
         else:
             room = f"tensors can have {size_text(usable(self.device_memory))} of its {size_text(self.device_memory)}"
-            unknown = f"whether it fits is unknown: {fullest} at least"
-            verdicts = {True: f"fits: {most}", None: unknown, False: f"does not fit: {fullest}"}
-            yield f"{verdicts[self.fits]} {peak}; {room}"
+            yield f"{f'fits: {most}' if self.fits else f'does not fit: {fullest}'} {peak}; {room}"
             yield from (f"  {remedy.setting} would: {size_text(remedy.peak_bytes)}" for remedy in self.remedies)
             if self.fits is False and not self.remedies:
-                yield "  none of the changes that were tried would: use more devices, or a smaller batch or model"
+                yield "  no other setting would: search for other sizes, or use more devices, a smaller batch or model"
         host = max(sum(stage.host.values()) for stage in self.stages)
         if host:
             yield f"in the host's memory: {size_text(host)} for each device"
+
+
+def _cell(nbytes: int) -> str:
+    return size_text(nbytes) if nbytes else ""
 
 
 def _last_names(text: str) -> str:

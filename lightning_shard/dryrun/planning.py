@@ -77,7 +77,8 @@ def plan(
     The other arguments are those of :class:`~lightning_shard.HybridShardStrategy`.
 
     Raises:
-        ConfigurationError: A run would refuse the settings, too; or the module can't be built without memory.
+        ConfigurationError: A run would refuse the settings, too; or the module can't be built, or its step and its
+            optimizers can't be run, without memory and values.
     """
     accumulate_grad_batches = check_count("accumulate_grad_batches", accumulate_grad_batches)
     if device_memory is not None:
@@ -106,6 +107,11 @@ def plan(
     number = candidates(schedule, stages, microbatches, placement)[0].microbatches if stages > 1 else 1
     run = Run(schedule, number, placement, held, asynchronous_saving)
     rates = None if device is None else Rates(device_of(device), dtype_of(precision))
+    if rates is not None and held.cpu_offload:
+        raise ConfigurationError(
+            "cpu_offload=True isn't timed, since an optimizer's step on the host isn't known: leave device out, and"
+            " pass device_memory, to plan the memory alone."
+        )
     if rates is not None and device_memory is None:
         device_memory = rates.device.memory
     planner = Planner(model, rates)
@@ -142,14 +148,14 @@ class Planner:
 
     def __init__(self, model: Model, rates: Rates | None = None) -> None:
         self.model, self.rates = model, rates
-        self.optimizer, self._optimizer_reason = ask(model)
+        self.optimizer = ask(model)
         self._counts: dict[tuple[int, int, int], Counts] = {}
 
     def counts(self, layout: Layout, microbatches: int, *, in_two_parts: bool = False) -> Counts:
         """The counts of one microbatch, if the batch is cut into so many; if asked, with those of split backwards.
 
         Raises:
-            ConfigurationError: The batch or the module can't be cut that way.
+            ConfigurationError: The batch or the module can't be cut that way, or counted then.
         """
         samples = tree.batch_size(self.model.batch)
         if samples % microbatches:
@@ -185,13 +191,7 @@ class Planner:
         blocks = [stage.blocks for stage in placement.stages] if placement is not None else [range(0)]
         made = stages_of(counts, layout, blocks, run.held, self.optimizer)
         stages = stage_memories(made, order, copies=run.asynchronous_saving)
-        unknown = []
-        if not counts.counted:
-            what = "memory of activations" + (", and time" if self.rates is not None else "")
-            unknown.append(f"{what}: the step can't be run on fake tensors ({counts.reason})")
-        if self.optimizer is None:
-            unknown.append(f"the optimizer's state: it can't be asked for it ({self._optimizer_reason})")
-        if placement is not None and not unknown:
+        if placement is not None:
             peaks = [stages[order.rank_of[stage]].peak.total for stage in range(order.stages)]
             placement = Placement(
                 tuple(replace(stage, memory=peak) for stage, peak in zip(placement.stages, peaks, strict=True))
@@ -210,7 +210,6 @@ class Planner:
             stages,
             stored(counts, layout, [[blocks[stage] for stage in memory.stages] for memory in stages], self.optimizer),
             device_memory,
-            tuple(unknown),
             time=self._timed(made, order, run),
             choice=choice,
         )
@@ -234,34 +233,33 @@ class Planner:
         return order, "" if choice is None else str(choice)
 
     def _timed(self, stages: Sequence[Stage], order: Schedule, run: Run) -> StepTime | None:
+        if self.rates is None or run.held.cpu_offload:
+            return None
         whole, layout = stages[0].counts, stages[0].layout
-        if self.rates is None or not whole.counted:
-            return None  # operations estimated from parameters are of another microbatch
         if layout.tensor_parallel_size > 1 or layout.expert_parallel_size > 1:
             whole = self.counts(replace(layout, tensor_parallel_size=1, expert_parallel_size=1), run.microbatches)
-        return Timing.of(stages, order, self.rates).simulated(model_flops(whole) if whole.counted else None)
+        return Timing.of(stages, order, self.rates).simulated(model_flops(whole))
 
 
 def remedies(planner: Planner, made: Plan) -> Iterator[Remedy]:
-    """Yield changes that make a plan fit, the cheapest first."""
-    for setting, layout, run in _changes(made):
+    """Yield the cheapest change of a setting that makes a plan fit, if there is one."""
+    for setting, run in _changes(made):
         try:
-            changed = planner.plan(layout, run, made.device_memory)
+            changed = planner.plan(made.layout, run, made.device_memory)
         except ShardError:
             continue  # the batch or the module can't be cut that way
         if changed.fits:
             yield Remedy(setting, changed.peak_bytes)
-            if layout == made.layout:
-                return  # changes that cost more time aren't needed
+            return
 
 
-def _changes(made: Plan) -> Iterator[tuple[str, Layout, Run]]:
+def _changes(made: Plan) -> Iterator[tuple[str, Run]]:
     """The changes to try, from those that cost nothing to those that cost most."""
     layout, run, held = made.layout, made.run, made.run.held
     if layout.pipeline_parallel_size > 1:
         for times in (2, 4, 8):
             more = replace(run, microbatches=times * run.microbatches)
-            yield f"microbatches={more.microbatches}", layout, more
+            yield f"microbatches={more.microbatches}", more
     whole: dict[str, Any] = {"activation_checkpointing": True}
     settings: list[dict[str, Any]] = []
     if not held.activation_checkpointing:
@@ -274,13 +272,4 @@ def _changes(made: Plan) -> Iterator[tuple[str, Layout, Run]]:
         settings += [{"cpu_offload": True}, {**whole, "cpu_offload": True}]
     for changed in settings:
         text = " ".join(f"{name}={value}" for name, value in changed.items())
-        yield text, layout, replace(run, held=replace(held, **changed))
-    others: list[Layout] = []  # of as many ranks, with the model split over twice as many of them
-    if layout.data_parallel_size % 2 == 0 and layout.data_parallel_replicas == layout.expert_parallel_size == 1:
-        half = replace(layout, data_parallel_size=layout.data_parallel_size // 2)
-        others.append(replace(half, tensor_parallel_size=2 * layout.tensor_parallel_size))
-        others.append(replace(half, pipeline_parallel_size=2 * layout.pipeline_parallel_size))
-    if layout.data_parallel_replicas > 1:
-        others.append(replace(layout, data_parallel_replicas=1))
-    for other in others:
-        yield f"the sizes {other}", other, run
+        yield text, replace(run, held=replace(held, **changed))

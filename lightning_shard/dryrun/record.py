@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_shard.arguments import seconds_text, table
 from lightning_shard.dryrun.pictures import page, summary, trace
 from lightning_shard.errors import ConfigurationError
-from lightning_shard.pipeline.placement import seconds_text, table
 from lightning_shard.pipeline.schedules.recorded import (
     RecordedStep,
     Recording,

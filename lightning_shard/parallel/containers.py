@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lightning_shard.scripted import is_scripted
-
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module has a forward of its own; containers don't."""
-    return is_scripted(module) or type(module).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward
 
 
 def with_forward(module: nn.Module) -> Iterator[nn.Module]:

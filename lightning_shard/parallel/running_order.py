@@ -19,7 +19,6 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_shard.parallel.containers import has_forward
-from lightning_shard.scripted import is_scripted
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _LIBRARIES = ("torch.", "lightning.")
@@ -105,7 +104,7 @@ def _is_part(module: nn.Module, *, outside: bool, beside: bool) -> bool:
         outside: Whether it is the root's own.
         beside: Whether the network is another module of the root's.
     """
-    if is_scripted(module) or _counts_only(module):
+    if _counts_only(module):
         return False
     return not outside or trains(module) or (not beside and any(True for _ in module.parameters()))
 

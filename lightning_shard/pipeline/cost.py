@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_shard.pipeline.dataflow.masks import nothing_packed
-from lightning_shard.scripted import after_calls, before_calls
 
 __all__ = ["GroupedMatmuls", "ModelCost", "PartCost", "Run", "measure", "on_fake_tensors", "watch"]
 
@@ -201,8 +200,8 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
         for name, part in parts.items():
             if isinstance(part, nn.Module):
                 start, stop = hooks(name)
-                stack.callback(before_calls(part, start).remove)
-                stack.callback(after_calls(part, stop).remove)
+                stack.callback(part.register_forward_pre_hook(start).remove)
+                stack.callback(part.register_forward_hook(stop).remove)
         try:
             with (
                 torch.no_grad(),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
 from typing import Any, Literal
 
+from lightning_shard.arguments import count_text, short, size_text, table
 from lightning_shard.errors import PlacementError
 from lightning_shard.pipeline.cost import ModelCost, PartCost
 
@@ -274,59 +275,7 @@ def _best(
     return best[stages][blocks][0], bounds[::-1]
 
 
-# -- the table --------------------------------------------------------------------------------------------------------
-
-
-def table(
-    header: list[str], rows: list[list[str]], to_the_right: Sequence[str] = ("parameters", "bytes", "cost")
-) -> str:
-    """A text table; columns without any entry are left out."""
-    used = [index for index in range(len(header)) if any(row[index] for row in rows)]
-    lines = [[row[index] for index in used] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [header[index] in to_the_right for index in used]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, aligned, strict=True)
-        ).rstrip()
-        for line in lines
-    )
-
-
 def range_text(blocks: range) -> str:
     """Such as ``0-11 (12)``."""
     ends = f"{blocks.start}" if len(blocks) == 1 else f"{blocks.start}-{blocks.stop - 1}"
     return f"{ends} ({len(blocks)})"
-
-
-def short(text: str, width: int) -> str:
-    """The text, truncated to ``width`` characters."""
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def count_text(number: float) -> str:
-    """Such as ``1.3 M``."""
-    return _scaled(number, 1000, ["", " k", " M", " G", " T"])
-
-
-def size_text(bytes_: float) -> str:
-    """Such as ``1.3 GiB``."""
-    return _scaled(bytes_, 1024, [" B", " KiB", " MiB", " GiB", " TiB"])
-
-
-def seconds_text(seconds: float) -> str:
-    """Such as ``1.3 ms``."""
-    for factor, name in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {name}" if seconds < 1000 else f"{seconds:,.0f} s"
-    return f"{seconds * 1e6:.2g} µs" if seconds else "0"
-
-
-def _scaled(number: float, step: int, units: list[str]) -> str:
-    for unit in units[:-1]:
-        # 999.95 would round to 1000.0, one digit more
-        if number < step - 0.05:
-            return f"{number:.1f}{unit}" if unit != units[0] else f"{number:.0f}{unit}"
-        number /= step
-    return f"{number:.1f}{units[-1]}"

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.namespaces import Code, Namespace, begin_at, is_machinery, is_own, namespaces, package_of
-from lightning_shard.scripted import is_scripted
 
 OwnGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 """Types of generators other than the global ones."""
@@ -290,8 +289,7 @@ def _way_of(kind: Any) -> tuple[bool, Callable[[Any], Iterable[tuple[Any, Any]]]
 
 
 def _of_module(module: nn.Module) -> Iterable[tuple[str, Any]]:
-    buffers = module._buffers.items() if is_scripted(module) else ()  # which aren't in a dict that is walked
-    return chain(module._modules.items(), module._parameters.items(), buffers, attributes(module).items())
+    return chain(module._modules.items(), module._parameters.items(), attributes(module).items())
 
 
 def _of_object(value: Any) -> Iterable[tuple[str, Any]]:

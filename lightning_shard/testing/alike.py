@@ -28,24 +28,14 @@ class TrainsDifferently(AssertionError):
         moment: The first moment at which anything differs, such as ``"training batch 0"``.
         first: The first quantity that differs then.
         others: The other quantities that differ then.
-        apart_from_logs: If these are logs only: the first moment at which anything else differs, and what; ``None``
-            if nothing else ever does.
         hint: The likeliest cause.
     """
 
-    def __init__(
-        self,
-        layout: NamedLayout,
-        parting: Parting,
-        facts: Facts,
-        tolerance: float,
-        apart_from_logs: Parting | None = None,
-    ) -> None:
+    def __init__(self, layout: NamedLayout, parting: Parting, facts: Facts, tolerance: float) -> None:
         self.layout = layout.name
         self.moment = parting.moment
         self.first, *self.others = parting.apart
-        self.apart_from_logs = apart_from_logs
-        self.hint = hint(apart_from_logs or parting, facts, layout)
+        self.hint = hint(parting, facts, layout)
         super().__init__("\n".join(self._lines(tolerance)))
 
     def _lines(self, tolerance: float) -> Iterable[str]:
@@ -57,17 +47,8 @@ class TrainsDifferently(AssertionError):
         if math.isfinite(first.relative):
             yield f"  difference: {first.relative:.2g} of the largest value; tolerance={tolerance:.2g}"
         if self.others:
-            yield f"Also different then: {_some(self.others)}."
-        if self.apart_from_logs is not None:
-            later = self.apart_from_logs
-            yield f"Apart from logs, it first differs at {later.moment}, in {_some(later.apart)}."
-        elif first.kind == "log" and all(apart.kind == "log" for apart in self.others):
-            yield "All but logs is alike in the whole run: outputs, gradients, their norms, parameters and buffers."
+            yield f"Also different then: {few(map(_brief, self.others), _SHOWN)}."
         yield self.hint
-
-
-def _some(apart: Sequence[Apart]) -> str:
-    return few(map(_brief, apart), _SHOWN)
 
 
 def _brief(apart: Apart) -> str:
@@ -123,8 +104,7 @@ def assert_trains_alike(
         The names of the layouts that were compared.
 
     Raises:
-        TrainsDifferently: A layout differs. It describes the first difference, and its usual cause; if only logs differ
-            then, also the first difference of anything else.
+        TrainsDifferently: A layout differs. It describes the first difference, and its usual cause.
         ShardError: The layout or the module was refused; the original error.
         ConfigurationError: Invalid arguments; or random numbers affect training, and each layout draws different ones.
         RanksFailed: A process, also the plain one, raised any other error.
@@ -213,11 +193,8 @@ class OneProcess:
             _raise_refusal(failed)
         allowed = math.inf if self._random else tolerance
         parting = first_parting(self.record, ranks, layout, allowed, self._ignore_logs)
-        if parting is None:
-            return
-        is_of_logs = all(apart.kind == "log" for apart in parting.apart)
-        besides = first_parting(self.record, ranks, layout, allowed, ["*"]) if is_of_logs else None
-        raise TrainsDifferently(layout, parting, self.facts, allowed, besides)
+        if parting is not None:
+            raise TrainsDifferently(layout, parting, self.facts, allowed)
 
 
 def _raise_refusal(failed: RanksFailed) -> NoReturn:

@@ -65,21 +65,17 @@ Record = dict[str, Moment]
 
 @dataclass
 class Facts:
-    """Facts about a module and its batches, found by running it on one process; used for hints.
+    """Facts about a module, found by running it on one process; used for hints.
 
     Attributes:
         draws: Modules whose settings say that they drop values in training, by name and class.
         batch_norms: Names of layers that compute statistics over a batch.
-        padded: A text of what in the batches shows that samples count unequally; empty if nothing does.
         has_plan: Whether the module declares a tensor-parallel plan.
-        precision: The Trainer's precision.
     """
 
     draws: list[str] = field(default_factory=list)
     batch_norms: list[str] = field(default_factory=list)
-    padded: str = ""
     has_plan: bool = False
-    precision: str = "32-true"
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,6 @@ class Apart:
         ranks: The ranks that have it; empty if no rank has it.
         relative: The largest difference, relative to the scale that the tolerance refers to; ``inf`` for another shape
             or type, or a missing value.
-        ratio: The factor between both values, if they differ only by a factor.
     """
 
     kind: str
@@ -102,7 +97,6 @@ class Apart:
     found: str
     ranks: tuple[int, ...]
     relative: float
-    ratio: float | None = None
 
     def __str__(self) -> str:
         return f"the {self.kind}" + (f" {self.name!r}" if self.name else "")
@@ -347,8 +341,8 @@ def _apart(
     floor: float,
     allowed: Tensor | None = None,
 ) -> Apart | None:
-    def apart(relative: float = math.inf, ratio: float | None = None) -> Apart:
-        return Apart(kind, name, _shown(expected), _shown(found), ranks, relative, ratio)
+    def apart(relative: float = math.inf) -> Apart:
+        return Apart(kind, name, _shown(expected), _shown(found), ranks, relative)
 
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         if expected.shape != found.shape or expected.dtype != found.dtype:
@@ -371,7 +365,7 @@ def _apart(
     relative = float(excess.max()) / scale
     if relative <= tolerance:
         return None
-    return apart(float(difference.max()) / scale, _ratio(one, other))
+    return apart(float(difference.max()) / scale)
 
 
 def _doubles(tensor: Tensor) -> Tensor:
@@ -389,15 +383,6 @@ def _scale(tensor: Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _ratio(one: Tensor, other: Tensor) -> float | None:
-    one, other = one.flatten().nan_to_num(0.0, 0.0, 0.0), other.flatten().nan_to_num(0.0, 0.0, 0.0)
-    square = float(one @ one)
-    if not square:
-        return None
-    ratio = float(one @ other) / square
-    return ratio if _scale(other - ratio * one) <= 1e-3 * _scale(other) else None
-
-
 def _shown(value: Any) -> str:
     if value is None:
         return "nothing"
@@ -412,13 +397,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-_ROUNDING = 1e-2
-"""Rounding error of bf16 after a few layers, relative to a gradient's largest value."""
-
-
 def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
     """A sentence or two about the likeliest cause."""
-    first = parting.apart[0]
     stages = layout.arguments.get("pipeline_parallel_size", 1)
     data = layout.arguments.get("data_parallel_size", 1)
     parts = data * (layout.arguments.get("microbatches") or 2 * stages if stages > 1 else 1)
@@ -429,8 +409,6 @@ def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
             "make_module must draw its weights from the global generators of torch, numpy and random alone, which are"
             " seeded before it is called."
         )
-    if facts.precision != "32-true" and first.relative < _ROUNDING:
-        return f"With precision={facts.precision!r} rounding is larger: try tolerance={_ROUNDING:g}."
     if facts.batch_norms and parts > 1:
         return (
             f"{few(facts.batch_norms, 3)} computes statistics over the samples of one call, here a part of the batch:"
@@ -439,49 +417,26 @@ def hint(parting: Parting, facts: Facts, layout: NamedLayout) -> str:
     if facts.draws:
         return f"Random numbers are drawn by {few(facts.draws, 3)}; each layout draws others: turn that off here."
     if kinds == {"log"}:
-        return _of_logs(first.ratio, parts, stages, data)
-    is_weighted = layout.arguments.get("loss_weight") is not None
-    if facts.padded and parts > 1 and kinds & {"output", "gradient"} and not is_weighted:
         return (
-            f"{facts.padded}: if the loss is a mean over what counts, each part's mean weighs the same, whatever it is"
-            " over. Weigh them by their numbers (HybridShardStrategy(loss_weight=…)), or divide a sum by a number that"
-            " doesn't depend on the part."
+            "Everything else is equal then, so the difference comes from what is logged, and how; ignore_logs='*'"
+            f" compares the rest. A step runs for each of {parts} parts of a batch: self.log averages over a data"
+            " rank's (a count of samples becomes that of a part; reduce_fx sums over parts, not batches),"
+            " sync_dist=True over data ranks, and what a step keeps itself after calling the network is kept once for"
+            " each part."
         )
-    if parts > 1 and _is_of_a_sum(first.ratio, parts) and first.kind in ("output", "gradient", "gradient norm"):
+    if parts > 1 and kinds & {"output", "gradient", "gradient norm"}:
         return (
-            f"It is {first.ratio:.4g} times as large: the losses and numbers of a batch's {parts} parts are averaged,"
-            " so a sum (reduction='sum'), or a count of samples, becomes a mean of sums: divide by the samples' number."
-        )
-    if parts > 1 and first.kind == "output":
-        return (
-            f"The step sees one of {parts} parts of a batch at a time: a loss that compares samples with each other, or"
-            " averages over a number that varies between parts, has another value."
+            f"The step sees one of {parts} parts of a batch at a time, whose losses and numbers are averaged: a sum"
+            " (reduction='sum') becomes a mean of sums, a mean over what counts (targets of -100, a mask) weighs each"
+            " part alike, unless HybridShardStrategy(loss_weight=…) weighs them, and a loss that compares samples has"
+            " another value."
         )
     if layout.arguments.get("tensor_parallel_size", 1) > 1:
         return (
             "Look at the tensor-parallel plan: what is split by features (colwise) must meet the layer that is split by"
             " its input (rowwise), and what runs between them must work on each feature by itself."
         )
-    return "If nothing in the module explains it, please report it with this text."
-
-
-def _is_of_a_sum(ratio: float | None, parts: int) -> bool:
-    """Whether a quantity is as many times as large, or as small, as there are parts."""
-    return ratio is not None and any(math.isclose(abs(ratio), of, rel_tol=0.05) for of in (parts, 1 / parts))
-
-
-def _of_logs(ratio: float | None, parts: int, stages: int, data: int) -> str:
-    if stages > 1:
-        scaled = f"It is {ratio:.4g} times as large. " if ratio is not None and abs(ratio - 1) > 1e-3 else ""
-        return (
-            f"{scaled}Everything else is equal, so the difference comes from what is logged, and how. A step runs for"
-            f" each of {parts} parts of a batch: self.log averages over them (a count of samples becomes that of a"
-            " part; reduce_fx sums over parts, not batches), and what a step keeps itself after calling the network is"
-            " kept once for each part."
-        )
-    if data > 1:
-        return (
-            "Everything else is equal, so the difference comes from logging: each data rank logs its own, and the"
-            " ranks' mean was compared. Log with sync_dist=True, and a count with reduce_fx='sum'."
-        )
-    return "Everything else is equal, so the difference comes from what is logged, and how."
+    return (
+        "If nothing in the module explains it, please report it with this text; with a precision of 16 bits, try"
+        " tolerance=0.01 before."
+    )

@@ -85,7 +85,7 @@ def _process_group(options: Options) -> Iterator[None]:
     import torch
     from torch import distributed
 
-    from lightning_shard.gloo import one_worker
+    from lightning_shard.torch_private import one_worker
 
     torch.set_num_threads(1)  # so that ranks and one process round alike, whatever the machine
     _seed()

@@ -38,8 +38,6 @@ _QUIET = {
     "num_sanity_val_steps": 0,
     "log_every_n_steps": 1,
 }
-_IGNORED = -100
-"""The target that torch's losses ignore."""
 
 
 @dataclass(frozen=True)
@@ -150,14 +148,12 @@ class Recorder(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self._facts is not None:
             _describe(module, self._facts)
-            self._facts.precision = str(trainer.precision)
         self.record["before training"] = Moment(state=self._state(trainer))
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         weigh = self._layout.arguments.get("loss_weight") if self._layout else None
         self._step = Moment(weight=float(weigh(batch)) if weigh else 1.0)
         if self._facts is not None:
-            self._facts.padded = self._facts.padded or _padding(batch)
             _seed_all(self._seed + 1000 * (1 + self._other_numbers) + batch_idx)
 
     def on_before_optimizer_step(
@@ -264,18 +260,6 @@ def _drops(module: nn.Module) -> bool:
     names = ("p",) if "Drop" in type(module).__name__ else ()
     found = (value for key, value in vars(module).items() if key in names or "drop" in key)
     return any(isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 for value in found)
-
-
-def _padding(batch: Any) -> str:
-    """A text of what shows that samples count unequally (ignored targets, a mask with zeros), or an empty one."""
-    for path, leaf in tree.walk(batch):
-        if isinstance(leaf, Tensor) and not leaf.is_floating_point() and leaf.ndim:
-            name = ".".join(path) or "the batch"
-            if (leaf == _IGNORED).any():
-                return f"{name} has targets of {_IGNORED}, which losses leave out"
-            if "mask" in name and not leaf.all():
-                return f"{name} has zeros"
-    return ""
 
 
 def _seed_all(seed: int) -> None:

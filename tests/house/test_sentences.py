@@ -23,7 +23,7 @@ ASK_MORE = {
 
 #: What setup refuses by a sentence; else by the sizes and settings of a layout, which the contract doesn't speak of.
 AT_SETUP = {
-    "plugin/assembly/placing.py": {3, 6, 10},
+    "plugin/assembly/placing.py": {3, 6},
     "plugin/assembly/parameters.py": {9, None},
     "plugin/limits.py": {9, None},
     "plugin/optimizers/sharded.py": {9, 11, None},

@@ -91,8 +91,8 @@ def test_a_list_of_samples_is_no_list_of_features() -> None:
         ({"x": torch.zeros(6, 3), "scales": [torch.tensor(1.0), torch.tensor(2.0)]}, 2),
         ([x[:1], x[:1]], 2),  # an epoch's last batch
         ([x[:2], x[:2], x[:2]], 3),
-        ({"x": x, "layers": [(key, value) for _ in range(4)]}, None),  # as many as samples
-        ((x, tuple((key, value) for _ in range(4))), 4),
+        ({"x": x, "layers": [(key, value) for _ in range(3)]}, None),
+        ((x, tuple((key, value) for _ in range(3))), 4),
         ((x[:2], x[:2]), 2),
         ((x[:3], x[:3], x[:3]), 3),
         ({"x": x, "packed": nn.utils.rnn.PackedSequence(x, torch.ones(4))}, 2),
@@ -107,12 +107,17 @@ def test_a_list_of_samples_is_no_list_of_features() -> None:
             "list of 4 entries, and the size of their tensors' dim 0 is 12, and a batch is made of 4 samples",
         ),
         ({"sequences": [{"x": x} for x in sequences]}, 4, "dim 0 is 12"),
-        ({"x": x, "targets": [{"boxes": torch.zeros(4, 4)} for _ in range(4)]}, None, "as a batch of 4 samples"),
-        ({"targets": [(x, x) for _ in range(4)]}, None, "as a batch of 4 samples"),
+        ({"x": x, "targets": [{"boxes": torch.zeros(4, 4)} for _ in range(4)]}, None, "list of 4 entries.*dim 0 is 4"),
+        ({"targets": [(x, x) for _ in range(4)]}, None, "list of 4 entries.*dim 0 is 4"),
+        (
+            {"x": x, "layers": [(key, value) for _ in range(4)]},
+            4,
+            "list of 4 entries.*dim 0 is 4",
+        ),  # as many as samples
         ((tuple(sequences), tuple(torch.tensor(i) for i in range(4))), 4, "tuple of 4 entries.*dim 0 is 12"),
         ([torch.zeros(4, 5 + i, 7) for i in range(3)], 3, "list of 3 entries.*dim 0 is 4"),
         ({"x": x, "boxes": [x, x, x, x]}, 4, "list of 4 entries.*dim 0 is 4, and a batch is made of 4 samples"),
-        ([torch.zeros(4, 3)] * 4, None, "list of 4 entries.*dim 0 is 4 too.*ambiguous"),
+        ([torch.zeros(4, 3)] * 4, None, "list of 4 entries.*dim 0 is 4.*ambiguous"),
     ):
         with pytest.raises(BatchError, match=says):
             tree.refuse_list_of_samples(batch, drawn)

@@ -55,15 +55,6 @@ def test_the_benchmark_of_planning_reckons_all_chunks_of_every_parameter(result_
 
 
 @pytest.mark.ranks
-def test_the_profile_of_planning_tells_what_ranks_spend_beside_the_bytes(result_of: Run, tmp_path: Path) -> None:
-    result = result_of("profile_planning", tmp_path / "results", "--folder", str(tmp_path), "--profile", "load")
-    whats = {row["what"] for row in result["rows"]}
-    assert whats == {"the first save of a run", "a repeated save", "a load, same layout", "a load, other layout"}
-    assert {row["contender"] for row in result["rows"]} == {"first rank", "slowest of the others"}
-    assert all(row["seconds"] > 0 for row in result["rows"])
-
-
-@pytest.mark.ranks
 @pytest.mark.long
 def test_each_setting_saves_the_memory_that_arithmetic_says(result_of: Run, tmp_path: Path) -> None:
     result = result_of("memory", tmp_path)

@@ -1,9 +1,8 @@
 """What counts as a difference between one process and a layout, and what is said of one."""
 
-import pytest
 import torch
 
-from lightning_shard.testing.compare import Apart, Facts, Moment, Parting, first_parting, hint
+from lightning_shard.testing.compare import Moment, first_parting
 from lightning_shard.testing.layouts import parse
 
 
@@ -50,10 +49,3 @@ def test_complex_and_sparse_values_are_compared_and_shown() -> None:
     assert parts(2j, 3j)
     assert not parts(2j, 1j, 3j)  # the mean of two data ranks
     assert not parts(waves, waves - 1j, waves + 1j)
-
-
-@pytest.mark.parametrize(("ratio", "is_a_sum"), [(0.25, True), (4.0, True), (0.2503, True), (0.9, False), (2.0, False)])
-def test_a_sum_is_suspected_only_of_a_factor_that_is_the_number_of_parts(ratio: float, is_a_sum: bool) -> None:
-    parting = Parting("training batch 0", [Apart("output", "loss", "1", str(ratio), (), 1.0, ratio)])
-    said = hint(parting, Facts(), parse("pp2", {}))  # two microbatches for each stage
-    assert ("reduction='sum'" in said) is is_a_sum

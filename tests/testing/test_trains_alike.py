@@ -89,12 +89,6 @@ class CountsSamples(Module):
         return super().training_step(tokens, batch_idx)
 
 
-class SumsItsLastLossToo(CountsSamples):
-    def training_step(self, tokens: Tensor, batch_idx: int) -> Any:
-        result = super().training_step(tokens, batch_idx)
-        return {**result, "loss": result["loss"] * (len(tokens) if batch_idx == 1 else 1)}
-
-
 class SumsLosses(Module):
     def loss(self, tokens: Tensor) -> Tensor:
         return super().loss(tokens) * len(tokens)
@@ -182,7 +176,7 @@ def test_it_passes_where_layouts_of_all_kinds_train_alike() -> None:
     [
         pytest.param(
             *(CountsSamples, "pp2", "training batch 0", "the log 'samples'"),
-            r"0\.25 times .*a count of samples becomes",
+            "a count of samples becomes",
             marks=pytest.mark.long,
         ),
         (SumsLosses, "dp2", "training batch 0", "the output 'loss'", "reduction='sum'"),
@@ -209,28 +203,17 @@ def test_it_says_where_they_part_first_and_what_that_means(
     assert caught.value.hint in str(caught.value)
 
 
-def test_where_a_log_differs_all_else_is_compared_to_the_end_unless_that_log_is_left_out() -> None:
-    with pytest.raises(TrainsDifferently, match=r"(?s)log 'samples'.*All but logs is alike in the whole run") as caught:
+def test_a_log_is_left_out_by_a_pattern_that_fits_one() -> None:
+    with pytest.raises(TrainsDifferently, match=r"log 'samples'"):
         assert_trains_alike(CountsSamples, batches, "dp2", steps=1)
-    assert caught.value.apart_from_logs is None
     assert assert_trains_alike(CountsSamples, batches, "dp2", steps=1, ignore_logs="sam*s") == ["dp2"]
-
-
-@pytest.mark.long
-def test_what_differs_after_a_log_is_told_and_a_log_to_leave_out_must_be_there() -> None:
-    with pytest.raises(TrainsDifferently, match="Apart from logs, it first differs at training batch 1, in") as caught:
-        assert_trains_alike(SumsItsLastLossToo, batches, "dp2", steps=2)
-    later = caught.value.apart_from_logs
-    assert caught.value.moment == "training batch 0"
-    assert later is not None
-    assert {"output", "gradient", "gradient norm"} <= {apart.kind for apart in later.apart}
     with pytest.raises(ConfigurationError, match=r"ignore_logs has 'samp', which fits none of the logs \['samples'"):
-        assert_trains_alike(CountsSamples, batches, "dp2", steps=2, ignore_logs=["samples", "samp"])
+        assert_trains_alike(CountsSamples, batches, "dp2", steps=1, ignore_logs=["samples", "samp"])
 
 
 @pytest.mark.long
 def test_it_says_so_of_means_over_unequal_numbers_of_targets() -> None:
-    with pytest.raises(TrainsDifferently, match=r"batch has targets of -100.*a mean over what counts"):
+    with pytest.raises(TrainsDifferently, match=r"a mean over what counts \(targets of -100"):
         assert_trains_alike(LeavesOutPadding, padded_batches, "dp2", steps=1)
 
 

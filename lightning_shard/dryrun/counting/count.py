@@ -24,7 +24,6 @@ from lightning_shard.dryrun.counting.counts import (
     EXPERT,
     LOSS,
     TENSOR,
-    Cost,
     Counts,
     ParameterCount,
     PartCount,
@@ -66,7 +65,7 @@ class _LaidOut:
 
 
 def count_each(model: Model, tensor: int, expert: int, samples: Sequence[int]) -> list[Counts]:
-    """Count a microbatch of each size, with the module cut only once. Ends at one that can't be counted.
+    """Count a microbatch of each size, with the module cut only once.
 
     Args:
         model: The module and its batch.
@@ -74,37 +73,28 @@ def count_each(model: Model, tensor: int, expert: int, samples: Sequence[int]) -
         samples: The microbatches' sizes.
 
     Raises:
-        ConfigurationError: The module can't be cut that way.
+        ConfigurationError: The module can't be cut that way, or its step can't be run on fake tensors.
     """
-    found: list[Counts] = []
     batches = [_first(model.batch, number) for number in samples]
     with _laid_out(model, tensor, expert) as laid, fake_tensors():
         make_fake(laid.module)
+        found = []
         for number, laid.batch in zip(samples, batches):
             found.append(_count(model, laid, number))
-            if not found[-1].counted:
-                break
     return found
 
 
 def _count(model: Model, laid: _LaidOut, samples: int) -> Counts:
     blocks = model.blocks.names if model.blocks else ()
-    outcomes: dict[Way, Outcome] = {}
-    reason = ""
-    try:
-        for way in WAYS if blocks else WAYS[:1]:
-            outcomes[way] = _tried(laid, model, way)
-    except Exception as error:  # from the user's code, or from torch
-        outcomes, reason = {}, _said(error)
+    outcomes = {way: _tried(laid, model, way) for way in (WAYS if blocks else WAYS[:1])}
     batch, parameters = laid.batch, laid.parameters
     around = [name for name, _ in model.blocks.parts] if model.blocks else []
 
     def part(name: str, place: int | None = None) -> PartCount:
         key = name if place is None else place
-        costs = {way: outcome.cost(key) for way, outcome in outcomes.items()}
-        plain = costs.get("plain", Cost())
-        output = outcomes["plain"].outputs.get(key, 0) if "plain" in outcomes else 0
-        return PartCount(name, parameters.get(name, ()), output, plain, *(costs.get(way, plain) for way in WAYS[1:]))
+        plain, *others = (outcome.cost(key) for outcome in outcomes.values())
+        output = outcomes["plain"].outputs.get(key, 0)
+        return PartCount(name, parameters.get(name, ()), output, plain, *(others or [plain, plain]))
 
     integers = [t.numel() for t in tree.tensors(batch) if not t.is_floating_point() and t.ndim > 1]
     return Counts(
@@ -119,24 +109,23 @@ def _count(model: Model, laid: _LaidOut, samples: int) -> Counts:
         saved_buffer_bytes=sum(t.nbytes for t in _saved_buffers(model.module)),
         tensor_parallel_size=laid.sizes[0],
         expert_parallel_size=laid.sizes[1],
-        counted=not reason,
-        reason=reason,
         assumed=_assumptions(model, laid, outcomes.values()),
     )
 
 
 def count_two_parts(model: Model, counts: Counts) -> Counts:
-    """Add the counts of split backwards; a recomputed block leaves nothing for the second part."""
-    if counts.in_two_parts or not counts.counted:
-        return replace(counts, in_two_parts=True)
+    """Add the counts of split backwards; a recomputed block leaves nothing for the second part.
+
+    Raises:
+        ConfigurationError: The step can't be run on fake tensors in two parts.
+    """
+    if counts.in_two_parts:
+        return counts
     batch = _first(model.batch, counts.samples)
     with _laid_out(model, counts.tensor_parallel_size, counts.expert_parallel_size) as laid, fake_tensors():
         make_fake(laid.module)
         laid.batch, laid.accumulators = batch, accumulators(laid.module)
-        try:
-            outcome = _tried(laid, model, "plain")
-        except Exception as error:  # from the user's code, or from torch
-            return replace(counts, counted=False, in_two_parts=True, reason=_said(error))
+        outcome = _tried(laid, model, "plain")
 
     def with_parts(part: PartCount, place: int | None = None) -> PartCount:
         key = part.name if place is None else place
@@ -165,11 +154,13 @@ def _saved_buffers(module: nn.Module) -> Iterable[Tensor]:
 @contextmanager
 def _laid_out(model: Model, tensor: int, expert: int) -> Iterator[_LaidOut]:
     """Context: this process is a fake rank with its part of the module."""
+    settings = model.settings
+    experts = resolve_experts(model.module, settings.expert_parallel_plan, expert)
+    styles = resolve_plan(model.module, settings.tensor_parallel_plan, tensor, without=experts) if tensor > 1 else {}
     with fake_ranks(max(tensor, expert)):
         module = model.copy()
-        experts = resolve_experts(module, model.settings.expert_parallel_plan, expert)
-        plan = model.settings.expert_parallel_plan if expert == 1 else None
-        parameters = _lay_out(module, model, tensor, expert, experts)
+        plan = settings.expert_parallel_plan if expert == 1 else None
+        parameters = _lay_out(module, model, tensor, expert, styles, experts)
         whole = [*map(WholeEvenly, stacks_named(module, plan))]
         yield _LaidOut(module, (tensor, expert), experts, parameters, whole)
 
@@ -195,11 +186,15 @@ def _assumptions(model: Model, laid: _LaidOut, outcomes: Iterable[Outcome]) -> t
 
 
 def _lay_out(
-    module: pl.LightningModule, model: Model, tensor: int, expert: int, experts: Sequence[str]
+    module: pl.LightningModule,
+    model: Model,
+    tensor: int,
+    expert: int,
+    styles: Mapping[str, Any],
+    experts: Sequence[str],
 ) -> dict[str, tuple[ParameterCount, ...]]:
     """Cut the module's tensors over both axes, in place; returns the parameters by block or part."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    styles = resolve_plan(module, model.settings.tensor_parallel_plan, tensor, without=experts) if tensor > 1 else {}
     blocks = list(dict.fromkeys(model.blocks.names)) if model.blocks else []
     gathered: dict[int, torch.dtype] = {}
     if model.settings.gathered_dtype is not None:
@@ -247,23 +242,27 @@ def _lay_out(
 # -- a run
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
 def _tried(laid: _LaidOut, model: Model, way: Way) -> Outcome:
     """Run and count; if it fails with stand-ins, run all blocks.
 
     On DTensors the first call of an operation runs another one to find the result's shape, so a first run isn't
     counted.
+
+    Raises:
+        ConfigurationError: It fails with all blocks, too.
     """
     try:
         if any(isinstance(parameter, DTensor) for parameter in laid.module.parameters()):
             Watched(laid.module, model, stands_in=laid.stands_in).run(laid.batch, way, laid.accumulators)
         return _outcome(laid, model, way)
-    except Exception:
+    except Exception as error:  # from the user's code, or from torch
         if not laid.stands_in:
-            raise
+            sizes = "".join(f" with {axis}_parallel_size={n}" for axis, n in zip((TENSOR, EXPERT), laid.sizes) if n > 1)
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ConfigurationError(
+                f"The step{sizes} can't be run on tensors without values ({reason}), so memory and time aren't known:"
+                " plan a module whose training_step needs no values, nor optimizes by itself."
+            ) from error
     laid.stands_in = False
     return _tried(laid, model, way)
 

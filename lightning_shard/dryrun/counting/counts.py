@@ -135,10 +135,6 @@ class Counts:
     saved_buffer_bytes: int = 0  # of those that are saved in checkpoints
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
-    counted: bool = True
-    """Whether the step ran on fake tensors. If not, only parameters, and operations estimated from them, are known;
-    activation memory is then unknown, not 0."""
-    reason: str = ""  # why the step wasn't counted
     in_two_parts: bool = False  # whether split backwards were counted, too
     assumed: tuple[str, ...] = ()
 

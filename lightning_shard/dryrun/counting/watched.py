@@ -24,7 +24,6 @@ from lightning_shard.parallel.fsdp.shard import with_forward
 from lightning_shard.pipeline.dataflow.masks import nothing_packed
 from lightning_shard.pipeline.runtime.split_backward import Product, backward_but_products, backward_of_products
 from lightning_shard.plugin.assembly.probe import part_of
-from lightning_shard.scripted import after_calls, before_calls
 from lightning_shard.sharding import local_tensor
 
 Way = Literal["plain", "recomputed", "selective"]
@@ -95,8 +94,8 @@ class Watched:
             for name, _ in self.model.blocks.parts if self.model.blocks else ():
                 part = part_of(module, name)
                 if isinstance(part, nn.Module):
-                    stack.callback(before_calls(part, lambda *_, name=name: self._begin(name)).remove)
-                    stack.callback(after_calls(part, self._end, always_call=True).remove)
+                    stack.callback(part.register_forward_pre_hook(partial(self._begin, name)).remove)
+                    stack.callback(part.register_forward_hook(self._end, always_call=True).remove)
             for parameter, node in nodes:  # by hooks that don't prevent a split backward
                 stack.callback(node.register_hook(lambda *_, own=parameter: self._mark_gradient(own)).remove)
             for parameter in module.parameters() if not nodes else ():
@@ -221,8 +220,8 @@ class Watched:
             leave_out_caches(called)
         if self._likes is not None:
             vars(called)["forward"] = self._likes.of(called, called.forward, lambda: self._running[-1])
-        stack.callback(before_calls(called, partial(self._begin_block, name), prepend=True).remove)
-        stack.callback(after_calls(called, self._end, always_call=True).remove)
+        stack.callback(called.register_forward_pre_hook(partial(self._begin_block, name), prepend=True).remove)
+        stack.callback(called.register_forward_hook(self._end, always_call=True).remove)
 
     def _begin_block(self, name: str, *_: Any) -> None:
         number = self._calls.get(name, 0)
@@ -230,7 +229,7 @@ class Watched:
         self._begun += 1
         self._begin(self.places[name][min(number, len(self.places[name]) - 1)])
 
-    def _begin(self, key: Key) -> None:
+    def _begin(self, key: Key, *_: Any) -> None:
         self._running.append(key)
         self._begin_forward(key)
 

@@ -313,7 +313,7 @@ def moments_of(rank: Rank) -> Iterator[Moment]:
             else:
                 yield from step.backward(action, ends_batch=place == last, reduces=reduces)
     trained = [numel * p.dtype.itemsize for p, numel in rank.shards if p.requires_grad]
-    yield step.update(rank.optimizer.steps_with(trained) if rank.optimizer is not None else 0)
+    yield step.update(rank.optimizer.steps_with(trained))
 
 
 def stage_memories(stages: Sequence[Stage], schedule: Schedule, *, copies: bool = False) -> tuple[StageMemory, ...]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.dryrun.counting.counts import Ledger, ParameterCount
 from lightning_shard.dryrun.counting.model import Model
+from lightning_shard.errors import ConfigurationError
 
 _SIZES = (3, 5, 7, 11, 13, 17), (4, 6, 8, 12, 14, 18)
 """Sizes of the dims of both small parameters; all different."""
@@ -57,12 +58,20 @@ class OptimizerState:
         return round(self.stepping * (sum(shards) if self.at_once else max(shards, default=0)))
 
 
-def ask(model: Model) -> tuple[OptimizerState | None, str]:
-    """The state that the module's optimizers keep; or ``None``, and the reason why it isn't known."""
+def ask(model: Model) -> OptimizerState:
+    """The state that the module's optimizers keep.
+
+    Raises:
+        ConfigurationError: They, or ``configure_optimizers``, can't be run on parameters of a few elements.
+    """
     try:
-        return _ask(model), ""
+        return _ask(model)
     except Exception as error:  # from the user's code, or an optimizer
-        return None, f"{type(error).__name__}: {error}".partition("\n")[0]
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ConfigurationError(
+            f"The optimizer's state isn't known ({reason}), and so not what fits: plan with one that steps on any small"
+            " parameters."
+        ) from error
 
 
 def _ask(model: Model) -> OptimizerState:

@@ -144,16 +144,16 @@ def shard_numel(parameter: ParameterCount, parts: int) -> int:
 class _Holder:
     """What holds units' shards: a stage, or a rank; ``shards`` as :attr:`Unit.padded`."""
 
-    def __init__(self, units: Sequence[Unit], optimizer: OptimizerState | None) -> None:
+    def __init__(self, units: Sequence[Unit], optimizer: OptimizerState) -> None:
         self.every_unit, self.optimizer = tuple(units), optimizer
         self.shards = [pair for unit in units for pair in unit.padded]
-        self.state_bytes = 0 if optimizer is None else sum(optimizer.bytes(p, numel) for p, numel in self.shards)
+        self.state_bytes = sum(optimizer.bytes(p, numel) for p, numel in self.shards)
         self.held_bytes = sum(unit.held for unit in units)
         self.reduced_bytes = sum(unit.reduced for unit in units)
 
 
 class Stage(_Holder):
-    """One stage's parts and FSDP2 units; an ``optimizer`` of ``None`` counts nothing.
+    """One stage's parts and FSDP2 units.
 
     Attributes:
         parts: What the stage runs, in order.
@@ -163,9 +163,7 @@ class Stage(_Holder):
         of_loss: The names of what runs after the last block.
     """
 
-    def __init__(
-        self, counts: Counts, layout: Layout, blocks: range, held: Held, optimizer: OptimizerState | None = None
-    ) -> None:
+    def __init__(self, counts: Counts, layout: Layout, blocks: range, held: Held, optimizer: OptimizerState) -> None:
         self.counts, self.held = counts, held
         self.layout, self.blocks = layout, blocks
         self.parts = counts.of_stage(blocks)
@@ -229,7 +227,7 @@ class Stage(_Holder):
 
 
 def stages_of(
-    counts: Counts, layout: Layout, blocks: Iterable[range], held: Held, optimizer: OptimizerState | None = None
+    counts: Counts, layout: Layout, blocks: Iterable[range], held: Held, optimizer: OptimizerState
 ) -> list[Stage]:
     """The stages with these blocks."""
     return [Stage(counts, layout, own, held, optimizer) for own in blocks]

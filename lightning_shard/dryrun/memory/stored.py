@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_shard.arguments import seconds_text, size_text
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES
 from lightning_shard.checkpoint.store.remote import RANGE_BYTES
 from lightning_shard.checkpoint.store.s3 import PART_BYTES
@@ -17,7 +18,6 @@ from lightning_shard.dryrun.counting.counts import Counts, ParameterCount
 from lightning_shard.dryrun.memory.optimizer import OptimizerState
 from lightning_shard.dryrun.memory.peak import shard_numel
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline.placement import seconds_text, size_text
 
 _OF_A_FILE = 160
 """Bytes of the manifest for each file: its path, sizes and digest."""
@@ -37,25 +37,21 @@ class Stored:
     manifest_bytes: int  # approximately, with its table
     puts: int  # that rank's requests to S3 for a save
     gets: int  # the same for a load on the same layout
-    has_optimizer: bool = True  # whether the numbers include the optimizer's state
 
     def seconds(self, bytes_per_s: float) -> float:
         """The time of a save or a load, in seconds, if a rank has this much of a disk's or store's bandwidth."""
         return (self.rank_bytes + self.manifest_bytes) / bytes_per_s
 
     def __str__(self) -> str:
-        without = "" if self.has_optimizer else " without the optimizer's state, which isn't known"
         return (
-            f"checkpoint{without}: {size_text(self.bytes)} in {self.files:,} files, at most"
+            f"checkpoint: {size_text(self.bytes)} in {self.files:,} files, at most"
             f" {size_text(self.rank_bytes)} of a rank, its manifest about {size_text(self.manifest_bytes)};\n"
             f"  {seconds_text(self.seconds(10**9))} at 1 GB/s for each rank; on S3 {self.puts:,} requests of a rank to"
             f" save, {self.gets:,} to load"
         )
 
 
-def stored(
-    counts: Counts, layout: Layout, ranks: Sequence[Sequence[range]], optimizer: OptimizerState | None
-) -> Stored:
+def stored(counts: Counts, layout: Layout, ranks: Sequence[Sequence[range]], optimizer: OptimizerState) -> Stored:
     """Estimate a layout's checkpoint; ``ranks`` are the blocks of each stage of each pipeline rank."""
     held = [
         {p.name: p for blocks in stages for part in counts.of_stage(blocks) for p in part.parameters}
@@ -85,7 +81,6 @@ def stored(
         manifest,
         sum(1 if nbytes <= PART_BYTES else 2 + math.ceil(nbytes / PART_BYTES) for nbytes in most),
         1 + sum(math.ceil(nbytes / RANGE_BYTES) for nbytes in most),
-        optimizer is not None,
     )
 
 
@@ -118,13 +113,10 @@ class _Tensor:
         return self.chunks * row
 
 
-def _of_optimizer(
-    parameters: Sequence[ParameterCount], layout: Layout, optimizer: OptimizerState | None
-) -> list[_Tensor]:
-    kept_of = {} if optimizer is None else optimizer.tensors
+def _of_optimizer(parameters: Sequence[ParameterCount], layout: Layout, optimizer: OptimizerState) -> list[_Tensor]:
     found: list[_Tensor] = []
     for p in parameters:
-        for kept in kept_of.get(p.name, ()):
+        for kept in optimizer.tensors.get(p.name, ()):
             name = f".{kept.key}"
             if kept.is_whole:
                 found += kept.times * [_Tensor.of(p, layout, kept.dtype.itemsize, name)]

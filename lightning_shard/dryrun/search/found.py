@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from lightning_shard.arguments import seconds_text, size_text, table
 from lightning_shard.dryrun.timing.layout import StepTime, share_text
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.activation_checkpointing import Recomputing
-from lightning_shard.pipeline.placement import seconds_text, size_text, table
 
 
 class Why:
     """The reasons for which candidates are dropped."""
 
     CANT_BE_CUT = "the module can't be split that way"
-    CANT_BE_COUNTED = "the step of the split module can't be counted"
     DOESNT_DIVIDE = "the global batch doesn't divide by the data ranks"
     TOO_FEW = "too few microbatches for the stages, or the schedule"
     TOO_FEW_BLOCKS = "too few blocks for a schedule with several stages on each rank"
@@ -70,41 +69,19 @@ class Choice:
         }
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """The strategy's arguments."""
-        needed = ("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size")
-        sizes = {
-            name: getattr(self.layout, name) for name in (*needed, "data_parallel_replicas", "expert_parallel_size")
-        }
-        found: dict[str, Any] = {name: size for name, size in sizes.items() if size > 1 or name in needed}
-        if self.schedule is not None:
-            found |= {"schedule": self.schedule, "microbatches": self.microbatches}
-        if self.activation_checkpointing:
-            found["activation_checkpointing"] = self.activation_checkpointing
-        return found
-
-    @property
-    def batches(self) -> dict[str, int]:
-        """A data rank's batch size, and how many batches' gradients are accumulated if these are several."""
-        if self.schedule is not None:
-            return {"data.batch_size": self.samples * self.microbatches}
-        accumulates = {"trainer.accumulate_grad_batches": self.microbatches} if self.microbatches > 1 else {}
-        return {"data.batch_size": self.samples, **accumulates}
-
-    @property
     def overrides(self) -> str:
-        """The settings as overrides of a recipe, on one line."""
-        found = {f"strategy.{name}": "true" if value is True else value for name, value in self.arguments.items()}
-        return " ".join(f"{name}={value}" for name, value in {**found, **self.batches}.items())
-
-    def call(self, **given: Any) -> str:
-        """The strategy's constructor call, with further arguments, and what it takes of the loader and the Trainer."""
-        for axis in ("tensor", "expert"):
-            if getattr(self.layout, f"{axis}_parallel_size") == 1:
-                given.pop(f"{axis}_parallel_plan", None)
-        arguments = ", ".join(f"{name}={value!r}" for name, value in {**self.arguments, **given}.items())
-        others = [f"{name.partition('.')[2]}={value}" for name, value in self.batches.items()]
-        return f"HybridShardStrategy({arguments}), and a data rank's {' and '.join(others)}"
+        """The settings as those of a recipe, on one line; those of ``strategy`` are the strategy's arguments."""
+        sizes = {name: size for name, size in self.layout.sizes.items() if size > 1 or name != "data_parallel_replicas"}
+        found: dict[str, Any] = {f"strategy.{name}": size for name, size in sizes.items()}
+        if self.schedule is not None:
+            found |= {"strategy.schedule": self.schedule, "strategy.microbatches": self.microbatches}
+        if self.activation_checkpointing:
+            found["strategy.activation_checkpointing"] = str(self.activation_checkpointing).lower()
+        in_batch = self.microbatches if self.schedule is not None else 1
+        found["data.batch_size"] = self.samples * in_batch
+        if self.microbatches > in_batch:
+            found["trainer.accumulate_grad_batches"] = self.microbatches
+        return " ".join(f"{name}={value}" for name, value in found.items())
 
 
 @dataclass(frozen=True)
@@ -120,14 +97,10 @@ class Found:
     global_batch: int  # samples per step
     device_memory: int  # bytes of a device that are available to tensors
     assumed: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()  # what the numbers don't include
-    given: Mapping[str, Any] = field(default_factory=dict)  # the strategy's arguments that the search was given
-    is_recipe: bool = False  # whether the module is a recipe's, whose settings are overrides
 
     def to_json(self) -> dict[str, Any]:
         """For machines. In bytes and seconds."""
-        facts = {name: value for name, value in vars(self).items() if name not in ("choices", "given", "is_recipe")}
-        return {**facts, "choices": [choice.to_json() for choice in self.choices]}
+        return {**vars(self), "choices": [choice.to_json() for choice in self.choices]}
 
     def __str__(self) -> str:
         lines = [
@@ -140,14 +113,12 @@ class Found:
             fastest, best = self.choices[0], self.choices[0].step
             lines += ["", table([*rows[0]], [[*row.values()] for row in rows], to_the_right=numbers), ""]
             assert best is not None
-            call = fastest.overrides if self.is_recipe else fastest.call(**self.given)
-            lines += [f"the fastest{', for a recipe' * self.is_recipe}:", f"  {call}"]
+            lines += ["the fastest, as settings of a recipe:", f"  {fastest.overrides}"]
             lines += [f"  its busiest device: {share_text(best)}"]
         else:
             lines += ["", "none fits: use more devices, devices with more memory, or a smaller global batch or model"]
         lines += ["", *(f"thrown out: {number}, {why}" for why, number in self.dropped.items() if number)]
         lines += [f"assumed: {text}" for text in self.assumed]
-        lines += [f"unknown: {text}" for text in self.unknown]
         return "\n".join(lines)
 
 

@@ -28,7 +28,7 @@ from lightning_shard.dryrun.search.found import Choice, Found, Why
 from lightning_shard.dryrun.search.workshop import Space, Workshop
 from lightning_shard.dryrun.timing.devices import Device, Rates, dtype_of
 from lightning_shard.dryrun.timing.devices import device as device_of
-from lightning_shard.errors import ConfigurationError, PlacementError
+from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.experts.stacked import ExpertPlan
 from lightning_shard.parallel.tensor.plan import Plan as TensorPlan
 from lightning_shard.plugin.settings import Settings, check_switches
@@ -78,12 +78,7 @@ def search_module(
         model = make(stages=2)
     except PlacementError:
         model = make(stages=1)  # no blocks to cut between: one stage
-    optimizer, reason = ask(model)
-    if optimizer is None:
-        raise ConfigurationError(
-            f"Layouts can't be searched for, since the optimizer's state isn't known ({reason}), and so not what fits:"
-            " change what configure_optimizers does, or plan single layouts, which say what is known."
-        )
+    optimizer = ask(model)
     samples = tree.batch_size(batch)
     space = Space(
         devices,
@@ -92,15 +87,7 @@ def search_module(
         most_samples=max(n for n in (1, 2, 4, 8) if samples % n == 0),
         held=Held(None, False, reduce_each_microbatch, reshard_after_forward, sends_stay=device_type == "cpu"),
     )
-    found = search(model, optimizer, space, Rates(profile, dtype_of(precision)), most=most)
-    given = {
-        "pipeline_blocks": pipeline_blocks,
-        "tensor_parallel_plan": tensor_parallel_plan,
-        "expert_parallel_plan": expert_parallel_plan,
-        "reduce_each_microbatch": reduce_each_microbatch or None,
-        "reshard_after_forward": reshard_after_forward,
-    }
-    return replace(found, given={name: value for name, value in given.items() if value is not None})
+    return search(model, optimizer, space, Rates(profile, dtype_of(precision)), most=most)
 
 
 def search(model: Model, optimizer: OptimizerState, space: Space, rates: Rates, *, most: int = 10) -> Found:
@@ -122,7 +109,7 @@ def search(model: Model, optimizer: OptimizerState, space: Space, rates: Rates, 
             break
         peak = workshop.peak(candidate)
         if peak is None or peak > space.device_memory:
-            dropped[Why.CANT_BE_COUNTED if peak is None else Why.DOESNT_FIT] += 1
+            dropped[Why.CANT_BE_CUT if peak is None else Why.DOESNT_FIT] += 1
             continue
         simulated += 1
         best.append(replace(candidate, step=workshop.timing(candidate).simulated(workshop.flops), peak_bytes=peak))
@@ -140,7 +127,6 @@ def search(model: Model, optimizer: OptimizerState, space: Space, rates: Rates, 
         space.global_batch,
         space.device_memory,
         workshop.assumed,
-        best[0].step.unknown if best and best[0].step is not None else (),
     )
 
 

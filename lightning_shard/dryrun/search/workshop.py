@@ -22,8 +22,6 @@ from lightning_shard.dryrun.timing.layout import LEFT_OUT, Timing, model_flops, 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout, divisors
 from lightning_shard.parallel.activation_checkpointing import Recomputing
-from lightning_shard.parallel.experts.stacked import resolve_experts
-from lightning_shard.parallel.tensor.plan import resolve_plan
 from lightning_shard.pipeline.placement import place
 from lightning_shard.pipeline.schedules.named import SCHEDULES, build
 from lightning_shard.pipeline.schedules.schedule import Schedule
@@ -65,14 +63,9 @@ class Workshop:
         self._samples = [n for n in divisors(both) if n <= space.most_samples]
         self._most_stages = len(model.blocks.names) if model.blocks is not None else 1
         self._why_not: dict[tuple[int, int], str] = {}
-        self._refusals: dict[str, str] = {}  # of each axis the smallest size's: others' say mostly the same
+        self._refusals: dict[tuple[bool, bool], str] = {}  # by what is cut, of the smallest sizes: others say the same
         self._made: dict[Any, Any] = {}
         one = self._counts_of(Choice(Layout(), None, 1, 1, None))
-        if not one.counted:
-            raise ConfigurationError(
-                f"Layouts can't be compared, since the step can't be counted on fake tensors ({one.reason}): change"
-                " that, or plan single layouts."
-            )
         self.flops = model_flops(one)
         self.assumed = (*rates.device.assumptions, *one.assumed, LEFT_OUT)
 
@@ -130,41 +123,31 @@ class Workshop:
     # -- counts
 
     def _of(self, tensor: int, expert: int, samples: int) -> Counts | None:
-        """Counts of one microbatch; ``None`` if the module can't be cut that way, or can't be counted then."""
+        """Counts of one microbatch; ``None`` if the module can't be cut that way."""
         if (tensor, expert) not in self._why_not and (tensor, expert, samples) not in self._made:
             self._count(tensor, expert)
         return self._made.get((tensor, expert, samples))  # type: ignore[no-any-return]
 
     def _count(self, tensor: int, expert: int) -> None:
         """Count all sizes of microbatches, for which the module is cut only once."""
-        module, settings = self._model.module, self._model.settings
-        axis = "expert"
         try:
-            experts = resolve_experts(module, settings.expert_parallel_plan, expert)
-            axis = "tensor"
-            if tensor > 1:
-                resolve_plan(module, settings.tensor_parallel_plan, tensor, without=experts)
-            axis = ""
             found = count_each(self._model, tensor, expert, self._samples)
         except ConfigurationError as error:
             if tensor == expert == 1:
                 raise
             refused = f"{Why.CANT_BE_CUT} ({str(error).partition('. ')[0].removesuffix('.')})"
-            self._why_not[tensor, expert] = self._refusals.setdefault(axis, refused) if axis else refused
+            self._why_not[tensor, expert] = self._refusals.setdefault((tensor > 1, expert > 1), refused)
             return
         self._made.update(((tensor, expert, n), counts) for n, counts in zip(self._samples, found))
-        if not found[-1].counted and not tensor == expert == 1:  # for the uncut module the caller reports the reason
-            # a module may be cut, and then fail to run, such as with heads that don't divide
-            sizes = f"tensor_parallel_size={tensor}" + (f" expert_parallel_size={expert}" if expert > 1 else "")
-            self._why_not[tensor, expert] = f"{Why.CANT_BE_COUNTED} ({sizes}: {found[-1].reason})"
-            del self._made[tensor, expert, self._samples[len(found) - 1]]
 
     # -- one candidate
 
     def timing(self, choice: Choice, *, for_bound: bool = False) -> Timing:
         """The timing of a candidate's step; for a bound with whole backwards, and an order of few microbatches."""
         schedule = _order_of(choice, fewest=for_bound)
-        counts = self._counts_of(choice, in_two_parts=schedule.splits_backwards and not for_bound)
+        counts = self._counts_of(choice)
+        if schedule.splits_backwards and not for_bound:
+            counts = self._in_two_parts(counts)
         layout, splits = choice.layout, schedule.splits_backwards
         groups = Groups(layout, self.rates.device.per_machine)
         stages = self._stages_of(choice, counts, schedule)
@@ -196,8 +179,8 @@ class Workshop:
         if least > most:
             return least
         if schedule.splits_backwards:
-            counts = self._counts_of(choice, in_two_parts=True)
-            if not counts.counted:
+            counts = self._in_two_parts(counts)
+            if counts is None:
                 return None
             stages = self._stages_of(choice, counts, schedule)
         # of equal ranks with one stage each, only the one with most microbatches in flight
@@ -224,12 +207,21 @@ class Workshop:
                 break
         return found
 
-    def _counts_of(self, choice: Choice, *, in_two_parts: bool = False) -> Counts:
+    def _counts_of(self, choice: Choice) -> Counts:
         found = self._of(choice.layout.tensor_parallel_size, choice.layout.expert_parallel_size, choice.samples)
         assert found is not None, "a candidate's microbatch was counted"
-        if in_two_parts:
-            found = self._once(("in two parts", id(found)), partial(count_two_parts, self._model, found))
         return found
+
+    def _in_two_parts(self, counts: Counts) -> Any:
+        """The counts with those of split backwards; ``None`` if its step can't be run so."""
+
+        def counted() -> Counts | None:
+            try:
+                return count_two_parts(self._model, counts)
+            except ConfigurationError:
+                return None
+
+        return self._once(("in two parts", id(counts)), counted)
 
     def _blocks(self, stages: int, way: Recomputing) -> list[range]:
         """The blocks of each stage, as a run places them (with the costs of recomputation)."""

@@ -83,7 +83,6 @@ class Device:
     achieved: Achieved = Achieved()
     source: str = ""  # of the numbers
     notes: tuple[str, ...] = ()  # texts of what is assumed
-    host_bandwidth: float | None = None  # bytes per second to or from host memory; ``None`` if unknown
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products of this dtype; refuses one for which the profile has none."""
@@ -107,7 +106,7 @@ class Device:
         )
 
 
-_OPTIONAL = ("achieved", "notes", "host_bandwidth")
+_OPTIONAL = ("achieved", "notes")
 """The attributes that a user's profile may omit."""
 _LATENCIES_S = {"inside": 5e-6, "between": 10e-6}
 """Assumed where a profile says none."""
@@ -194,8 +193,7 @@ def _of_mapping(given: Mapping[str, Any]) -> Device:
             _checked_names(values[name], kind, f"{name} of device {own!r}")
     values["flops"] = {str(dtype): _number(peak, f"flops.{dtype}") for dtype, peak in values["flops"].items()}
     values["memory"] = size(values["memory"], "memory")
-    for name in ("memory_bandwidth", *(("host_bandwidth",) if values.get("host_bandwidth") is not None else ())):
-        values[name] = _number(values[name], name)
+    values["memory_bandwidth"] = _number(values["memory_bandwidth"], "memory_bandwidth")
     for name, latency_s in _LATENCIES_S.items():
         values[name] = _link({"latency_s": latency_s, **values[name]}, name)
     values["per_machine"] = check_count("per_machine", values["per_machine"])
@@ -353,11 +351,6 @@ class Rates:
 
     def read(self, nbytes: float) -> float:
         return nbytes / self._memory
-
-    def to_host(self, nbytes: float) -> float:
-        """Time to copy bytes to or from host memory; 0 if the profile has no host bandwidth."""
-        bandwidth = self.device.host_bandwidth
-        return 0.0 if bandwidth is None else nbytes / (bandwidth * self.device.achieved.links)
 
     def spent(self, work: Work, groups: Groups) -> dict[str, float]:
         products = max(work.flops / self._products, self.read(work.moved - work.beside))

@@ -9,8 +9,7 @@ Estimates a rank's time on one stage: forward and backward of a microbatch, and 
 
 Beside the costs of its parts (``devices.py``), a stage takes *data* time: all-gathers of parameters and reduce-scatters
 of gradients, as far as they don't overlap with computation. A unit is gathered while the previous one computes, and
-reduced while the next one does; a link carries one of them at a time. With ``cpu_offload``, a unit's shards are copied
-from host memory before it is gathered, and shards of its gradients are copied back after they are reduced.
+reduced while the next one does; a link carries one of them at a time.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+from lightning_shard.arguments import seconds_text
 from lightning_shard.dryrun.counting.counts import EXPERT, TENSOR, Counts, ParameterCount
 from lightning_shard.dryrun.memory.peak import Stage, Unit, shard_numel
-from lightning_shard.dryrun.timing.devices import Groups, Rates, Seconds
+from lightning_shard.dryrun.timing.devices import Groups, Links, Rates, Seconds
 from lightning_shard.layout import Layout
-from lightning_shard.pipeline.placement import seconds_text
 from lightning_shard.pipeline.schedules.schedule import Action, Schedule
 from lightning_shard.pipeline.schedules.simulate import Costs, Timeline, simulate
 
@@ -41,7 +40,7 @@ class StageTime:
     first: float  # what a batch's first forward takes in addition, to gather parameters that stay gathered
     last: float  # the same of the last backward before an optimizer step, to reduce gradients
     reduces: float  # the time to reduce gradients without overlapping computation; 0 if each backward reduces
-    optimizer: float  # its step; 0 if it runs in host memory, where its time isn't known
+    optimizer: float  # its step
 
     @cached_property
     def forward_s(self) -> float:
@@ -82,7 +81,7 @@ def stage_time(stage: Stage, groups: Groups, rates: Rates, *, splits: bool = Fal
     forwards, backwards = ([sum(of[way].values()) for of in spent] for way in (0, 1))
     units = dict(stage.units)
     in_turn = [units.pop(part.name, None) for part in stage.parts]  # a block that runs again is still gathered
-    on_links = partial(_on_links, groups=groups, rates=rates, offloads=held.cpu_offload)
+    on_links = partial(_on_links, groups=groups, links=rates.links)
     (*gathers, gathers_root), (*reduces, reduces_root) = zip(*map(on_links, (*in_turn, stage.root)))
 
     def forward(gathering: bool, root: float = 0.0) -> float:
@@ -106,7 +105,7 @@ def stage_time(stage: Stage, groups: Groups, rates: Rates, *, splits: bool = Fal
         last=0.0 if each else backward(regathers, True) - each_backward,
         reduces=0.0 if each else sum(reduces) + reduces_root,
         # its state and parameters are read and written, gradients are read
-        optimizer=0.0 if held.cpu_offload else rates.read(2 * stage.state_bytes + 3 * stage.reduced_bytes),
+        optimizer=rates.read(2 * stage.state_bytes + 3 * stage.reduced_bytes),
     )
 
 
@@ -128,20 +127,18 @@ def _bytes(unit: Unit, *, gradients: bool) -> tuple[int, int]:
     return whole[False], whole[True]
 
 
-def _on_links(unit: Unit | None, groups: Groups, rates: Rates, *, offloads: bool) -> tuple[float, float]:
+def _on_links(unit: Unit | None, groups: Groups, links: Links) -> tuple[float, float]:
     """Time to gather a unit; and to reduce-scatter its gradients, and all-reduce the shards over replicas."""
     if unit is None:
         return 0.0, 0.0
-    links, to_host = rates.links, rates.to_host if offloads else lambda _: 0.0
     shared, experts = _bytes(unit, gradients=False)
-    gather = to_host(unit.held) + links.gather(groups.shards, shared) + links.gather(groups.expert_shards, experts)
+    gather = links.gather(groups.shards, shared) + links.gather(groups.expert_shards, experts)
     shared, experts = _bytes(unit, gradients=True)
     shards = shared / groups.shards.size + experts / groups.expert_shards.size
     return gather, (
         links.gather(groups.shards, shared)
         + links.gather(groups.expert_shards, experts)
         + links.reduce(groups.replicas, shards)
-        + to_host(unit.reduced)
     )
 
 
@@ -189,12 +186,11 @@ class StepTime:
     ``None`` if these operations aren't known."""
     spent: Seconds  # the busiest rank's time in a step, by purpose; the rest is idle
     sent: Mapping[str, float]  # bytes that a rank sends in a step, by axis; the maximum over stages
-    unknown: tuple[str, ...] = ()  # what these numbers should include, and don't
     assumed: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """For machines. In seconds and bytes."""
-        names = ("device", "step", "bubble", "tokens_per_s", "mfu", "dominates", "spent", "sent", "assumed", "unknown")
+        names = ("device", "step", "bubble", "tokens_per_s", "mfu", "dominates", "spent", "sent", "assumed")
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
@@ -327,7 +323,6 @@ class Timing:
             mfu=None if flops is None or not step else flops / (step * layout.world_size * self.rates.peak),
             spent=self._spent(step),
             sent={axis: max(of.get(axis, 0.0) for of in bytes_sent) for axis in axes},
-            unknown=self._unknown(),
             assumed=(*self.rates.device.assumptions, *counts.assumed, LEFT_OUT),
         )
 
@@ -353,16 +348,6 @@ class Timing:
         busiest = max(ranks, key=lambda found: sum(found.values()))
         busiest[IDLE] = max(0.0, step - sum(busiest.values()))
         return busiest
-
-    def _unknown(self) -> tuple[str, ...]:
-        found = []
-        if self._made[0].optimizer is None:
-            found.append("the optimizer's state, which its step reads and writes")
-        if self._made[0].held.cpu_offload:
-            found.append("the optimizer's step in the host's memory")
-            if self.rates.device.host_bandwidth is None:
-                found.append("copies to and from the host's memory: the device's profile doesn't say host_bandwidth")
-        return tuple(found)
 
 
 def model_flops(counts: Counts) -> float:

@@ -13,7 +13,6 @@ from torchmetrics import Metric
 
 from lightning_shard import tree
 from lightning_shard.pipeline.dataflow.messages import Held, Kept, KeptNumber, Slot
-from lightning_shard.scripted import is_scripted
 from lightning_shard.state.patch import Outline
 from lightning_shard.state.walk import OF_RECURRENT_LAYERS, entries, is_object, put_entries
 
@@ -29,7 +28,7 @@ Name = tuple[str, str]
 
 @dataclass(frozen=True)
 class Attributes:
-    """A snapshot of modules' attributes and buffers, without those of metrics and scripted modules."""
+    """A snapshot of modules' attributes and buffers, without those of metrics."""
 
     noted: list[tuple[str, nn.Module, dict[str, Outline]]]
     looks_into_objects: bool = False
@@ -45,7 +44,6 @@ class Attributes:
             [
                 (path, each, dict(_noted(each, looks_into_objects)))
                 for path, each in named
-                if not is_scripted(each)  # whose buffers stages can't exchange
                 if not isinstance(each, Metric)  # the stage that updates it shares what it computes
             ],
             looks_into_objects,

@@ -26,7 +26,6 @@ from lightning_shard.pipeline.stages.parts import ForeignPart, is_foreign
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Network, Stage
 from lightning_shard.pipeline.stages.stand_in import StandIn
-from lightning_shard.scripted import is_scripted
 
 _Slot = tuple[nn.Module, str]
 """The location of a parameter: a module, and the parameter's name in it."""
@@ -174,9 +173,6 @@ def _ignore_in_loads(root: nn.Module, parameters: Collection[_Slot], buffers: Co
     keys: dict[nn.Module, set[str]] = {}
     for name in buffers:
         parent, _, key = name.rpartition(".")
-        while is_scripted(root.get_submodule(parent)):  # it takes no such hooks
-            parent, _, inner = parent.rpartition(".")
-            key = f"{inner}.{key}"
         keys.setdefault(root.get_submodule(parent), set()).add(key)
     for module, key in parameters:
         keys.setdefault(module, set()).add(key)

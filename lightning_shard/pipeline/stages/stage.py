@@ -41,7 +41,6 @@ from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.stages.compiled_functions import CompiledFunctions
 from lightning_shard.pipeline.stages.own_call import OwnCall
 from lightning_shard.pipeline.stages.parts import PartCalls, part_of
-from lightning_shard.scripted import after_calls, before_calls
 
 if TYPE_CHECKING:
     from lightning_shard.pipeline.runtime.network_calls import Calls
@@ -258,8 +257,8 @@ class Stage:
         self._root, self.entrances = root, [root.get_submodule(name) for name in _around_all(self.blocks)]
         for name in self.places:
             block = root.get_submodule(name)
-            before_calls(block, partial(self._enter, name), prepend=True, with_kwargs=True)
-            after_calls(block, partial(self._leave, name))
+            block.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True)
+            block.register_forward_hook(partial(self._leave, name))
         for name in _around_any(self.blocks):
             root.get_submodule(name).register_forward_pre_hook(partial(self._enter_around, name))
         self._part_calls.join(root)

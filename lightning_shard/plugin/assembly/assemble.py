@@ -36,7 +36,7 @@ from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.tied import Tie
-from lightning_shard.plugin.assembly.parameters import LaidOutParameters, refuse_copies
+from lightning_shard.plugin.assembly.parameters import LaidOutParameters, refuse_copies, refuse_scripted
 from lightning_shard.plugin.assembly.placing import OwnPart, blocks_of, cut_to_rank, place_blocks
 from lightning_shard.plugin.assembly.probe import trial_runs, two_runs
 from lightning_shard.plugin.groups import Groups
@@ -44,7 +44,6 @@ from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.loop import has_whole_steps
 from lightning_shard.plugin.steps.metrics import SharedMetrics
-from lightning_shard.scripted import refuse_trained, set_aside
 
 _PIPELINE, _EXPERTS, _CONTEXT = "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size"
 
@@ -148,7 +147,7 @@ def assemble(
     if parallelizes_itself(module):
         return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, places, names)
 
-    refuse_trained(module)
+    refuse_scripted(module)
     compilers = take_out(module)
     blocks = blocks_of(module, settings, layout.pipeline_parallel_size)
     listed = list(dict.fromkeys(name for names in block_lists(module).values() for name in names))
@@ -196,24 +195,23 @@ def assemble(
     stacks, sharded = _deal(module, experts, expert_mesh, data_mesh, device)
     reshards = part.stages is None if settings.reshard_after_forward is None else settings.reshard_after_forward
     sharding = Sharding(not reshards, settings.gathered_dtype, settings.cpu_offload)
-    with set_aside(module):
-        apply_fully_sharded(
+    apply_fully_sharded(
+        module,
+        _present(
             module,
-            _present(
-                module,
-                [
-                    name
-                    for name in _apart(units, named, part.ties_of_stages)
-                    if not any(name.startswith(f"{dealt}.") for dealt in experts)
-                ],
-            ),
-            data_mesh,
-            sharding,
-            whole_steps=whole_steps,
-            experts=stacks,
-            expert_mesh=None if expert_mesh is None else expert_mesh[layout.expert_data_axes],
-            sharded=sharded,
-        )
+            [
+                name
+                for name in _apart(units, named, part.ties_of_stages)
+                if not any(name.startswith(f"{dealt}.") for dealt in experts)
+            ],
+        ),
+        data_mesh,
+        sharding,
+        whole_steps=whole_steps,
+        experts=stacks,
+        expert_mesh=None if expert_mesh is None else expert_mesh[layout.expert_data_axes],
+        sharded=sharded,
+    )
     materialize(module, listed, torch.device("cpu") if settings.cpu_offload else device, seed)
     to_device(module, device, sharding)
     _watch(module, layout, part, units, whole_steps=whole_steps)
@@ -266,12 +264,10 @@ def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str
     whole = unsharded_of(module)
     if whole is not None:
         whole.in_microbatches = part.stages is not None
-    with set_aside(module):
-        if part.stages is None:
-            gather_for_calls(module, _present(module, units), whole_steps=whole_steps)
-        else:
-            refuse_calls(module, _present(module, units), part.beside)
-    if part.stages is not None:
+    if part.stages is None:
+        gather_for_calls(module, _present(module, units), whole_steps=whole_steps)
+    else:
+        refuse_calls(module, _present(module, units), part.beside)
         leave_gathers_uncounted(module)
         for tie in part.ties:
             if layout.pipeline_rank != tie.holders[-1]:  # norms count a parameter of several ranks on the last one

@@ -7,8 +7,8 @@ While ``configure_optimizers`` runs, each stage shows all parameters of the modu
 process. One of another stage is a hollow tensor (``taint.Hollow``: right shape and dtype, no values), which is removed
 from the optimizers afterwards.
 
-Parameters that were added or removed after that, and copies of sharded modules, are refused. All of them are gathered,
-unsharded, on rank 0.
+Parameters that were added or removed after that, copies of sharded modules, and scripted modules are refused. All
+parameters are gathered, unsharded, on rank 0.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.jit import ScriptModule
 
 from lightning_shard.errors import ConfigurationError, PlacementError, StepError
 from lightning_shard.layout import Layout
@@ -212,6 +213,19 @@ class LaidOutParameters:
 
 def _kind(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor)
+
+
+def refuse_scripted(module: nn.Module) -> None:
+    """
+    Raises:
+        ConfigurationError: A part was made by ``torch.jit``. Many methods of such modules fail, those of hooks too.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, ScriptModule):
+            raise ConfigurationError(
+                f"{name} was made by torch.jit, which torch has deprecated, and such modules can't be sharded, cut or"
+                " followed: give the plain module, with torch.compile or compile_blocks=True for speed."
+            )
 
 
 def refuse_copies(module: nn.Module) -> None:

@@ -25,7 +25,6 @@ from lightning_shard.plugin.assembly.probe import calls_on_example, example_of, 
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps.schedule_choice import agree, choose, fitting_schedules
-from lightning_shard.scripted import is_scripted
 from lightning_shard.torch_private import NormOfChannels
 
 
@@ -148,7 +147,6 @@ def cut_to_rank(
     """Cut a module to the stages of one pipeline rank."""
     elsewhere = set() if rank == len(schedule.rows) - 1 else _names_on_every_stage(module, blocks)
     _refuse_pre_hooks(module, blocks, placement)
-    _refuse_scripted_parameters(module, blocks)
     holders = Holders(blocks, placement)
     of_stages = find_ties(names_of_parameters(module), holders.of)
     of_ranks = over_ranks(of_stages, schedule.rank_of)
@@ -207,20 +205,6 @@ def _refuse_pre_hooks(module: nn.Module, blocks: Blocks, placement: Placement) -
                 )
 
 
-def _refuse_scripted_parameters(module: nn.Module, blocks: Blocks) -> None:
-    """Refuse them in blocks and parts, where the stages that don't hold these would have to leave them out."""
-    modules = dict(module.named_modules(remove_duplicate=False))
-    for name in (*blocks.names, *(name for name, _ in blocks.parts)):
-        for inner, part in modules[name].named_modules(prefix=name) if name in modules else ():
-            if is_scripted(part) and any(True for _ in part.parameters()):
-                raise PlacementError(
-                    f"{inner} was made by torch.jit and has parameters, but {name} is held by one pipeline stage, and"
-                    " other stages can't leave out parameters of such modules: give the plain module, hold it as an"
-                    " attribute of the LightningModule itself, or use pipeline_parallel_size=1.",
-                    breaks=10,
-                )
-
-
 def _beside_the_network(module: nn.Module, blocks: Blocks) -> frozenset[nn.Module]:
     if not blocks.network:  # the LightningModule itself
         return frozenset()
@@ -234,15 +218,13 @@ def _beside_the_network(module: nn.Module, blocks: Blocks) -> frozenset[nn.Modul
 
 
 def _names_on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:
-    """State-dict names of modules that aren't cut: those outside of the network that don't train, and scripted ones."""
+    """State-dict names of modules that aren't cut: those outside of the network that don't train."""
     cut_away = (*blocks.names, *(name for name, _ in blocks.parts))
     prefix = f"{blocks.network}." if blocks.network else ""
-    scripted = tuple(f"{name}." for name, part in module.named_modules() if is_scripted(part))
     return {
         name
         for name in module.state_dict(keep_vars=True)
-        if (not name.startswith(prefix) or name.startswith(scripted))
-        and not any(name == part or name.startswith(f"{part}.") for part in cut_away)
+        if not name.startswith(prefix) and not any(name == part or name.startswith(f"{part}.") for part in cut_away)
     }
 
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard import tree
+from lightning_shard.arguments import size_text, table
 from lightning_shard.layout import Layout
 from lightning_shard.parallel.rank_compare import everyones
-from lightning_shard.pipeline.placement import size_text, table
 from lightning_shard.sharding import local_tensor
 
 __all__ = ["HeldMemory", "RankMemory"]

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_shard.gloo import one_worker
 from lightning_shard.layout import SIZES, Layout, check_sizes
 from lightning_shard.parallel.collectives import gather
 from lightning_shard.pipeline.schedules.schedule import Schedule
@@ -25,6 +24,7 @@ from lightning_shard.plugin.running.rendezvous import Rendezvous
 from lightning_shard.plugin.settings import Settings, check_kinds
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.schedule_choice import candidates
+from lightning_shard.torch_private import one_worker
 
 
 class LaidOut:

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_shard import checkpoint as ckpt
 from lightning_shard.checkpoint.foreign.lightning_ckpt import OWN
-from lightning_shard.checkpoint.names import as_compiled
 from lightning_shard.checkpoint.optimizers.named import OPTIMIZER_STATES
 from lightning_shard.checkpoint.sharded_values import lay_out
 from lightning_shard.errors import CheckpointNotFoundError
@@ -58,12 +57,6 @@ def replace_folder(path: str, write: Callable[[str], None]) -> None:
     write(written)
     shutil.rmtree(path)
     os.rename(written, path)
-
-
-def matched(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """A state dict by the names that a module has, of which parts may be compiled on one side only."""
-    found = as_compiled(state, module.state_dict())
-    return {found.get(name, name): value for name, value in state.items()} if found else state
 
 
 def hyperparameters(path: str) -> dict[str, Any] | None:
@@ -117,7 +110,7 @@ def load_into(
         else:
             continue
         if isinstance(value, nn.Module):
-            strategy.load_module_state_dict(module=value, state_dict=matched(found, value), strict=strict)
+            strategy.load_module_state_dict(module=value, state_dict=found, strict=strict)
         elif hasattr(value, "load_state_dict"):
             value.load_state_dict(found)
         else:

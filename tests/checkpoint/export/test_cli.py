@@ -1,4 +1,4 @@
-"""The command line on checkpoints: exit codes, JSON, tables that fit, one-line errors."""
+"""The command line on checkpoints: exit codes, JSON, tables, one-line errors."""
 
 import json
 

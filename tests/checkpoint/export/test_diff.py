@@ -240,9 +240,7 @@ def test_damage_and_nonsense_are_errors(tmp_path):
 # -- the verb ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_verb_tells_by_its_exit_code_in_a_table_that_fits(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
-    monkeypatch.setenv("TERM", "dumb")
+def test_the_verb_tells_by_its_exit_code_and_in_a_table(tmp_path, capsys):
     names = [f"model.layers.{i}.a_rather_long_module_name.gate_projection.weight" for i in range(30)]
     a = str(save(tmp_path / "a", {name: torch.ones(5) for name in names}, trainer_state={"epoch": 1}))
     b = str(save(tmp_path / "b", {name: torch.ones(5) + 1e-3 for name in names}, trainer_state={"epoch": 2}))
@@ -253,8 +251,6 @@ def test_the_verb_tells_by_its_exit_code_in_a_table_that_fits(tmp_path, capsys, 
     assert out.startswith("31 differences (30 tensors, 600 B)")
     assert "5 of 5 elements" in out
     assert "and 11 more" in out
-    assert max(map(len, out.splitlines())) <= 80
-    monkeypatch.delenv("FORCE_COLOR")
     assert main(["diff", a, b, "--atol", "0.01", "--only", "model", "--only", "optimizer"]) == 0
     capsys.readouterr()
     assert main(["diff", a, b, "--rtol", "0.01", "--json"]) == 1

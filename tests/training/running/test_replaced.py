@@ -18,9 +18,7 @@ from lightning_shard.testing import run_ranks
 from tests.parity import QUIET, Model, layout, loader
 from tests.training.replaced import callables, replaced
 
-OF_READER = re.compile(
-    r".*\.(pl_load|_atomic_save|Strategy\.load_checkpoint|LightningModule\.load_state_dict|LightningCLI\._parse_ckpt_path)"
-)
+OF_READER = re.compile(r".*\.(pl_load|_atomic_save|Strategy\.load_checkpoint|LightningCLI\._parse_ckpt_path)")
 """What opens checkpoints: the reader of folders is registered with Lightning's (``lightning_private.py``)."""
 OF_DTENSORS = re.compile(r"torch\.distributed\.tensor\..*(OpDispatcher|DTensor)\.|torch\.nn\..*Parameter\.data$")
 """A module that was trained keeps DTensors, which go on being read and written as plain tensors."""

@@ -22,7 +22,6 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.jit import ScriptModule
 from torchmetrics import Metric
 
 from lightning_shard.arguments import few
@@ -104,7 +103,7 @@ class LateState:
         self._modules = {
             path: module
             for path, module in root.named_modules()
-            if not f"{path}.".startswith(within) and not isinstance(module, (Metric, ScriptModule))
+            if not f"{path}.".startswith(within) and not isinstance(module, Metric)
         }
         self._elsewhere = {path: module for path, module in root.named_modules() if module in self._stage.elsewhere}
         self._hollow = {tuple(name.rpartition(".")[::2]) for stage in stages for name in stage.hollow}

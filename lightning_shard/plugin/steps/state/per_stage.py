@@ -26,7 +26,6 @@ from lightning_shard.errors import StepError
 from lightning_shard.namespaces import Namespace
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
-from lightning_shard.scripted import is_scripted
 from lightning_shard.state.patch import mark_of
 from lightning_shard.state.tree_state import Note, is_iterator, note_of, notes, uncounted
 from lightning_shard.state.walk import (
@@ -106,7 +105,7 @@ class StatesApart:
         parts = tuple(f"{name}." for name in stages[0].parts)
         around = [path for path in self._modules if not f"{path}.".startswith(within)]
         of_parts = [path for path, stage in self._holder.items() if stage and f"{path}.".startswith(parts)]
-        self._exchanged = [path for path in (*around, *of_parts) if not is_scripted(self._modules[path])]
+        self._exchanged = [*around, *of_parts]
         for stage in stages:
             stage.apart = partial(self._running, stage)
 
@@ -207,8 +206,7 @@ class StatesApart:
 
     def _found_at(self, name: str, key: str) -> Any:
         if name in self._modules:
-            module = self._modules[name]
-            return dict(module._buffers.items()).get(key) if is_scripted(module) else vars(module).get(key)
+            return vars(self._modules[name]).get(key)
         return self._beside[name].held.get(key) if key else self._beside[name]
 
     def _found_beside(self) -> dict[str, Namespace]:
