@@ -127,7 +127,7 @@ def held_without_a_pipeline() -> list[list[tuple[str, ...]]]:
     held = []
     for schedule in ("1F1B", "Interleaved1F1B", "DualPipeV"):
         strategy = HybridShardStrategy(schedule=schedule)
-        L.Trainer(strategy=strategy, devices=1, max_steps=1, **QUIET).fit(Model("gpt"), loader(4))
+        L.Trainer(strategy=strategy, devices=1, max_steps=1, **QUIET).fit(Model(), loader(4))
         held.append([stage.names for stage in strategy.placement.stages])
     return held
 

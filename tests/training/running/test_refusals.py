@@ -98,7 +98,7 @@ def check(case: Refusal, messages: list[str]) -> None:
 
 
 def gpt() -> L.LightningModule:
-    return Model("gpt")
+    return Model()
 
 
 # -- steps

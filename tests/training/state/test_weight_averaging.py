@@ -38,7 +38,7 @@ class Buffered(Model):
     """With an averaged buffer, one that isn't saved, and state that is neither parameter nor buffer."""
 
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.model.blocks[1].register_buffer("moving", torch.zeros(3))
         self.model.blocks[2].register_buffer("unsaved", torch.zeros(2), persistent=False)
         self.model.blocks[3].register_buffer("steps", torch.zeros((), dtype=torch.long))
@@ -184,7 +184,7 @@ def in_mid_epoch(sizes: dict[str, int] | None, folder: str, steps: int, resume: 
         callbacks=[averaging, Note(), keep],
         **{**QUIET, "enable_checkpointing": True},
     )
-    module = Scheduled("gpt")
+    module = Scheduled()
     batch = GLOBAL_BATCH // (1 if sizes is None else sizes["data_parallel_size"])
     path = f"{folder}/step={resume}.ckpt" if resume else None
     trainer.fit(module, loader(batch, samples=3 * GLOBAL_BATCH), ckpt_path=path)
@@ -209,7 +209,7 @@ def join_late(folder: str) -> tuple[int, float]:
 
     def run(callbacks: list[L.Callback], steps: int, resume: str | None) -> tuple[L.Trainer, Model]:
         trainer = L.Trainer(strategy=HybridShardStrategy(), devices=2, max_steps=steps, callbacks=callbacks, **QUIET)
-        module = Model("gpt", on_meta=True)
+        module = Model(on_meta=True)
         trainer.fit(module, loader(8), ckpt_path=resume)
         trainer.save_checkpoint(f"{folder}/{steps}.ckpt")
         return trainer, module
@@ -228,7 +228,7 @@ def join_late(folder: str) -> tuple[int, float]:
 def test_averaging_begins_and_ends_at_any_checkpoint(tmp_path: Path) -> None:
     (joined, loss), other = run_ranks(join_late, 2, str(tmp_path), elastic=True)
     assert (joined, loss) == other == (1, loss)
-    model = Model("gpt")
+    model = Model()
     model.load_state_dict(checkpoint.read(tmp_path / "2.ckpt").full())
     with torch.no_grad():
         losses = [float(model.loss(batch)) for batch in loader(16, samples=32)]

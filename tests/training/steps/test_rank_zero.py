@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ class ByHand(Model):
     """Keeps outputs in lists, dicts and numbers, as Lightning's guide shows, and counts in a buffer."""
 
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.register_buffer("seen", torch.zeros(()))
         self.kept: list[Tensor] = []
         self.of_kinds: dict[str, list[float]] = {"right": [], "seen": []}
@@ -69,7 +68,7 @@ def printed() -> tuple[list[float], list[float], list[str]]:
     """What a step prints on this rank, the losses of the batches, and warnings."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), warnings.catch_warnings(record=True) as caught:
-        seen = train("gpt", layout(pipeline=2), module=partial(Printing, "gpt"), steps=2, microbatches=4)
+        seen = train("gpt", layout(pipeline=2), module=Printing, steps=2, microbatches=4)
     values = [float(line.split()[1]) for line in out.getvalue().split("\n") if line.startswith("loss")]
     return values, seen.losses, [str(each.message) for each in caught]
 

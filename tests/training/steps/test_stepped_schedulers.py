@@ -13,9 +13,6 @@ from tests.parity import Model, layout, train
 
 
 class Steps(Model):
-    def __init__(self) -> None:
-        super().__init__("gpt")
-
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         scheduler: Any = self.lr_schedulers()
         scheduler.step()
