@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lightning_shard.errors import PlanError
 from lightning_shard.testing import assert_trains_alike
 from tests.parity import VOCABULARY, layout
+from tests.refusals import Refusal, assert_refused
 from tests.training.mixtures import NETWORKS, assert_alike
 from tests.training.parallel.small import Descends, random_batches
 
@@ -80,18 +81,12 @@ class OfFused(L.LightningModule):
 batches = partial(random_batches, 8, 6, 16, count=2)
 
 
-def test_a_plan_that_takes_one_thing_for_another_is_refused() -> None:
-    right = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
-    assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=right)
-    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
-    with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
-        assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=wrong)
+RIGHT = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
+WRONG = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
 
 
-def test_sequences_that_the_tensor_ranks_dont_divide_are_refused() -> None:
-    plan = {"blocks.0": "scatter_sequence", "blocks.*.qkv": "colwise_sequence", "blocks.*.out": "rowwise_sequence"}
-    with pytest.raises(PlanError, match=r"Sequences of 5 positions can't be split over tensor_parallel_size=2 ranks"):
-        assert_trains_alike(OfFused, partial(random_batches, 8, 5, 16), ["tp2"], tensor_parallel_plan=plan)
+def test_a_layer_for_queries_keys_and_values_is_split_in_whole() -> None:
+    assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=RIGHT)
 
 
 class Hidden(OfFused):
@@ -105,13 +100,6 @@ class Hidden(OfFused):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)  # Adam's first steps would be of the size of rounding too
-
-
-@pytest.mark.parametrize("scale", [0.0, pytest.param(1e-6, marks=pytest.mark.long)])
-def test_a_plan_that_weights_hide_at_first_is_refused_too(scale: float) -> None:
-    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
-    with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
-        assert_trains_alike(partial(Hidden, scale), batches, ["tp2"], tensor_parallel_plan=wrong)
 
 
 class Sharpened(nn.Module):
@@ -131,12 +119,6 @@ class ByNumber(OfFused):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(map(Sharpened, range(4)))
-
-
-def test_blocks_that_differ_by_a_setting_are_each_compared() -> None:
-    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    with pytest.raises(PlanError, match=r"blocks\.3 computes something else when it is split"):
-        assert_trains_alike(ByNumber, batches, ["tp2"], tensor_parallel_plan=plan)
 
 
 class InPlace(nn.Module):
@@ -177,11 +159,7 @@ class Checkpointed(OfFused):
 
 @pytest.mark.long
 def test_blocks_that_a_step_recomputes_are_compared_outside_of_it() -> None:
-    right = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
-    assert_trains_alike(Checkpointed, batches, ["tp2"], tensor_parallel_plan=right)
-    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
-    with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
-        assert_trains_alike(Checkpointed, batches, ["tp2"], tensor_parallel_plan=wrong)
+    assert_trains_alike(Checkpointed, batches, ["tp2"], tensor_parallel_plan=RIGHT)
 
 
 class FusedBySize(Fused):
@@ -194,10 +172,32 @@ class OfFusedBySize(OfFused):
     block = FusedBySize
 
 
-def test_so_is_one_that_leaves_too_few_parts() -> None:
-    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
-    with pytest.raises(PlanError, match="The first step fails with tensor_parallel_plan: not enough values to unpack"):
-        assert_trains_alike(OfFusedBySize, batches, ["tp2"], tensor_parallel_plan=wrong)
+BY_SEQUENCE = {"blocks.0": "scatter_sequence", "blocks.*.qkv": "colwise_sequence", "blocks.*.out": "rowwise_sequence"}
+DIFFERS = r"blocks\.0 computes something else when it is split"
+
+
+def refused(make: Any, says: str, plan: dict[str, str] = WRONG, batches: Any = batches) -> Refusal:
+    return Refusal(layout(tensor=2), make, PlanError, says, {"tensor_parallel_plan": plan}, batches)
+
+
+def test_plans_that_take_one_thing_for_another_are_refused() -> None:
+    uneven = partial(random_batches, 8, 5, 16)
+    two = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    assert_refused(
+        {
+            "queries, keys and values as one": refused(OfFused, DIFFERS),
+            "hidden by weights at first": refused(partial(Hidden, 0.0), DIFFERS),
+            "nearly hidden": refused(partial(Hidden, 1e-6), DIFFERS),
+            "in blocks that a step recomputes": refused(Checkpointed, DIFFERS),
+            "in one of blocks that differ by a setting": refused(ByNumber, DIFFERS.replace("0", "3"), two),
+            "too few parts are left": refused(
+                OfFusedBySize, "The first step fails with tensor_parallel_plan: not enough values to unpack"
+            ),
+            "sequences that ranks don't divide": refused(
+                OfFused, r"Sequences of 5 positions can't be split over tensor_parallel_size=2", BY_SEQUENCE, uneven
+            ),
+        }
+    )
 
 
 def tokens() -> list[dict[str, Tensor]]:
