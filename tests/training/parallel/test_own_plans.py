@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_shard.errors import PlanError
-from lightning_shard.testing import assert_trains_alike
+from tests.alike import Trains, assert_train_alike
 from tests.parity import VOCABULARY, layout
 from tests.refusals import Refusal, assert_refused
 from tests.training.mixtures import NETWORKS, assert_alike
@@ -79,14 +79,12 @@ class OfFused(L.LightningModule):
 
 
 batches = partial(random_batches, 8, 6, 16, count=2)
-
-
 RIGHT = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
 WRONG = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
 
 
-def test_a_layer_for_queries_keys_and_values_is_split_in_whole() -> None:
-    assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=RIGHT)
+RIGHT = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
+WRONG = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
 
 
 class Hidden(OfFused):
@@ -141,11 +139,6 @@ class OfInPlace(OfFused):
     block = InPlace
 
 
-def test_what_split_layers_return_may_be_changed_in_place() -> None:
-    plan = {"blocks.*.up": "colwise", "blocks.*.gate": "shared_output", "blocks.*.down": "rowwise"}
-    assert_trains_alike(OfInPlace, batches, ["tp2"], tensor_parallel_plan=plan)
-
-
 class Checkpointed(OfFused):
     """Its step recomputes blocks itself: what a comparison saves and computes isn't taken for the block's."""
 
@@ -155,11 +148,6 @@ class Checkpointed(OfFused):
             selective = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
             x = checkpoint(block, x, use_reentrant=False, context_fn=selective)
         return (x - batch.roll(1, 1)).square().mean()
-
-
-@pytest.mark.long
-def test_blocks_that_a_step_recomputes_are_compared_outside_of_it() -> None:
-    assert_trains_alike(Checkpointed, batches, ["tp2"], tensor_parallel_plan=RIGHT)
 
 
 class FusedBySize(Fused):
@@ -222,12 +210,6 @@ class Slopes(Descends):
         return each.mean() + slope.square().mean()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("network", ["mixtral", "deepseek"])
-def test_gradients_of_gradients_are_those_of_one_process(network: str) -> None:
-    assert_trains_alike(partial(Slopes, network), tokens, ["tp2"])
-
-
 class HeldTwice(Descends):
     """Its network is an attribute of its own, and of another module that it holds."""
 
@@ -252,7 +234,30 @@ class Feed(nn.Module):
 vectors = partial(random_batches, 8, 16, count=2)
 
 
-@pytest.mark.parametrize("first", [pytest.param("wrapper.net", marks=pytest.mark.long), "net"])
-def test_a_module_that_is_held_twice_is_split_by_either_name(first: str) -> None:
-    plan = {f"{first}.*.up": "colwise", f"{first}.*.down": "rowwise"}
-    assert_trains_alike(HeldTwice, vectors, ["tp2"], tensor_parallel_plan=plan)
+def split(make: Any, plan: dict[str, str], batches: Any = batches) -> Trains:
+    return Trains(make, batches, "tp2", options={"tensor_parallel_plan": plan})
+
+
+def held_twice(first: str) -> Trains:
+    return split(HeldTwice, {f"{first}.*.up": "colwise", f"{first}.*.down": "rowwise"}, vectors)
+
+
+WITH_GATE = {"blocks.*.up": "colwise", "blocks.*.gate": "shared_output", "blocks.*.down": "rowwise"}
+ALIKE = {
+    "one layer for queries, keys and values": split(OfFused, RIGHT),
+    "what split layers return, changed in place": split(OfInPlace, WITH_GATE),
+    "a module that is held twice": held_twice("net"),
+}
+ALIKE_TOO = {
+    "by its other name": held_twice("wrapper.net"),
+    "blocks that a step recomputes": split(Checkpointed, RIGHT),
+    **{
+        f"gradients of gradients of {network}": Trains(partial(Slopes, network), tokens, "tp2")
+        for network in ("mixtral", "deepseek")
+    },
+}
+
+
+@pytest.mark.parametrize("cases", [ALIKE, pytest.param(ALIKE_TOO, marks=pytest.mark.long)], ids=["some", "others"])
+def test_what_a_plan_splits_computes_what_one_process_does(cases: dict[str, Trains]) -> None:
+    assert_train_alike(cases)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_shard.errors import PlanError
-from lightning_shard.testing import assert_trains_alike
+from tests.alike import Trains, assert_train_alike
 from tests.parity import layout as sizes
 from tests.refusals import Refusal, assert_refused
 from tests.training.parallel.small import Descends
@@ -135,31 +135,6 @@ def batches() -> list[dict[str, Tensor]]:
     return [{name: torch.randn(8, WIDTH, generator=generator) for name in "xy"} for _ in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "plan", "layout"),
-    [
-        (OfItself, PLAN, "tp2"),
-        (InADict, OF_A_DICT, "tp2"),
-        pytest.param(OfBackbone, PLAN, "dp2 x tp2", marks=pytest.mark.long),
-    ],
-)
-def test_layers_beside_blocks_with_code_for_each_feature_between_them_train_alike(
-    kind: type[OfBackbone], plan: dict[str, str], layout: str
-) -> None:
-    assert_trains_alike(partial(kind, "each"), batches, layout, tensor_parallel_plan=plan)
-
-
-@pytest.mark.long
-def test_a_split_head_behind_a_norm_of_the_first_stage() -> None:
-    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "out": "colwise_gather_output"}
-    assert_trains_alike(NormFirst, batches, "pp2 x tp2", tensor_parallel_plan=plan)
-
-
-@pytest.mark.parametrize("kind", [Predicts, pytest.param(Frozen, marks=pytest.mark.long)])
-def test_what_is_right_is_evaluated_alike(kind: type[OfBackbone]) -> None:
-    assert_trains_alike(partial(kind, "each"), batches, ["tp2"], tensor_parallel_plan=PLAN)
-
-
 class TakesGradients(OfItself):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         x = batch["x"].requires_grad_()
@@ -170,9 +145,26 @@ class TakesGradients(OfItself):
         return F.mse_loss(self.head(y), batch["y"]) + slope.square().mean()
 
 
-@pytest.mark.long
-def test_a_step_that_takes_gradients_trains_alike() -> None:
-    assert_trains_alike(partial(TakesGradients, "each"), batches, ["tp2"], tensor_parallel_plan=PLAN)
+def split(kind: type[OfBackbone], plan: dict[str, str] = PLAN, layout: str = "tp2") -> Trains:
+    """With code for each feature between the layers."""
+    return Trains(partial(kind, "each"), batches, layout, options={"tensor_parallel_plan": plan})
+
+
+HEAD = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "out": "colwise_gather_output"}
+ALIKE = {"the module's": split(OfItself), "a dict's": split(InADict, OF_A_DICT), "evaluated": split(Predicts)}
+ALIKE_TOO = {
+    "on data ranks": split(OfBackbone, PLAN, "dp2 x tp2"),
+    "without gradients": split(Frozen),
+    "with gradients of its own": split(TakesGradients),
+    "a split head behind a norm of the first stage": Trains(
+        NormFirst, batches, "pp2 x tp2", options={"tensor_parallel_plan": HEAD}
+    ),
+}
+
+
+@pytest.mark.parametrize("cases", [ALIKE, pytest.param(ALIKE_TOO, marks=pytest.mark.long)], ids=["some", "others"])
+def test_layers_beside_blocks_train_alike(cases: dict[str, Trains]) -> None:
+    assert_train_alike(cases)
 
 
 class OfOneRank(OfBackbone):
