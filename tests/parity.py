@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_shard import HybridShardStrategy
 from lightning_shard.plugin.steps.checks.stage_parameters import seen_as_parts
 from lightning_shard.sharding import full_tensor
+from lightning_shard.testing import run_ranks
 from recipes import plans
 from tests import on_gpu
 
@@ -126,7 +128,7 @@ PLANS: dict[str, dict[str, str] | None] = {
 class Model(L.LightningModule):
     """An ordinary LightningModule: nothing in it knows of any layout."""
 
-    def __init__(self, network: str, on_meta: bool = False) -> None:
+    def __init__(self, network: str = "gpt", on_meta: bool = False) -> None:
         super().__init__()
         self.kind = network
         self.on_meta = on_meta
@@ -259,6 +261,69 @@ def combine(seen: list[Seen], sizes: Mapping[str, int]) -> Seen:
             assert all(torch.equal(own[name], others[name]) for name in own.keys() & others.keys())  # tied
             own.update(others)
     return first
+
+
+def on_ranks(sizes: Mapping[str, int], function: Callable[..., Seen], *args: Any, **options: Any) -> Seen:
+    """What a function sees on all ranks of a layout, which it is given first."""
+    return combine(run_ranks(function, world(sizes), sizes, *args, elastic=True, **options), sizes)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fit that is one process's on a layout.
+
+    Attributes:
+        module: Makes it; without one the network ``network`` is trained.
+        options: Of :func:`train`, on one process as on the layout.
+        callbacks: Make those of one fit.
+        strategy: Options of the layout's strategy.
+        loss: How much losses and metrics may differ, as a part of them.
+        norm: The same of the first gradients' norm; None: it isn't compared.
+        gradients: How much the first ones may differ.
+        parameters: How much the last ones may differ.
+    """
+
+    module: Callable[[], L.LightningModule] | None = None
+    network: str = "gpt"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: Sequence[Callable[[], L.Callback]] = ()
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    loss: float = 2e-6
+    norm: float | None = None
+    gradients: float | None = None
+    parameters: float = 2e-5
+
+    def fit(self, sizes: Mapping[str, int] | None) -> Seen:
+        options = {**self.options, **(self.strategy if sizes is not None else {})}
+        return train(self.network, sizes, module=self.module, callbacks=[make() for make in self.callbacks], **options)
+
+
+EXACT: dict[str, Any] = {"norm": 1e-6, "gradients": 1e-7}
+"""Of a case whose gradients are compared too."""
+
+
+def _fit_each(sizes: Mapping[str, int], cases: Sequence[Case]) -> list[Seen]:
+    return [case.fit(sizes) for case in cases]
+
+
+def assert_alike(sizes: Mapping[str, int], *cases: Case) -> list[Seen]:
+    """Each case on the same ranks, one after the other, compared with one process; returns the layout's accounts."""
+    per_rank = run_ranks(_fit_each, world(sizes), sizes, cases, elastic=True, timeout_s=60 + 30 * len(cases))
+    found = [combine([*seen], sizes) for seen in zip(*per_rank)]
+    for case, ours in zip(cases, found, strict=True):
+        compare(ours, case.fit(None), case)
+    return found
+
+
+def compare(ours: Seen, plain: Seen, case: Case, what: object = None) -> None:
+    what = what or case
+    assert ours.losses == pytest.approx(plain.losses, rel=case.loss), what
+    assert ours.metrics == pytest.approx(plain.metrics, rel=case.loss, abs=1e-7), what
+    if case.norm is not None:
+        assert ours.norm == pytest.approx(plain.norm, rel=case.norm), what
+    if case.gradients is not None:
+        assert largest_difference(ours.gradients, plain.gradients) < case.gradients, what
+    assert largest_difference(ours.parameters, plain.parameters) < case.parameters, what
 
 
 def largest_difference(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> float:

@@ -10,33 +10,17 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 
-from lightning_shard.testing import run_ranks
-from tests.parity import Model, Seen, combine, largest_difference, layout, train, world
+from tests.parity import Case, Model, Seen, assert_alike, largest_difference, layout, on_ranks, train
 from tests.training.parallel.small import SaveAtEnd
 
 
 class HeadOnly(Model):
     """Freezes where the model is cut already, so that the first stage has nothing to train."""
 
-    def __init__(self) -> None:
-        super().__init__("gpt")
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         self.model.requires_grad_(False)
         self.model.head.requires_grad_(True)
         return torch.optim.AdamW(self.model.head.parameters(), lr=1e-2)
-
-
-def train_head(sizes: dict[str, int] | None) -> Seen:
-    return train("gpt", sizes, module=HeadOnly)
-
-
-def test_a_stage_with_nothing_to_train() -> None:
-    sizes = layout(pipeline=2)
-    ours, plain = combine(run_ranks(train_head, 2, sizes, elastic=True), sizes), train_head(None)
-    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
-    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
-    assert ours.gradients.keys() == {"model.head.weight"}
 
 
 class Unfreeze(BaseFinetuning):
@@ -53,9 +37,6 @@ class Unfreeze(BaseFinetuning):
 
 
 class Finetuned(Model):
-    def __init__(self) -> None:
-        super().__init__("gpt")
-
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         super().on_before_optimizer_step(optimizer)
         model: Any = self.model
@@ -83,8 +64,8 @@ def test_unfreezing_in_mid_run_and_going_on_elsewhere(
     saved: dict[str, int], resumed: dict[str, int], tmp_path: Path
 ) -> None:
     path = str(tmp_path / "unfrozen.ckpt")
-    first = combine(run_ranks(finetune, world(saved), saved, 2, path, False, elastic=True), saved)
-    second = combine(run_ranks(finetune, world(resumed), resumed, 3, path, True, elastic=True), resumed)
+    first = on_ranks(saved, finetune, 2, path, False)
+    second = on_ranks(resumed, finetune, 3, path, True)
     plain = finetune(None, 3, "", False)
     assert first.metrics["embedding has a gradient"] == 1, "also on the stage that hasn't it"
     assert [*first.losses, *second.losses] == pytest.approx(plain.losses, rel=5e-6)
@@ -94,26 +75,21 @@ def test_unfreezing_in_mid_run_and_going_on_elsewhere(
 class ByHand(Model):
     """Freezes the embeddings and first blocks from the second epoch on, and none from the third, in its own hook."""
 
-    def __init__(self) -> None:
-        super().__init__("gpt")
-
     def on_train_epoch_start(self) -> None:
         model: Any = self.model
         for part in (model.token_embedding, model.position_embedding, *model.blocks[:3]):
             part.requires_grad_(self.current_epoch != 1)
 
 
-def freeze_by_hand(sizes: dict[str, int] | None) -> Seen:
-    settings = {"max_epochs": 3, "val_check_interval": 1.0, "limit_train_batches": 2}
-    return train("gpt", sizes, module=ByHand, trainer=settings, steps=-1, samples=32)
+EPOCHS = {"max_epochs": 3, "val_check_interval": 1.0, "limit_train_batches": 2}
+BY_HAND = Case(ByHand, options={"trainer": EPOCHS, "steps": -1, "samples": 32}, loss=5e-6)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [layout(pipeline=2), pytest.param(layout(pipeline=2, data=2), marks=pytest.mark.long)],
-    ids=["pp2", "pp2 x dp2"],
-)
-def test_what_trains_may_change_where_an_epoch_begins(sizes: dict[str, int]) -> None:
-    ours, plain = combine(run_ranks(freeze_by_hand, world(sizes), sizes, elastic=True), sizes), freeze_by_hand(None)
-    assert ours.losses == pytest.approx(plain.losses, rel=5e-6)
-    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+def test_a_stage_may_have_nothing_to_train_and_what_trains_may_change_where_an_epoch_begins() -> None:
+    head_only, _ = assert_alike(layout(pipeline=2), Case(HeadOnly), BY_HAND)
+    assert head_only.gradients.keys() == {"model.head.weight"}
+
+
+@pytest.mark.long
+def test_what_trains_may_change_on_data_ranks_of_stages_too() -> None:
+    assert_alike(layout(pipeline=2, data=2), BY_HAND)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
+from tests.alike import Trains, assert_train_alike
 from tests.training.parallel.small import Descends, random_batches
 
 WIDTH = 8
@@ -79,19 +79,18 @@ class Begins(Module):
 batches = partial(random_batches, 8, WIDTH)
 
 
-@pytest.mark.parametrize("kind", [Module, Late])
-def test_a_gradient_that_enters_a_unit_elsewhere_than_at_its_output(kind: Any) -> None:
-    assert_trains_alike(kind, batches, ["dp2"])
+def test_a_gradient_that_enters_a_unit_elsewhere_than_at_its_output() -> None:
+    kinds = {"kept": Module, "late": Late, "late, from the second step on": partial(Begins, 1)}
+    assert_train_alike({name: Trains(kind, batches, "dp2") for name, kind in kinds.items()})
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [Module, Late])
-def test_on_stages_that_free_parameters_after_each_forward(kind: Any) -> None:
-    assert_trains_alike(kind, batches, ["pp2 x dp2"], reshard_after_forward=True)
+def test_on_stages_that_free_parameters_after_each_forward() -> None:
+    freed = {"layouts": "pp2 x dp2", "options": {"reshard_after_forward": True}}
+    assert_train_alike({kind.__name__: Trains(kind, batches, **freed) for kind in (Module, Late)})
 
 
-def test_a_loss_that_begins_in_a_later_step_to_use_what_units_compute() -> None:
-    assert_trains_alike(partial(Begins, 1), batches, ["dp2"])
+def test_a_loss_that_begins_after_the_second_step_to_use_what_units_compute_is_refused() -> None:
     with pytest.raises(StepError, match=r"loss begins in this step to use what blocks\.0, blocks\.1 keep or compute"):
         assert_trains_alike(partial(Begins, 2), batches, ["dp2"])
     with pytest.raises(StepError, match=r"blocks\.0 keeps as late.* in a loss, with a weight of 0"):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
+from tests.alike import Trains, assert_train_alike
 from tests.training.parallel.small import Descends, random_batches
 
 WIDTH = 8
@@ -41,10 +42,9 @@ class CallsAPart(Descends):
         return (x * self.blocks[0].embed(condition)).square().mean()  # type: ignore[union-attr, operator]
 
 
-def test_a_part_of_a_block_that_a_step_calls_by_itself_is_refused_unless_what_runs_in_blocks_is_named() -> None:
+def test_a_part_of_a_block_that_a_step_calls_by_itself_is_refused() -> None:
     with pytest.raises(StepError, match=r"computes with parameters that are sharded .* by pipeline_blocks: "):
         assert_trains_alike(CallsAPart, batches, "dp2")
-    assert_trains_alike(CallsAPart, batches, "dp2", pipeline_blocks=[f"blocks.{i}.layer" for i in range(2)])
 
 
 class Residual(nn.Module):
@@ -73,10 +73,9 @@ class Prepared(Descends):
         return x.square().mean()
 
 
-def test_of_blocks_whose_modules_are_named_the_others_are_gathered_for_the_whole_step() -> None:
+def test_a_method_of_a_block_that_reads_its_parameters_is_refused() -> None:
     with pytest.raises(StepError, match=r"or name modules inside of them that are called, by pipeline_blocks: "):
         assert_trains_alike(Prepared, batches, "dp2")
-    assert_trains_alike(Prepared, batches, "dp2", pipeline_blocks=[f"layers.{i}.0" for i in range(4)])
 
 
 class ReadsItsHead(Prepared):
@@ -94,6 +93,16 @@ class ReadsItsHead(Prepared):
         return self.head(x).square().mean() + 0.01 * self.head.weight.square().sum()
 
 
-def test_named_modules_outside_of_lists_stay_readable() -> None:
-    names = [*(f"layers.{i}" for i in range(4)), "head"]
-    assert_trains_alike(ReadsItsHead, batches, ["pp2"], pipeline_blocks=names)
+def named(make: type[Descends], layout: str, *names: str) -> Trains:
+    return Trains(make, batches, layout, options={"pipeline_blocks": [*names]})
+
+
+def test_where_what_runs_in_blocks_is_named_the_rest_is_gathered_for_the_whole_step() -> None:
+    layers = [f"layers.{i}" for i in range(4)]
+    assert_train_alike(
+        {
+            "a part that a step calls": named(CallsAPart, "dp2", "blocks.0.layer", "blocks.1.layer"),
+            "a method": named(Prepared, "dp2", *(f"{layer}.0" for layer in layers)),
+            "modules outside of lists stay readable": named(ReadsItsHead, "pp2", *layers, "head"),
+        }
+    )

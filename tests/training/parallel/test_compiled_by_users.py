@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_shard.testing import assert_trains_alike
+from tests.alike import Trains, assert_train_alike
 from tests.training.parallel.small import Descends, random_batches
 
 WIDTH = 8
@@ -87,31 +87,27 @@ class Module(Descends):
 batches = partial(random_batches, 8, WIDTH)
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "wrapped blocks",
-        *(
-            pytest.param(way, marks=pytest.mark.long)
-            for way in ("calls of blocks", "layers in blocks and parts", "calls of the network", "wrapped network")
-        ),
-    ],
-)
-def test_forwards_are_compiled_and_hooks_are_not(what: str) -> None:
-    layouts = ["pp2", "dp2"] if what != "calls of blocks" else ["pp2", "dp2", INTERLEAVED]
-    assert_trains_alike(partial(Module, what), batches, layouts=layouts)
+WAYS = ("calls of blocks", "layers in blocks and parts", "calls of the network", "wrapped network")
+
+
+def test_forwards_are_compiled_and_hooks_are_not() -> None:
+    assert_train_alike({"wrapped blocks": Trains(partial(Module, "wrapped blocks"), batches, ["pp2", "dp2"])})
 
 
 @pytest.mark.long
-def test_split_blocks_stay_compiled() -> None:
-    plan = {"net.blocks.*.linear": "colwise_gather_output"}
-    assert_trains_alike(partial(Module, "calls of the network"), batches, layouts=["tp2"], tensor_parallel_plan=plan)
-
-
-@pytest.mark.long
-def test_recomputed_blocks_stay_compiled() -> None:
-    assert_trains_alike(
-        partial(Module, "calls of blocks"), batches, layouts=["pp2", "dp2"], activation_checkpointing=True
+def test_they_are_in_every_way() -> None:
+    """Split and recomputed blocks stay compiled."""
+    plan = {"tensor_parallel_plan": {"net.blocks.*.linear": "colwise_gather_output"}}
+    recomputed = {"activation_checkpointing": True}
+    each = {way: Trains(partial(Module, way), batches, ["pp2", "dp2"]) for way in WAYS}
+    blocks, network = (partial(Module, way) for way in ("calls of blocks", "calls of the network"))
+    assert_train_alike(
+        {
+            **each,
+            "several stages on a rank": Trains(blocks, batches, INTERLEAVED),
+            "split": Trains(network, batches, "tp2", options=plan),
+            "recomputed": Trains(blocks, batches, ["pp2", "dp2"], options=recomputed),
+        }
     )
 
 
@@ -160,6 +156,6 @@ class ModuleOfFunctions(Module):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("skips", [False, True])
-def test_compiled_functions_run_as_written_around_blocks_and_compiled_in_the_loss(skips: bool) -> None:
-    assert_trains_alike(partial(ModuleOfFunctions, skips), batches, INTERLEAVED if skips else "pp2")
+def test_compiled_functions_run_as_written_around_blocks_and_compiled_in_the_loss() -> None:
+    skipping = Trains(partial(ModuleOfFunctions, True), batches, INTERLEAVED)
+    assert_train_alike({"plain": Trains(partial(ModuleOfFunctions, False), batches), "with skips": skipping})

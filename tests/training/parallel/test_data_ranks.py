@@ -17,7 +17,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, train, world
+from tests.parity import (
+    QUIET,
+    Case,
+    Model,
+    Seen,
+    assert_alike,
+    combine,
+    compare,
+    largest_difference,
+    layout,
+    on_ranks,
+    train,
+)
 from tests.training.parallel.small import Descends
 
 DATA = layout(data=2)
@@ -31,7 +43,7 @@ class Scaled(Model):
     """Parameters without dimensions: CLIP's temperature, and one in a block."""
 
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.logit_scale = nn.Parameter(torch.tensor(0.5))
         self.model.blocks[1].gain = nn.Parameter(torch.tensor(1.0))
         self.model.blocks[1].register_forward_hook(gained)
@@ -62,7 +74,7 @@ def scale(sizes: dict[str, int] | None, steps: int, path: str, resume: bool) -> 
 
 def test_parameters_without_dimensions_train_and_are_restored_elsewhere(tmp_path: Path) -> None:
     path = str(tmp_path / "scaled.ckpt")
-    first = combine(run_ranks(scale, 2, DATA, 2, path, False, elastic=True), DATA)
+    first = on_ranks(DATA, scale, 2, path, False)
     [second] = run_ranks(scale, 1, layout(), 3, path, True, elastic=True)
     plain = scale(None, 3, "", False)
     assert first.norm == pytest.approx(plain.norm, rel=1e-6)
@@ -74,7 +86,7 @@ class Pairs(Model):
     """Containers that are never called, and penalties: on gradients by inputs, on theirs, and on all parameters."""
 
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         del self.model
         self.embed = nn.Embedding(64, 16)
         self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)]) for _ in range(3))
@@ -147,17 +159,11 @@ class InAThread(Adversaries):
             return thread.submit(super().slope, of, by).result()
 
 
-def train_kind(sizes: dict[str, int] | None, kind: Any) -> Seen:
-    settings = {"limit_val_batches": 0, "val_check_interval": 1.0}
-    return train("gpt", sizes, module=kind, trainer=settings, steps=4)
+OPTIONS = {"steps": 4, "trainer": {"limit_val_batches": 0, "val_check_interval": 1.0}}
 
 
-@pytest.mark.parametrize("kind", [Pairs, InAThread])
-def test_containers_penalties_and_toggled_optimizers(kind: Any) -> None:
-    ours = combine(run_ranks(train_kind, world(DATA), DATA, kind, elastic=True), DATA)
-    plain = train_kind(None, kind)
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+def test_containers_penalties_and_toggled_optimizers() -> None:
+    assert_alike(DATA, *(Case(kind, options=OPTIONS, loss=1e-5) for kind in (Pairs, InAThread)))
 
 
 class Named(Adversaries):
@@ -174,14 +180,14 @@ class Creating(Adversaries):
 @pytest.mark.long
 def test_backwards_that_would_lose_gradients_are_refused(kind: Any, match: str) -> None:
     with pytest.raises(RanksFailed, match=match):
-        run_ranks(train_kind, 2, DATA, kind, elastic=True)
+        run_ranks(train, 2, "gpt", DATA, module=kind, elastic=True, **OPTIONS)
 
 
 class Normalizing(Model):
     """BatchNorm before the blocks, in them, and without parameters."""
 
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         torch.manual_seed(2)
         kinds: list[dict[str, Any]] = [{"momentum": None}, {}, {"affine": False}, {"eps": 1e-3}]
         stem, *norms = (nn.BatchNorm1d(32, **kind) for kind in kinds)
@@ -218,11 +224,7 @@ def normalize(sizes: dict[str, int] | None) -> tuple[Seen, dict[str, Tensor]]:
 def test_synchronized_batch_norm_normalizes_by_all_samples() -> None:
     per_rank = run_ranks(normalize, 2, DATA, elastic=True)
     ours, (plain, kept) = combine([seen for seen, _ in per_rank], DATA), normalize(None)
-    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
-    assert ours.metrics == pytest.approx(plain.metrics, rel=2e-6)  # by running statistics
-    assert ours.norm == pytest.approx(plain.norm, rel=2e-6)
-    assert largest_difference(ours.gradients, plain.gradients) < 1e-7
-    assert largest_difference(ours.parameters, plain.parameters) < 5e-5
+    compare(ours, plain, Case(norm=2e-6, gradients=1e-7, parameters=5e-5))  # metrics by running statistics
     for _, own in per_rank:
         assert all(torch.allclose(own[name], kept[name], rtol=1e-5, atol=1e-6) for name in own)
 

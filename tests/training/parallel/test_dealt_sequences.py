@@ -83,7 +83,7 @@ class Own(nn.Module):
 
 class OwnModel(Model):
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.model = Own()
 
 
@@ -91,7 +91,7 @@ class Sloped(Model):
     """A penalty on slopes: gradients of gradients go in and out of blocks, and through attention."""
 
     def __init__(self, embedding: str = "token_embedding") -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.embedding = embedding
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
@@ -129,7 +129,7 @@ class Encoder(Model):
     """torch's own layers, whose attention isn't causal; outputs are joined where layers are called."""
 
     def __init__(self, kind: type[nn.TransformerEncoderLayer] = nn.TransformerEncoderLayer) -> None:
-        super().__init__("gpt")
+        super().__init__()
         layer = kind(WIDTH, HEADS, 64, dropout=0.0, batch_first=True)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
@@ -151,7 +151,7 @@ class Recomputing(nn.TransformerEncoderLayer):
 
 class Mixture(Model):
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         config = transformers.MixtralConfig(**like_llama(), num_local_experts=4)
         self.model = transformers.MixtralForCausalLM(config)
 

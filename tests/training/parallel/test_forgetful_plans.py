@@ -17,8 +17,10 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import PlanError
-from lightning_shard.testing import assert_trains_alike, run_ranks
-from tests.parity import QUIET, like_llama
+from lightning_shard.testing import run_ranks
+from tests.alike import Trains, assert_train_alike
+from tests.parity import QUIET, layout, like_llama
+from tests.refusals import Refusal, assert_refused
 from tests.training.parallel.small import Descends, random_batches
 
 WIDTH = 16
@@ -51,13 +53,6 @@ class Model(Descends):
 batches = partial(random_batches, 8, WIDTH, count=2)
 
 
-def test_what_runs_on_split_features_is_summed_where_the_plan_says_so_and_refused_where_it_forgets() -> None:
-    with pytest.raises(PlanError, match=r"layers\.0 computes something else .* the gradient of between\.weight"):
-        assert_trains_alike(Model, batches, "tp2", tensor_parallel_plan=SPLIT)
-    summed = SPLIT | {"layers.*.between": "replicated_with_grad_allreduce"}
-    assert_trains_alike(Model, batches, ["tp2"], tensor_parallel_plan=summed)
-
-
 LIKE_PHI: dict[str, Any] = {**like_llama(), "num_hidden_layers": 2}
 #: A norm for all heads, and weights for each.
 NORMS_ON_HEADS: dict[str, Callable[[], nn.Module]] = {
@@ -86,11 +81,6 @@ def texts() -> Iterator[Tensor]:
         yield torch.randint(1, 64, (8, 12), generator=generator)
 
 
-@pytest.mark.parametrize("kind", ["phi", pytest.param("cohere", marks=pytest.mark.long)])
-def test_norms_on_heads_that_a_models_own_plan_forgets_train_alike(kind: str) -> None:
-    assert_trains_alike(partial(OnHeads, kind), texts, "tp2")
-
-
 class Gated(nn.Module):
     """What is computed from whole features meets split ones. No parameter is computed alike on all ranks."""
 
@@ -109,22 +99,22 @@ def gated() -> Model:
     return model
 
 
-@pytest.mark.parametrize(
-    "gate",
-    [
-        pytest.param("colwise_gather_output", marks=pytest.mark.long),
-        "replicated_with_grad_allreduce",  # sums the gate's own gradients, not its input's
-    ],
-)
-def test_whole_outputs_that_meet_split_features_are_refused(gate: str) -> None:
-    plan = SPLIT | {"layers.*.gate": gate}
-    with pytest.raises(PlanError, match=r"layers\.[01] computes something else .* first in the gradient of"):
-        assert_trains_alike(gated, batches, "tp2", tensor_parallel_plan=plan)
+SUMMED = SPLIT | {"layers.*.between": "replicated_with_grad_allreduce"}
+ALIKE = {
+    "what runs on split features, where the plan says so": Trains(
+        Model, batches, "tp2", options={"tensor_parallel_plan": SUMMED}
+    ),
+    "shared outputs that meet split features": Trains(
+        gated, batches, "tp2", options={"tensor_parallel_plan": SPLIT | {"layers.*.gate": "shared_output"}}
+    ),
+    "norms on heads that a model's own plan forgets": Trains(partial(OnHeads, "phi"), texts, "tp2"),
+}
+ALIKE_TOO = {"also of Cohere": Trains(partial(OnHeads, "cohere"), texts, "tp2")}
 
 
-def test_shared_outputs_that_meet_split_features_train_alike() -> None:
-    plan = SPLIT | {"layers.*.gate": "shared_output"}
-    assert_trains_alike(gated, batches, "tp2", tensor_parallel_plan=plan)
+@pytest.mark.parametrize("cases", [ALIKE, pytest.param(ALIKE_TOO, marks=pytest.mark.long)], ids=["some", "others"])
+def test_what_is_known_is_completed(cases: dict[str, Trains]) -> None:
+    assert_train_alike(cases)
 
 
 class Watched(Model):
@@ -150,20 +140,6 @@ class Watched(Model):
         return super().training_step(batch, batch_idx) + 0.1 * self.penalty
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("loss", "The tensor ranks have different losses"),
-        ("buffer", "largest: the tensor ranks have"),
-        ("data", "largest: the tensor ranks have"),
-    ],
-)
-def test_what_is_computed_from_split_features_is_refused(what: str, says: str) -> None:
-    with pytest.raises(PlanError, match=says):
-        assert_trains_alike(partial(Watched, what), batches, "tp2", tensor_parallel_plan=SPLIT)
-
-
 class WatchedLate(Watched):
     """After some steps."""
 
@@ -173,13 +149,6 @@ class WatchedLate(Watched):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss if batch_idx > 4 else loss - 0.1 * self.penalty
-
-
-def test_what_begins_to_count_after_some_steps_is_refused_too() -> None:
-    with pytest.raises(PlanError, match="The tensor ranks have different losses"):
-        assert_trains_alike(
-            WatchedLate, partial(random_batches, 8, WIDTH, count=8), "tp2", steps=8, tensor_parallel_plan=SPLIT
-        )
 
 
 def fit(module: L.LightningModule, plan: dict[str, str] = SPLIT) -> None:
@@ -289,15 +258,30 @@ def of_whole() -> Model:
 sequences = partial(random_batches, 4, 2, WIDTH, count=2)
 
 
-@pytest.mark.parametrize(
-    ("module", "style"),
-    [
-        pytest.param("gate", "shared_output", marks=pytest.mark.long),
-        pytest.param("norm", "replicated_with_grad_allreduce", marks=pytest.mark.long),
-        ("norm", "sequence"),
-    ],
-)
-def test_gradients_of_what_is_computed_alike_arent_added_up(module: str, style: str) -> None:
-    plan = SPLIT | {f"layers.*.{module}": style}
-    with pytest.raises(PlanError, match=r"layers\.0 computes something else .* first in the gradient of"):
-        assert_trains_alike(of_whole, sequences, "tp2", tensor_parallel_plan=plan)
+def refused(make: Any, says: str, batches: Any = batches, steps: int = 2, **more: str) -> Refusal:
+    """By a plan that has more, of layers' modules."""
+    plan = SPLIT | {f"layers.*.{name}": style for name, style in more.items()}
+    options, trainer = {"tensor_parallel_plan": plan}, {"max_steps": steps}
+    return Refusal(layout(tensor=2), make, PlanError, says, options, batches, trainer=trainer)
+
+
+SLOPE = r"layers\.0 computes something else .* the gradient of between\.weight"
+GRADIENT = r"layers\.[01] computes something else .* first in the gradient of"
+LOSSES = "The tensor ranks have different losses"
+SHARED, ADDED_UP, LATER = "shared_output", "replicated_with_grad_allreduce", partial(random_batches, 8, WIDTH, count=8)
+REFUSED = {
+    "a slope for all features isn't summed": refused(Model, SLOPE),
+    "whole outputs meet split features": refused(gated, GRADIENT, gate="colwise_gather_output"),
+    "the gate's own gradients are summed, not its input's": refused(gated, GRADIENT, gate=ADDED_UP),
+    "a hook has the loss depend on split features": refused(partial(Watched, "loss"), LOSSES),
+    "that begins after some steps": refused(WatchedLate, LOSSES, LATER, steps=8),
+    "a hook counts split features": refused(partial(Watched, "buffer"), "largest: the tensor ranks have"),
+    "by data": refused(partial(Watched, "data"), "largest: the tensor ranks have"),
+    "gradients of a gate on whole features are added up": refused(of_whole, GRADIENT, sequences, gate=SHARED),
+    "those of a norm of whole ones": refused(of_whole, GRADIENT, sequences, norm=ADDED_UP),
+    "and of one by sequences": refused(of_whole, GRADIENT, sequences, norm="sequence"),
+}
+
+
+def test_what_a_plan_forgets_that_isnt_known_is_refused() -> None:
+    assert_refused(REFUSED)

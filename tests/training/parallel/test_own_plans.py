@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.data import DataLoader
 
+from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import PlanError
-from lightning_shard.testing import assert_trains_alike
-from tests.parity import VOCABULARY, layout
+from lightning_shard.testing import run_ranks
+from tests.alike import Trains, assert_train_alike
+from tests.parity import QUIET, VOCABULARY, layout
+from tests.refusals import Refusal, assert_refused
 from tests.training.mixtures import NETWORKS, assert_alike
 from tests.training.parallel.small import Descends, random_batches
 
@@ -77,21 +82,21 @@ class OfFused(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
 batches = partial(random_batches, 8, 6, 16, count=2)
+RIGHT = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
+WRONG = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
 
 
-def test_a_plan_that_takes_one_thing_for_another_is_refused() -> None:
-    right = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
-    assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=right)
-    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
-    with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
-        assert_trains_alike(OfFused, batches, ["tp2"], tensor_parallel_plan=wrong)
-
-
-def test_sequences_that_the_tensor_ranks_dont_divide_are_refused() -> None:
-    plan = {"blocks.0": "scatter_sequence", "blocks.*.qkv": "colwise_sequence", "blocks.*.out": "rowwise_sequence"}
-    with pytest.raises(PlanError, match=r"Sequences of 5 positions can't be split over tensor_parallel_size=2 ranks"):
-        assert_trains_alike(OfFused, partial(random_batches, 8, 5, 16), ["tp2"], tensor_parallel_plan=plan)
+RIGHT = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
+WRONG = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
 
 
 class Hidden(OfFused):
@@ -107,11 +112,33 @@ class Hidden(OfFused):
         return torch.optim.SGD(self.parameters(), lr=0.1)  # Adam's first steps would be of the size of rounding too
 
 
-@pytest.mark.parametrize("scale", [0.0, pytest.param(1e-6, marks=pytest.mark.long)])
-def test_a_plan_that_weights_hide_at_first_is_refused_too(scale: float) -> None:
-    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
-    with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
-        assert_trains_alike(partial(Hidden, scale), batches, ["tp2"], tensor_parallel_plan=wrong)
+class Noisy(Fused):
+    """Draws from global generators, and from one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = torch.rand(x.shape, generator=self.generator)
+        return F.dropout(super().forward(x), 0.5) + torch.randn_like(x) * own * random.random()
+
+
+class OfNoisy(OfFused):
+    block = Noisy
+
+
+def noisy_losses(ranks: int) -> list[float]:
+    module, losses = OfNoisy(), Losses()
+    strategy = HybridShardStrategy(tensor_parallel_size=ranks, tensor_parallel_plan=RIGHT)
+    trainer = L.Trainer(strategy=strategy, devices=ranks, max_epochs=1, callbacks=[losses], **QUIET)
+    trainer.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
+    return losses.seen
+
+
+def test_the_look_at_a_plan_leaves_generators_where_they_were() -> None:
+    [alone] = run_ranks(noisy_losses, 1, 1, elastic=True)
+    assert run_ranks(noisy_losses, 2, 2, elastic=True) == [pytest.approx(alone, rel=1e-5)] * 2
 
 
 class Sharpened(nn.Module):
@@ -131,12 +158,6 @@ class ByNumber(OfFused):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(map(Sharpened, range(4)))
-
-
-def test_blocks_that_differ_by_a_setting_are_each_compared() -> None:
-    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    with pytest.raises(PlanError, match=r"blocks\.3 computes something else when it is split"):
-        assert_trains_alike(ByNumber, batches, ["tp2"], tensor_parallel_plan=plan)
 
 
 class InPlace(nn.Module):
@@ -159,11 +180,6 @@ class OfInPlace(OfFused):
     block = InPlace
 
 
-def test_what_split_layers_return_may_be_changed_in_place() -> None:
-    plan = {"blocks.*.up": "colwise", "blocks.*.gate": "shared_output", "blocks.*.down": "rowwise"}
-    assert_trains_alike(OfInPlace, batches, ["tp2"], tensor_parallel_plan=plan)
-
-
 class Checkpointed(OfFused):
     """Its step recomputes blocks itself: what a comparison saves and computes isn't taken for the block's."""
 
@@ -173,15 +189,6 @@ class Checkpointed(OfFused):
             selective = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
             x = checkpoint(block, x, use_reentrant=False, context_fn=selective)
         return (x - batch.roll(1, 1)).square().mean()
-
-
-@pytest.mark.long
-def test_blocks_that_a_step_recomputes_are_compared_outside_of_it() -> None:
-    right = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
-    assert_trains_alike(Checkpointed, batches, ["tp2"], tensor_parallel_plan=right)
-    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
-    with pytest.raises(PlanError, match=r"blocks\.0 computes something else when it is split"):
-        assert_trains_alike(Checkpointed, batches, ["tp2"], tensor_parallel_plan=wrong)
 
 
 class FusedBySize(Fused):
@@ -194,10 +201,33 @@ class OfFusedBySize(OfFused):
     block = FusedBySize
 
 
-def test_so_is_one_that_leaves_too_few_parts() -> None:
-    wrong = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
-    with pytest.raises(PlanError, match="The first step fails with tensor_parallel_plan: not enough values to unpack"):
-        assert_trains_alike(OfFusedBySize, batches, ["tp2"], tensor_parallel_plan=wrong)
+BY_SEQUENCE = {"blocks.0": "scatter_sequence", "blocks.*.qkv": "colwise_sequence", "blocks.*.out": "rowwise_sequence"}
+DIFFERS = r"blocks\.0 computes something else when it is split"
+
+
+def refused(make: Any, says: str, plan: dict[str, str] = WRONG, batches: Any = batches) -> Refusal:
+    return Refusal(layout(tensor=2), make, PlanError, says, {"tensor_parallel_plan": plan}, batches)
+
+
+def test_plans_that_take_one_thing_for_another_are_refused() -> None:
+    uneven = partial(random_batches, 8, 5, 16)
+    two = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    assert_refused(
+        {
+            "queries, keys and values as one": refused(OfFused, DIFFERS),
+            "hidden by weights at first": refused(partial(Hidden, 0.0), DIFFERS),
+            "nearly hidden": refused(partial(Hidden, 1e-6), DIFFERS),
+            "in blocks that a step recomputes": refused(Checkpointed, DIFFERS),
+            "in one of blocks that differ by a setting": refused(ByNumber, DIFFERS.replace("0", "3"), two),
+            "beside noise": refused(OfNoisy, DIFFERS),
+            "too few parts are left": refused(
+                OfFusedBySize, "The first step fails with tensor_parallel_plan: not enough values to unpack"
+            ),
+            "sequences that ranks don't divide": refused(
+                OfFused, r"Sequences of 5 positions can't be split over tensor_parallel_size=2", BY_SEQUENCE, uneven
+            ),
+        }
+    )
 
 
 def tokens() -> list[dict[str, Tensor]]:
@@ -220,12 +250,6 @@ class Slopes(Descends):
         each = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="none")
         (slope,) = torch.autograd.grad(each.sum(), x, create_graph=True)
         return each.mean() + slope.square().mean()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("network", ["mixtral", "deepseek"])
-def test_gradients_of_gradients_are_those_of_one_process(network: str) -> None:
-    assert_trains_alike(partial(Slopes, network), tokens, ["tp2"])
 
 
 class HeldTwice(Descends):
@@ -252,7 +276,30 @@ class Feed(nn.Module):
 vectors = partial(random_batches, 8, 16, count=2)
 
 
-@pytest.mark.parametrize("first", [pytest.param("wrapper.net", marks=pytest.mark.long), "net"])
-def test_a_module_that_is_held_twice_is_split_by_either_name(first: str) -> None:
-    plan = {f"{first}.*.up": "colwise", f"{first}.*.down": "rowwise"}
-    assert_trains_alike(HeldTwice, vectors, ["tp2"], tensor_parallel_plan=plan)
+def split(make: Any, plan: dict[str, str], batches: Any = batches) -> Trains:
+    return Trains(make, batches, "tp2", options={"tensor_parallel_plan": plan})
+
+
+def held_twice(first: str) -> Trains:
+    return split(HeldTwice, {f"{first}.*.up": "colwise", f"{first}.*.down": "rowwise"}, vectors)
+
+
+WITH_GATE = {"blocks.*.up": "colwise", "blocks.*.gate": "shared_output", "blocks.*.down": "rowwise"}
+ALIKE = {
+    "one layer for queries, keys and values": split(OfFused, RIGHT),
+    "what split layers return, changed in place": split(OfInPlace, WITH_GATE),
+    "a module that is held twice": held_twice("net"),
+}
+ALIKE_TOO = {
+    "by its other name": held_twice("wrapper.net"),
+    "blocks that a step recomputes": split(Checkpointed, RIGHT),
+    **{
+        f"gradients of gradients of {network}": Trains(partial(Slopes, network), tokens, "tp2")
+        for network in ("mixtral", "deepseek")
+    },
+}
+
+
+@pytest.mark.parametrize("cases", [ALIKE, pytest.param(ALIKE_TOO, marks=pytest.mark.long)], ids=["some", "others"])
+def test_what_a_plan_splits_computes_what_one_process_does(cases: dict[str, Trains]) -> None:
+    assert_train_alike(cases)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
-from lightning_shard.testing import assert_trains_alike, run_ranks
+from lightning_shard.testing import run_ranks
+from tests.alike import Trains, assert_train_alike
 from tests.parity import QUIET
 from tests.training.parallel.small import random_batches
 
@@ -66,11 +67,6 @@ class Module(L.LightningModule):
 batches = partial(random_batches, 8, WIDTH)
 
 
-def test_they_are_kept() -> None:
-    plan = {"blocks.*.linear": "colwise_gather_output"}
-    assert_trains_alike(Module, batches, layouts=["dp2", {"tensor_parallel_size": 2, "tensor_parallel_plan": plan}])
-
-
 def fits_again() -> None:
     module = Module()
     for _ in range(2):  # after a fit Lightning moves parameters
@@ -118,5 +114,7 @@ class KeepsThem(Module):
         torch.nn.utils.clip_grad_norm_(self.groups.biases, 1e-3)
 
 
-def test_what_was_kept_of_them_goes_on_with_those_that_replace_them() -> None:
-    assert_trains_alike(KeepsThem, batches, layouts=["pp2 x dp2"])
+def test_they_are_kept_and_what_was_kept_of_them_goes_on_with_those_that_replace_them() -> None:
+    split = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"blocks.*.linear": "colwise_gather_output"}}
+    on_parameters, of_them = Trains(Module, batches, ["dp2", split]), Trains(KeepsThem, batches, "pp2 x dp2")
+    assert_train_alike({"attributes": on_parameters, "ids, dicts, lists and closures": of_them})

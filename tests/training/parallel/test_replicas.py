@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from lightning_shard.testing import run_ranks
-from tests.parity import Seen, combine, layout, train, world
+from tests.parity import EXACT, Case, assert_alike, layout
 from tests.training.parallel.test_memory_settings import CLIPPED
-from tests.training.pipeline.test_schedules import check
 
 IN_TWO_PARTS = {"schedule": "ZBVZeroBubble"}
 REPLICAS = {"data_parallel_replicas": 2}
@@ -23,15 +20,9 @@ ROWS: dict[str, tuple[dict[str, int], str, list[dict[str, Any]]]] = {
 }
 
 
-def each(sizes: Mapping[str, int], network: str, options: list[dict[str, Any]]) -> list[Seen]:
-    return [train(network, sizes, trainer=CLIPPED, **REPLICAS, **more) for more in options]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("row", ROWS)
 def test_replicas_compute_what_one_process_computes(row: str) -> None:
     sizes, network, options = ROWS[row]
-    ranks = run_ranks(each, world(sizes), sizes, network, options, elastic=True, timeout_s=300)
-    plain = train(network, trainer=CLIPPED)
-    for number in range(len(options)):
-        check(combine([rank[number] for rank in ranks], sizes), plain)
+    own = {"trainer": CLIPPED}
+    assert_alike(sizes, *(Case(None, network, own, strategy={**REPLICAS, **more}, **EXACT) for more in options))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
+from tests.alike import Trains, assert_train_alike
 from tests.training.parallel.small import Descends
 
 WIDTH = 8
@@ -45,9 +46,7 @@ def batches() -> list[Tensor]:
     return [torch.randn(size, WIDTH, generator=made) for size in (8, 8, 6, 8)]
 
 
-def test_they_are_those_of_one_process() -> None:
-    whole = {"pipeline_parallel_size": 2, "microbatches": 1}
-    assert_trains_alike(Module, batches, layouts=[{**whole, "schedule": "Interleaved1F1B"}])
+WHOLE = {"pipeline_parallel_size": 2, "microbatches": 1}
 
 
 class NormsLate(Module):
@@ -81,10 +80,14 @@ class NormsLateWithAnExample(WithAnExample, NormsLate):
 
 
 def test_a_part_that_changes_its_statistics_on_a_stage_that_doesnt_save_them_is_refused() -> None:
-    whole = {"pipeline_parallel_size": 2, "microbatches": 1}
     with pytest.raises(StepError, match=r"changes the buffer norm.running_mean.*example_input_array"):
-        assert_trains_alike(NormsLate, batches, whole)
-    assert_trains_alike(NormsLateWithAnExample, batches, whole)
+        assert_trains_alike(NormsLate, batches, WHOLE)
+
+
+def test_they_are_those_of_one_process() -> None:
+    several = {**WHOLE, "schedule": "Interleaved1F1B"}
+    with_example = Trains(NormsLateWithAnExample, batches, WHOLE)
+    assert_train_alike({"of a block": Trains(Module, batches, several), "of a part after blocks": with_example})
 
 
 class NormsBetween(Module):
@@ -102,12 +105,6 @@ class NormsBetween(Module):
 
 class NormsBetweenWithAnExample(WithAnExample, NormsBetween):
     pass
-
-
-@pytest.mark.long
-def test_a_part_before_a_later_stage_runs_is_that_stages() -> None:
-    whole = {"pipeline_parallel_size": 2, "microbatches": 1, "placement": [2, 2]}
-    assert_trains_alike(NormsBetweenWithAnExample, batches, whole)
 
 
 class Tallies(nn.Module):
@@ -132,5 +129,7 @@ class TalliesBetween(NormsBetweenWithAnExample):
 
 
 @pytest.mark.long
-def test_in_microbatches_too_what_an_earlier_stage_reads_of_it_on_unknown_values_decides_nothing() -> None:
-    assert_trains_alike(TalliesBetween, batches, {"pipeline_parallel_size": 2, "microbatches": 2, "placement": [2, 2]})
+def test_a_part_before_a_later_stage_runs_is_that_stages_whatever_an_earlier_one_reads_of_it() -> None:
+    placed = {**WHOLE, "placement": [2, 2]}
+    in_two = Trains(TalliesBetween, batches, {**placed, "microbatches": 2})
+    assert_train_alike({"whole": Trains(NormsBetweenWithAnExample, batches, placed), "in microbatches": in_two})

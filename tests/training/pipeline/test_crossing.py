@@ -870,7 +870,18 @@ class PassesAGraph(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         graph: Any = Graph(x=self.embed(x), scale=x.float().mean())
-        return self.leave(self.through(graph).x)
+        returned = self.through(graph)
+        assert (returned is graph) == (self.block is OfGraph)
+        return self.leave(returned.x)
+
+
+class CopiesGraph(OfGraph):
+    def forward(self, graph: Any, condition: Any = None) -> Any:
+        return super().forward(Graph(x=graph.x, scale=graph.scale))
+
+
+class ReturnsANewGraph(PassesAGraph):
+    block = CopiesGraph
 
 
 class Holding(Block):
@@ -1149,6 +1160,7 @@ class ValuesDecide(Conditioned):
         (collecting(counts_by_value), r"net\.blocks\.\d changes an object .* otherwise than for an earlier microbatch"),
         (HoldsACollector, r"net\.blocks\.0 changes its Collector held"),
         (ReturnsNested, "net.blocks.0 returns a nested tensor, which can't be sent"),
+        (ReturnsANewGraph, "net.blocks.0 returns a Graph, which can't be sent to another pipeline stage"),
         (HooksGradientsLate, "registers a hook on a tensor that an earlier pipeline stage computed"),
         (partial(hooked, Net, "hook", "blocks.0"), r"net\.blocks\.0 has a backward hook \(register_full_backward_hook"),
         (partial(hooked, AroundBlocks, "hook", "encoder"), r"net\.encoder has a backward hook"),

@@ -22,6 +22,7 @@ from lightning_shard import HybridShardStrategy, checkpoint
 from lightning_shard.errors import StepError
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import assert_trains_alike, run_ranks
+from tests.alike import Trains, assert_train_alike
 from tests.parity import QUIET
 from tests.training.models.unets import Diffusion, Towers, noisy_images, pairs
 
@@ -93,11 +94,6 @@ def classified() -> list[dict[str, Tensor]]:
 def count(batch: dict[str, Tensor]) -> Tensor:
     """Of what a step has taken out by the end."""
     return (batch["y"] >= 0).sum()
-
-
-def test_each_run_is_given_the_batch_as_it_was() -> None:
-    layouts: list[Any] = [{"pipeline_parallel_size": 2}, {**INTERLEAVED, "loss_weight": count}]
-    assert_trains_alike(TakesBatchesApart, classified, layouts, microbatches=4)
 
 
 def repeated() -> list[Tensor]:
@@ -414,43 +410,41 @@ class Samples(Module):
             return both.chunk(2)[0]
 
 
-CLIPPED = {"trainer": {"gradient_clip_val": 0.1}}
-LONG: dict[str, Any] = {"marks": pytest.mark.long}
+CLIPPED = {"gradient_clip_val": 0.1}
 
 
-@pytest.mark.parametrize(
-    ("module", "layout", "options"),
-    [
-        (Metrics, "pp2 x dp2", {}),
-        (EncoderFirst, "pp2", {}),
-        pytest.param(EncoderFirst, "pp2 x dp2", {}, **LONG),
-        (AutoEncoder, "pp2", CLIPPED),
-        pytest.param(AutoEncoder, "pp4", CLIPPED, **LONG),
-        (EarlyExit, "pp2 x dp2", CLIPPED),
-        (ValidatesAfterTheSanityCheck, "pp2", {"trainer": {"num_sanity_val_steps": 1}}),
-        (Unet, "pp2", {}),
-        (WithAdapters, "pp2", {}),
-        (Scaled, INTERLEAVED, {}),
-        (KeepsFeatures, "pp2", {}),
-        (Samples, "pp2", {}),
-        pytest.param(PenalisesABlock, "pp2", {"steps": 2}, **LONG),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
-)
-def test_it_trains_as_in_one_process(module: type[Trained], layout: Any, options: dict[str, Any]) -> None:
-    assert_trains_alike(module, batches, layout, **options)
+IN_FOUR = {"microbatches": 4}
+ALIKE = {
+    "takes its batch apart": Trains(TakesBatchesApart, classified, options=IN_FOUR),
+    "takes it apart, by samples that count": Trains(
+        TakesBatchesApart, classified, {**INTERLEAVED, "loss_weight": count}, options=IN_FOUR
+    ),
+    "metrics": Trains(Metrics, batches, "pp2 x dp2"),
+    "its forward is the encoder": Trains(EncoderFirst, batches),
+    "halves": Trains(AutoEncoder, batches, trainer=CLIPPED),
+    "early exits": Trains(EarlyExit, batches, "pp2 x dp2", trainer=CLIPPED),
+    "an evaluation that calls no block": Trains(
+        ValidatesAfterTheSanityCheck, batches, trainer={"num_sanity_val_steps": 1}
+    ),
+    "blocks in lists and in levels": Trains(Unet, batches),
+    "adapters": Trains(WithAdapters, batches),
+    "a parameter of its own": Trains(Scaled, batches, INTERLEAVED),
+    "features": Trains(KeepsFeatures, batches),
+    "samples": Trains(Samples, batches),
+    "numbers and metrics of other stages' tensors": Trains(Numbers, repeated, INTERLEAVED),
+    "a U-Net, between its levels": Trains(Diffusion, noisy_images, tolerance=1e-3),
+    "two towers over four stages": Trains(Towers, pairs, "pp4", options={"microbatches": 1}),
+}
+ALIKE_TOO = {
+    "its forward is the encoder": Trains(EncoderFirst, batches, "pp2 x dp2"),
+    "halves": Trains(AutoEncoder, batches, "pp4", trainer=CLIPPED),
+    "penalises a block": Trains(PenalisesABlock, batches, steps=2),
+}
 
 
-def test_numbers_and_metrics_of_other_stages_tensors_are_as_in_one_process() -> None:
-    assert_trains_alike(Numbers, repeated, INTERLEAVED)
-
-
-def test_a_unet_trains_alike_between_its_levels() -> None:
-    assert_trains_alike(Diffusion, noisy_images, "pp2", tolerance=1e-3)
-
-
-def test_two_towers_on_the_module_train_alike_over_four_stages() -> None:
-    assert_trains_alike(Towers, pairs, "pp4", microbatches=1)
+@pytest.mark.parametrize("cases", [ALIKE, pytest.param(ALIKE_TOO, marks=pytest.mark.long)], ids=["some", "others"])
+def test_they_train_as_in_one_process(cases: dict[str, Trains]) -> None:
+    assert_train_alike(cases)
 
 
 def test_a_blocks_parameter_of_which_several_ranks_hold_parts_is_refused_beside_it() -> None:
@@ -522,10 +516,10 @@ def sharing(hooked: bool = False) -> L.LightningModule:
     return Shares(rotary, saved, Projection(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), hooked=hooked)
 
 
-@pytest.mark.parametrize("hooked", [False, True], ids=["", "with a hook"])
-def test_what_blocks_share_trains_as_in_one_process(hooked: bool) -> None:
-    # held by the two stages of a rank, or by one stage of each of four
-    assert_trains_alike(partial(sharing, hooked), batches, INTERLEAVED if hooked else "pp4")
+def test_what_blocks_share_trains_as_in_one_process() -> None:
+    """Held by one stage of each of four ranks, or by the two stages of a rank."""
+    hooked = Trains(partial(sharing, True), batches, INTERLEAVED)
+    assert_train_alike({"shared": Trains(sharing, batches, "pp4"), "with a hook": hooked})
 
 
 def fit(path: Path, resume: Path | None, **layout: Any) -> dict[str, Tensor]:

@@ -113,7 +113,7 @@ def steady_steps(path: str, **options: Any) -> tuple[list[str], set[str]]:
         gradient_clip_val=0.5,
         callbacks=[watch],
     )
-    trainer.fit(Returns("gpt"), loader(16))
+    trainer.fit(Returns(), loader(16))
     return watch.questions.found, {event.key for event in watch.profile.key_averages()}
 
 

@@ -18,7 +18,19 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_shard.pipeline.runtime import step
 from lightning_shard.pipeline.runtime.split_backward import Product
 from lightning_shard.testing import run_ranks
-from tests.parity import LAYOUTS, Model, Seen, combine, largest_difference, like_llama, train, world
+from tests.parity import (
+    EXACT,
+    LAYOUTS,
+    Case,
+    Model,
+    Seen,
+    combine,
+    compare,
+    largest_difference,
+    like_llama,
+    train,
+    world,
+)
 from tests.paths import SCHEDULE_IN_A_V
 from tests.training.mixtures import assert_alike
 from tests.training.parallel.test_memory_settings import HALF, assert_close
@@ -48,14 +60,6 @@ def counting_second_parts() -> Iterator[Counter[str]]:
         yield counted
     finally:
         step.backward_of_products = real  # type: ignore[attr-defined]
-
-
-def check(ours: Seen, plain: Seen) -> None:
-    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
-    assert ours.metrics == pytest.approx(plain.metrics, rel=2e-6)
-    assert ours.norm == pytest.approx(plain.norm, rel=1e-6)
-    assert largest_difference(ours.gradients, plain.gradients) < 1e-7
-    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
 
 
 class Deep(Model):
@@ -98,7 +102,7 @@ def plain() -> dict[bool, Seen]:
 def test_a_schedule_computes_what_one_process_computes(name: str, tied: bool, plain: dict[bool, Seen]) -> None:
     per_rank = run_ranks(every_schedule, world(LAYOUTS[name]), tied, name, elastic=True, timeout_s=LIMIT_S - 50)
     for schedule in per_rank[0]:
-        check(combine([ran[schedule] for ran in per_rank], LAYOUTS[name]), plain[tied])
+        compare(combine([ran[schedule] for ran in per_rank], LAYOUTS[name]), plain[tied], Case(**EXACT), schedule)
 
 
 # -- backwards in two parts with settings of memory
@@ -153,7 +157,7 @@ def test_backwards_in_two_parts_train_alike_with_every_setting_of_memory(name: s
         if way.startswith("bf16"):
             assert_close(ours, plain["bf16-mixed"], *HALF["bf16-mixed"], way)
         else:
-            check(ours, plain["32-true"])
+            compare(ours, plain["32-true"], Case(**EXACT), way)
 
 
 # -- saved and resumed

@@ -19,20 +19,22 @@ from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
 from lightning_shard.testing.processes import RanksFailed
 from tests.parity import (
+    EXACT,
     GLOBAL_BATCH,
     QUIET,
     VOCABULARY,
+    Case,
     Model,
     Seen,
+    assert_alike,
     combine,
-    largest_difference,
+    compare,
     layout,
     like_llama,
     loader,
     train,
     world,
 )
-from tests.training.pipeline.test_schedules import check
 
 TIED = {
     "gpt2": ("model.transformer.wte.weight", "model.lm_head.weight"),
@@ -103,7 +105,7 @@ def test_a_tied_embedding_over_stages_is_that_of_one_process(
     ours = combine(per_rank, sizes)
     assert head not in ours.parameters  # one parameter, by its first name
     assert plain.norm > CLIPPED["gradient_clip_val"]
-    check(ours, plain)
+    compare(ours, plain, Case(**EXACT))
 
 
 def saving(sizes: dict[str, int], folder: Path, resume: Path | None = None, module: Any = None) -> Seen:
@@ -159,28 +161,6 @@ class Scaled(Tied):
             part.register_forward_hook(lambda part, _, out: out * part.scale)
 
 
-def accumulate(sizes: dict[str, int] | None = None, **options: Any) -> Seen:
-    trainer = {**CLIPPED, "accumulate_grad_batches": 3}  # a validation every two batches, so in mid-accumulation too
-    return train("llama", sizes, module=lambda: Scaled("llama"), trainer=trainer, steps=2, **options)
-
-
-def accumulate_in_several_ways(sizes: dict[str, int]) -> list[Seen]:
-    """Gradients are reduced at the last batch, or at each of them, by FSDP2's units."""
-    split = {"reduce_each_microbatch": True, "schedule": "ZBVZeroBubble"}
-    return [accumulate(sizes, **options) for options in ({}, split)]
-
-
-@pytest.mark.long
-def test_accumulated_gradients_are_added_once_however_often_they_are_reduced() -> None:
-    sizes = layout(pipeline=2)
-    plain = accumulate()
-    for seen in zip(*run_ranks(accumulate_in_several_ways, 2, sizes, elastic=True), strict=True):
-        ours = combine(list(seen), sizes)
-        assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
-        assert largest_difference(ours.gradients, plain.gradients) < 1e-7
-        assert largest_difference(ours.parameters, plain.parameters) < 2e-5
-
-
 class KeepsGradients(Tied):
     """Sums gradients over all steps: ``zero_grad`` does nothing."""
 
@@ -191,15 +171,19 @@ class KeepsGradients(Tied):
         pass
 
 
-def keep_gradients(sizes: dict[str, int] | None = None) -> Seen:
-    return train("llama", sizes, module=lambda: KeepsGradients("llama"))
+ACCUMULATED = {"steps": 2, "trainer": {**CLIPPED, "accumulate_grad_batches": 3}}
+"""With a validation every two batches, so in mid-accumulation too."""
+IN_TWO_PARTS = {"reduce_each_microbatch": True, "schedule": "ZBVZeroBubble"}
 
 
 @pytest.mark.long
-def test_gradients_that_are_kept_over_steps_are_added_once() -> None:
-    sizes = layout(pipeline=2)
-    plain, ours = keep_gradients(), combine(run_ranks(keep_gradients, 2, sizes, elastic=True), sizes)
-    assert largest_difference(ours.parameters, plain.parameters) < 2e-6
+def test_gradients_that_are_accumulated_or_kept_over_steps_are_added_once_however_often_they_are_reduced() -> None:
+    """At the last batch, or at each of them, by FSDP2's units."""
+    scaled = [
+        Case(partial(Scaled, "llama"), "llama", options=ACCUMULATED, strategy=strategy, gradients=1e-7)
+        for strategy in ({}, IN_TWO_PARTS)
+    ]
+    assert_alike(layout(pipeline=2), *scaled, Case(partial(KeepsGradients, "llama"), "llama", parameters=2e-6))
 
 
 class Grouped(Tied):

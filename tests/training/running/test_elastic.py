@@ -60,7 +60,7 @@ class Noting(Model):
     """Notes each step of this process in a line of a file: when, on how many ranks, its loss, its samples."""
 
     def __init__(self, folder: str, pause_s: float) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.notes = Path(folder, f"{time.time_ns()}-{os.getpid()}.jsonl")
         self.pause_s = pause_s
         self.samples: list[int] = []

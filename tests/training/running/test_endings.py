@@ -134,7 +134,7 @@ def fit(
         **{**QUIET, "enable_checkpointing": True, "max_steps": STEPS, **options},
     )
     batch = GLOBAL_BATCH // sizes["data_parallel_size"]
-    trainer.fit(module or Model("gpt"), data or loader(batch), loader(batch), ckpt_path=resume)
+    trainer.fit(module or Model(), data or loader(batch), loader(batch), ckpt_path=resume)
 
 
 def slow_write(self: LocalStore, *args: Any, original: Any = LocalStore.write, **kwargs: Any) -> None:
@@ -244,7 +244,7 @@ def test_what_all_ranks_meet_ends_them_at_one_step_whose_checkpoint_continues_th
 
 class FailsInStep(Model):
     def __init__(self, error: BaseException, rank: int) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.error, self.rank = error, rank
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -371,7 +371,7 @@ if __name__ == "__main__":
     strategy = HybridShardStrategy(pipeline_parallel_size=pipeline)
     options = {**QUIET, "enable_checkpointing": True}
     trainer = L.Trainer(strategy=strategy, devices=2, max_steps=50, callbacks=[keep, Way()], **options)
-    trainer.fit(Model("gpt"), DataLoader(Tokens(), 8, num_workers=1))  # Ctrl+C reaches workers, too
+    trainer.fit(Model(), DataLoader(Tokens(), 8, num_workers=1))  # Ctrl+C reaches workers, too
 """
 
 

@@ -77,7 +77,7 @@ def fit(
     )
     batch = GLOBAL_BATCH // world // trainer.accumulate_grad_batches
     try:
-        trainer.fit(Model("gpt"), loader(batch, shuffle=True), ckpt_path=resume)
+        trainer.fit(Model(), loader(batch, shuffle=True), ckpt_path=resume)
     except SIGTERMException as stop:
         assert trainer.received_sigterm
         return stop.code  # type: ignore[return-value]

@@ -54,7 +54,7 @@ def fit(sizes: dict[str, int]) -> tuple[list[str], list[str]]:
         settings = {**QUIET, "devices": 2, "max_steps": 2, "callbacks": [looks]}
         trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), **settings)  # type: ignore[arg-type]
         with suppress(OnPurpose):
-            trainer.fit(kind("gpt"), loader(8), loader(8))
+            trainer.fit(kind(), loader(8), loader(8))
         assert looks.swapped == []
         found.append(replaced(before))
     return found[0], found[1]

@@ -19,7 +19,7 @@ PIPELINE, TENSOR = layout(pipeline=2), layout(tensor=2)
 
 class Summarized(Model):
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.example_input_array = torch.zeros(2, 16, dtype=torch.long)
 
     def forward(self, x: Tensor) -> Tensor:

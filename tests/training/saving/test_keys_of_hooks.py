@@ -36,7 +36,7 @@ class Keeping(Model):
 
 def fit(strategy: str, steps: int, path: Path | None, ckpt_path: Path | None = None, **put: Any) -> Keeping:
     L.seed_everything(3)
-    module = Keeping("gpt")
+    module = Keeping()
     module.put = put or KEPT
     trainer = L.Trainer(strategy=strategy, devices=1, max_steps=steps, **QUIET)
     trainer.fit(module, loader(16), ckpt_path=ckpt_path)

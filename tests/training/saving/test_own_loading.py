@@ -40,7 +40,7 @@ class Moved(Model):
     """Each road that torch has."""
 
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.loaded = 0
         head = Head(self.model.head.in_features, self.model.head.out_features, bias=False)
         head.weight.data.copy_(self.model.head.weight)
@@ -59,7 +59,7 @@ def save(path: str) -> None:
     """A checkpoint of one process."""
     torch.manual_seed(5)
     trainer = L.Trainer(max_steps=1, **QUIET)
-    trainer.fit(Model("gpt"), loader(16))
+    trainer.fit(Model(), loader(16))
     trainer.save_checkpoint(path)
 
 
@@ -94,9 +94,6 @@ def check_goes_on_alike(go_on: Callable[[dict[str, int] | None, str], Seen], siz
 class Keeps(Model):
     """Keeps a checkpoint's tensors beside its own, as an average's; so does a callback."""
 
-    def __init__(self) -> None:
-        super().__init__("gpt")
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         keep(self, checkpoint)
 
@@ -118,9 +115,6 @@ def kept(sizes: dict[str, int] | None, path: str) -> list[dict[str, torch.Tensor
 
 
 class Replaces(Model):
-    def __init__(self) -> None:
-        super().__init__("gpt")
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.model.head.weight = nn.Parameter(checkpoint["state_dict"]["model.head.weight"].clone())
 
@@ -146,9 +140,6 @@ def test_what_hooks_keep_of_a_checkpoint_is_read_and_a_parameter_that_they_repla
 class Halved(Model):
     """Saves in half the bytes."""
 
-    def __init__(self) -> None:
-        super().__init__("gpt")
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = {name: value.bfloat16() for name, value in checkpoint["state_dict"].items()}
 
@@ -173,11 +164,11 @@ def evaluated(path: str) -> int:
     """Saved by a Trainer that made no optimizers."""
     sizes = {"pipeline_parallel_size": 2}
     trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), devices=2, **QUIET)
-    trainer.validate(Model("gpt"), loader(16), verbose=False)
+    trainer.validate(Model(), loader(16), verbose=False)
     trainer.save_checkpoint(path)
     trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), devices=2, max_steps=2, **QUIET)
     with told(trainer, "has no optimizer state: optimizers start from scratch"):
-        trainer.fit(Model("gpt"), loader(16), ckpt_path=path)
+        trainer.fit(Model(), loader(16), ckpt_path=path)
     return trainer.global_step
 
 

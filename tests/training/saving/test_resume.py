@@ -122,7 +122,7 @@ class Samples(Model):
     """Notes which samples this rank trains on."""
 
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.seen: list[int] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

@@ -72,7 +72,7 @@ class Everything(Model):
 
 class Configured(Model):
     def __init__(self, config: Any) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.save_hyperparameters(config)
 
 

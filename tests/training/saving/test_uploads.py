@@ -92,7 +92,7 @@ def fit(folder: str, asynchronous: bool, log_model: Any) -> tuple[dict[str, Any]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer = L.Trainer(max_epochs=1, devices=1, strategy=strategy, callbacks=[keep], **settings)
-        trainer.fit(Model("gpt"), loader(8), loader(8, samples=32))
+        trainer.fit(Model(), loader(8), loader(8, samples=32))
     said = [str(each.message) for each in told if "log_model" in str(each.message)]
     return loggers[0].experiment.given, loggers[1].experiment.given, said
 

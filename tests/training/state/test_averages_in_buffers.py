@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
+from tests.alike import Trains, assert_train_alike
 
 PLAN = {"net.blocks.*.0": "colwise", "net.blocks.*.2": "rowwise"}
 
@@ -106,19 +107,17 @@ def batches() -> list[Tensor]:
     return list(torch.linspace(-3, 3, 3 * 8 * 8).sin().view(3, 8, 8))
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_averages_of_each_stage_and_data_rank_are_saved(whole: bool) -> None:
-    assert_trains_alike(partial(Module, whole=whole), batches, ["pp2", "dp2"])
-
-
-def test_plain_tensors_meet_sharded_parameters_between_steps() -> None:
-    assert_trains_alike(Drawn, batches, "dp2")
+def test_averages_of_each_stage_and_data_rank_are_saved_and_plain_tensors_meet_sharded_parameters() -> None:
+    drawn, averaged = Trains(Drawn, batches, "dp2"), Trains(Module, batches, ["pp2", "dp2"])
+    assert_train_alike({"averaged": averaged, "drawn towards their averages": drawn})
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("module", [Drawn, Module])
-def test_plain_tensors_meet_split_parameters_between_steps(module: Any) -> None:
-    assert_trains_alike(module, batches, "tp2", tensor_parallel_plan=PLAN)
+def test_plain_tensors_meet_whole_and_split_parameters_between_steps() -> None:
+    split = {"layouts": "tp2", "options": {"tensor_parallel_plan": PLAN}}
+    whole = Trains(partial(Module, whole=True), batches, ["pp2", "dp2"])
+    ways = {"drawn": Trains(Drawn, batches, **split), "averaged": Trains(Module, batches, **split)}
+    assert_train_alike({"from whole ones": whole, **ways})
 
 
 def test_a_buffer_of_all_parameters_is_refused_on_stages() -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike, run_ranks
+from tests.alike import Trains, assert_train_alike
 from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, loader
 
 WIDTH = 8
@@ -77,10 +78,6 @@ def test_a_change_of_a_blocks_parameter_in_its_call_is_refused() -> None:
         assert_trains_alike(InPlaceInABlock, batches, "dp2")
 
 
-def test_late_state_and_untrained_parameters_are_as_in_one_process() -> None:
-    assert_trains_alike(Counts, batches, "pp2", microbatches=2)
-
-
 class KeepsLoss(Counts):
     """In a tensor that is first made in a step."""
 
@@ -139,10 +136,6 @@ class Confuses(Counts):
         self.log_dict({f"listed {place}": value for place, value in enumerate(self.listed[1])})
 
 
-def test_arrays_that_steps_count_in_are_on_all_stages_as_in_one_process() -> None:
-    assert_trains_alike(Confuses, batches, "pp2", steps=4, trainer={"val_check_interval": 2})
-
-
 class Changes(Counts):
     def __init__(self) -> None:
         super().__init__()
@@ -168,8 +161,15 @@ class Changes(Counts):
         self.log_dict({f"{place}": float(value) for place, value in enumerate(held)})
 
 
-def test_every_kind_of_change_after_the_network_is_on_all_stages() -> None:
-    assert_trains_alike(Changes, batches, "pp2", microbatches=1)
+def test_what_a_step_leaves_is_on_all_stages_as_in_one_process() -> None:
+    validated = {"val_check_interval": 2}
+    assert_train_alike(
+        {
+            "late state, and parameters that aren't trained": Trains(Counts, batches, options={"microbatches": 2}),
+            "arrays that steps count in": Trains(Confuses, batches, steps=4, trainer=validated),
+            "every kind of change": Trains(Changes, batches, options={"microbatches": 1}),
+        }
+    )
 
 
 class BeginsLater(L.LightningModule):

@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, MetricT
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from torchmetrics.regression import MeanAbsoluteError
 
-from lightning_shard.testing import assert_trains_alike
+from tests.alike import Trains, assert_train_alike
 
 WIDTH = 8
 
@@ -85,8 +85,6 @@ def batches() -> list[Tensor]:
 
 
 def test_they_are_computed_over_all_ranks_and_on_all_stages() -> None:
-    assert_trains_alike(Module, batches, layouts=["pp2 x dp2"])
-
-
-def test_metrics_with_lists_are_as_on_one_process_with_several_stages_on_each_rank() -> None:
-    assert_trains_alike(Collects, batches, [{"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}])
+    several = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
+    copies, lists = Trains(Module, batches, "pp2 x dp2"), Trains(Collects, batches, several)
+    assert_train_alike({"copies, trackers and those that hold others": copies, "with lists": lists})

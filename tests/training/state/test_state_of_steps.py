@@ -17,25 +17,31 @@ from lightning_shard.errors import StepError
 from tests.training.pipeline.test_crossing import WIDTH, WORDS, Net, batches, loss, seeded
 from tests.training.pipelines import alone, assert_alike, on_stages
 
-# -- changed after the network, read before it
+# -- changed in one microbatch or batch, read in the next
 
 
 class Late(Net):
-    """Scales what goes into the blocks by what earlier steps have left."""
+    """Scales what goes into the blocks by what earlier steps have left, which code between and after them does."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x) * (1 + self.before())
         for block in self.blocks:
             hidden = block(hidden)
-        logits = self.head(self.norm(hidden))
-        self.after(logits.detach())
-        return logits
+            self.between(hidden)
+        return self.after(self.head(self.norm(hidden)))
 
     def before(self) -> Any:
-        raise NotImplementedError
+        return 0
 
-    def after(self, logits: Tensor) -> None:
-        raise NotImplementedError
+    def between(self, hidden: Tensor) -> None:
+        pass
+
+    def after(self, logits: Tensor) -> Tensor:
+        self.note(logits.detach())
+        return logits
+
+    def note(self, logits: Tensor) -> None:
+        pass
 
 
 class Counter(Late):
@@ -48,7 +54,7 @@ class Counter(Late):
     def before(self) -> Any:
         return self.steps / 10
 
-    def after(self, logits: Tensor) -> None:
+    def note(self, logits: Tensor) -> None:
         self.steps += 1
 
 
@@ -60,7 +66,7 @@ class RunningMean(Late):
     def before(self) -> Any:
         return self.mean
 
-    def after(self, logits: Tensor) -> None:
+    def note(self, logits: Tensor) -> None:
         self.mean.mul_(0.9).add_(logits.square().mean())
 
 
@@ -74,7 +80,7 @@ class Memory(Late):
     def before(self) -> Any:
         return 0 if self.state is None else self.state[0]
 
-    def after(self, logits: Tensor) -> None:
+    def note(self, logits: Tensor) -> None:
         self.state = (logits.mean(-1, keepdim=True), len(logits))
 
 
@@ -86,7 +92,7 @@ class Recent(Late):
     def before(self) -> Any:
         return sum(self.recent)
 
-    def after(self, logits: Tensor) -> None:
+    def note(self, logits: Tensor) -> None:
         self.recent.append(logits.mean().item())
 
 
@@ -108,7 +114,7 @@ class Metered(Late):
     def before(self) -> Any:
         return self.meter.total
 
-    def after(self, logits: Tensor) -> None:
+    def note(self, logits: Tensor) -> None:
         self.meter.update(logits.mean().item())
 
 
@@ -117,10 +123,107 @@ def test_the_next_batch_begins_with_what_the_last_stage_has_left(network: Callab
     assert_alike(seeded(network), loss, batches(), stages, microbatches=1)
 
 
-@pytest.mark.parametrize("network", [Counter, RunningMean, Memory, Recent])
-def test_microbatches_that_would_begin_with_an_old_value_are_refused(network: Callable[[], nn.Module]) -> None:
-    with pytest.raises(StepError, match=r"has left \(net.* changes\).*Sentence 6 "):
-        on_stages(seeded(network), loss, batches(), 2, microbatches=2)
+class Keeps(Late):
+    """In a dict that begins with a sum of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Any] = {"sum": 0.0, "all": [], "steps": 0}
+
+
+class SumInDict(Keeps):
+    def between(self, hidden: Tensor) -> None:
+        self.kept["sum"] = self.kept["sum"] + hidden.square().mean()
+
+    def after(self, logits: Tensor) -> Tensor:
+        logits = logits * self.kept["sum"]
+        self.kept["sum"] = 0.0
+        return logits
+
+
+class AverageOfAll(Keeps):
+    """Of losses, or the like; of one value twice it is the same."""
+
+    def after(self, logits: Tensor) -> Tensor:
+        self.kept["all"].append(logits.detach().square().mean())
+        return logits / torch.stack(self.kept["all"]).mean()
+
+
+class Center(Late):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(WORDS))
+
+    def after(self, logits: Tensor) -> Tensor:
+        result = logits - self.center
+        self.center = 0.9 * self.center + 0.1 * logits.detach().mean((0, 1))
+        return result
+
+
+class CountsFirst(Keeps):
+    def before(self) -> Any:
+        self.kept["steps"] += 1
+        return self.kept["steps"] % 2
+
+
+class Recurrent(Late):
+    """Truncated in time: goes on from the step before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, state = self.cell(self.embed(x), self.state)
+        self.state = state.detach()
+        return self.leave(self.through(hidden))
+
+
+LATE = r"has left \(net.* changes\).*Sentence 6 "
+READ = r"depends on what the step before has left|changes .* after calling"
+
+
+@pytest.mark.parametrize(
+    ("network", "says"),
+    [
+        *((network, LATE) for network in (Counter, RunningMean, Memory, Recent)),
+        *((network, READ) for network in (SumInDict, AverageOfAll, Center, CountsFirst, Recurrent)),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.long)])
+def test_microbatches_that_would_begin_with_an_old_value_are_refused(
+    network: Callable[[], nn.Module], says: str, schedule: str
+) -> None:
+    with pytest.raises(StepError, match=says):
+        on_stages(seeded(network), loss, batches(), 2, microbatches=2, schedule=schedule)
+
+
+class SetAnew(Keeps):
+    def before(self) -> Any:
+        self.kept["sum"] = 0.0
+        return 0
+
+    def between(self, hidden: Tensor) -> None:
+        self.kept["sum"] = self.kept["sum"] + hidden.square().mean()
+
+    def after(self, logits: Tensor) -> Tensor:
+        return logits * self.kept["sum"]
+
+
+class History(Keeps):
+    """Nobody reads it in a step."""
+
+    def between(self, hidden: Tensor) -> None:
+        self.kept["all"].append(hidden.detach())
+
+    def note(self, logits: Tensor) -> None:
+        self.kept["steps"] += 1
+
+
+@pytest.mark.parametrize("network", [SetAnew, History])
+def test_what_the_next_step_does_not_read_is_of_no_matter(network: type[Net]) -> None:
+    assert_alike(seeded(network), loss, batches(), 2)
 
 
 class Machine:
@@ -138,7 +241,7 @@ class Machines(Late):
     def before(self) -> Any:
         return self.machine.total()
 
-    def after(self, logits: Tensor) -> None:
+    def note(self, logits: Tensor) -> None:
         self.machine.total = partial(sum, [logits.mean().item()])
 
 
@@ -215,22 +318,37 @@ class Nested(Net):
         return self.head(self.norm(hidden + first))
 
 
-def test_whatever_a_step_counts_in_is_put_back_before_a_stage_runs_again() -> None:
+class Ones:
+    def __next__(self) -> int:
+        return 1
+
+
+class NestedWithoutIterators(Nested):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = {"all": Ones(), "same": Ones()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "schedule"), [(Nested, 3, "1F1B"), (NestedWithoutIterators, 2, "Interleaved1F1B")]
+)
+def test_whatever_a_step_counts_in_is_counted_once(kind: type[Nested], stages: int, schedule: str) -> None:
     made: list[Nested] = []
 
     def make() -> nn.Module:
-        made.append(Nested())
+        made.append(kind())
         return made[-1]
 
-    assert_alike(seeded(make), loss, batches(), 3)
+    assert_alike(seeded(make), loss, batches(), stages, schedule=schedule)
     for net in made:
         assert net.alias is net.stats["seen"]["all"]
         counts = (net.alias[0], net.stats["array"][0], net.stats["sum"], len(net.by_kind["call"]), net.meter.total)
         assert [*map(float, counts), len(net.kept.seen), net.called] == [4] * 7
         assert [*net.queue] == [*made[0].queue]
-        assert (net.number, next(net.numbers["all"])) == (6 + 7, 8)
-        assert next(net.numbers["same"]) == 9
         assert len(net.meter.values["all"]) == 4
+        if kind is Nested:
+            assert (net.number, next(net.numbers["all"])) == (6 + 7, 8)
+            assert next(net.numbers["same"]) == 9
 
 
 class FrozenInPlace(Net):

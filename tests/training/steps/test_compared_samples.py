@@ -9,6 +9,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -43,14 +44,24 @@ class OverSamples(Block):
         return super().forward(x) - x.mean(0)
 
 
+class Undropped(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout.p = 0.0
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
 class Module(L.LightningModule):
     """A mean over samples, with masks and a scale that all samples share; it collects what it sees."""
 
-    first: type[Block] = Block
+    block: type[Block] = Block
 
-    def __init__(self) -> None:
+    def __init__(self, loss: Loss = F.cross_entropy) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([self.first(), Block(), Block(), Block()])
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+        self.loss_of = loss
         self.head = nn.Linear(WIDTH, WIDTH)
         self.seen: list[Tensor] = []
 
@@ -68,43 +79,43 @@ class Module(L.LightningModule):
         return self.loss(self.head(x), y)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(x, y)
+        return self.loss_of(x, y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Contrastive(Module):
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(x @ x.T, torch.arange(len(x)))
+def contrastive(x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(x @ x.T, torch.arange(len(x)))
 
 
-class RootMeanSquare(Module):
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(x, y, reduction="none").square().mean().sqrt()
+def root_mean_square(x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(x, y, reduction="none").square().mean().sqrt()
 
 
-class Undropped(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout.p = 0.0
-
-
-class Dice(Module):
+def dice(x: Tensor, y: Tensor) -> Tensor:
     """Of the batch: its smoothing makes it no mean, though no sample is compared with another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Undropped() for _ in range(4))
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        given, wanted = x.softmax(-1), F.one_hot(y, WIDTH)
-        return 1 - (2 * (given * wanted).sum() + 1) / (given.sum() + wanted.sum() + 1)
+    given, wanted = x.softmax(-1), F.one_hot(y, WIDTH)
+    return 1 - (2 * (given * wanted).sum() + 1) / (given.sum() + wanted.sum() + 1)
 
 
-class UndroppedMean(Dice):
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(x, y)
+def scaled(x: Tensor, y: Tensor) -> Tensor:
+    """A sum, in a way that its graph doesn't show."""
+    return 0.5 * F.cross_entropy(x, y, reduction="none").sum()
+
+
+def divided(x: Tensor, y: Tensor) -> Tensor:
+    """A mean, in a way that its graph doesn't show."""
+    return (torch.einsum("nd,nd->d", x, x) / len(x)).sum()
+
+
+def correlated(x: Tensor, y: Tensor) -> Tensor:
+    """Barlow Twins'."""
+    return (x.T @ x / len(x) - torch.eye(WIDTH)).square().sum()
+
+
+class UndroppedMean(Module):
+    block = Undropped
 
 
 class Logs(UndroppedMean):
@@ -268,7 +279,9 @@ class Codes(nn.Module):
 
 
 class Together(Module):
-    first = OverSamples
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = OverSamples()
 
 
 class InOrder(Module):
@@ -307,7 +320,7 @@ def loader(batch_size: int = 16, inputs: Tensor | None = None) -> Any:
     return DataLoader(TensorDataset(inputs, torch.randint(0, WIDTH, (32,))), batch_size=batch_size)
 
 
-def fit(kind: type[Module], settings: dict[str, Any], batch_size: int = 16, ranks: int = 2) -> tuple[list[str], int]:
+def fit(kind: Kind, settings: dict[str, Any], batch_size: int = 16, ranks: int = 2) -> tuple[list[str], int]:
     L.seed_everything(1, verbose=False)
     inputs = torch.randn(32, WIDTH)
     module, ordered = kind(), loader(batch_size, inputs[inputs[:, 0].argsort()])
@@ -320,7 +333,8 @@ ZBV = {**STAGES, "schedule": "ZBVZeroBubble"}
 SCHEDULES = [pytest.param(STAGES, id="1F1B"), pytest.param(ZBV, id="ZBV", marks=pytest.mark.long)]
 
 
-Case = tuple[type[Module], int]
+Kind = Callable[[], Module]
+Case = tuple[Kind, int]
 """A module and its batch size, of 4 microbatches."""
 
 
@@ -339,9 +353,11 @@ NO_MEAN = "The training loss is no mean"
 
 @pytest.mark.parametrize("settings", SCHEDULES)
 def test_what_compares_samples_is_reported_once(settings: dict[str, Any]) -> None:
-    comparing: list[Case] = [(kind, 16) for kind in (Contrastive, Dice, RootMeanSquare, Together)]
-    comparing += [(ContrastiveTimeFirst, 16), (CentredFrames, 16)]  # wherever samples lie in what blocks get
-    comparing += [(Dice, 4), (ContrastiveViews, 4)]  # of one sample for each microbatch, and two rows
+    undropped = partial(UndroppedMean, dice)
+    kinds: list[Kind] = [partial(Module, contrastive), undropped, partial(Module, root_mean_square), Together]
+    # wherever samples lie in what blocks get
+    comparing: list[Case] = [(kind, 16) for kind in (*kinds, partial(TimeFirst, contrastive), CentredFrames)]
+    comparing += [(undropped, 4), (partial(Views, contrastive), 4)]  # of one sample for each microbatch, and two rows
     *losses, logs = reports([*comparing, (CodesInBlock, 16)], settings).values()
     assert [[NO_MEAN in text for text in texts] for texts in losses] == [[True]] * len(comparing)
     assert ["self.log('number', …) is no mean" in text for text in logs] == [True]
@@ -357,11 +373,11 @@ def test_means_over_samples_are_not(settings: dict[str, Any]) -> None:
     assert 2 * 4 in [rank[0][1] for rank in ranks]  # runs of the check leave nothing
 
 
-class Counted(Contrastive):
+class Counted(Module):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         with open(os.environ["COUNTED"], "a") as file:
             file.write("*")
-        return super().loss(x, y)
+        return contrastive(x, y)
 
 
 def test_without_rehearsals_a_step_runs_once_for_each_microbatch_and_nothing_is_reported(
@@ -375,11 +391,6 @@ def test_without_rehearsals_a_step_runs_once_for_each_microbatch_and_nothing_is_
         (tmp_path / "runs").unlink()
 
 
-class UndroppedContrastive(UndroppedMean):
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(x @ x.T, torch.arange(len(x)))
-
-
 class TimeFirst(UndroppedMean):
     """Its blocks get and give samples in dim 1, and a mask that all share."""
 
@@ -389,10 +400,6 @@ class TimeFirst(UndroppedMean):
         for block in self.blocks:
             x = block(x) * mask
         return self.loss(self.head(x.mean(0)), batch[1])
-
-
-class ContrastiveTimeFirst(TimeFirst, UndroppedContrastive):
-    pass
 
 
 class Frames(UndroppedMean):
@@ -412,14 +419,7 @@ class Views(UndroppedMean):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x = self.through(torch.cat([batch[0], batch[0].flip(1)]))
         one, other = self.head(x).chunk(2)
-        return self.of_views(one, other, batch[1])
-
-    def of_views(self, one: Tensor, other: Tensor, y: Tensor) -> Tensor:
-        return self.loss(one * other, y)
-
-
-class ContrastiveViews(Views, UndroppedContrastive):
-    pass
+        return self.loss(one * other, batch[1])
 
 
 class CentredRows(Undropped):
@@ -487,38 +487,18 @@ def test_steps_that_call_data_ranks_are_not_joined_and_run_equally_often_whateve
 
 def test_samples_are_compared_where_forwards_call_data_ranks() -> None:
     settings = {**STAGES, "data_parallel_size": 2, "reshard_after_forward": True}
-    nothing, *found = reports([(kind, 16) for kind in (Module, Contrastive, Together)], settings, 4).values()
+    kinds: list[Kind] = [Module, partial(Module, contrastive), Together]
+    nothing, *found = reports([(kind, 16) for kind in kinds], settings, 4).values()
     assert nothing == []
     assert [[NO_MEAN in text for text in texts] for texts in found] == [[True]] * 2
-
-
-class Scaled(UndroppedMean):
-    """A sum, in a way that its graph doesn't show."""
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return 0.5 * F.cross_entropy(x, y, reduction="none").sum()
-
-
-class Divided(UndroppedMean):
-    """A mean, in a way that its graph doesn't show."""
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return (torch.einsum("nd,nd->d", x, x) / len(x)).sum()
-
-
-class Correlated(UndroppedMean):
-    """Barlow Twins'."""
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return (x.T @ x / len(x) - torch.eye(WIDTH)).square().sum()
 
 
 @pytest.mark.parametrize(
     "batch_size", [pytest.param(16, marks=pytest.mark.long), 4 * WIDTH]
 )  # microbatches of the second have as many samples as features
 def test_whether_a_loss_is_a_sum_is_measured(batch_size: int) -> None:
-    expected = {Scaled: ["a sum"], Divided: [], Correlated: ["no mean"]}
-    found = reports([(kind, batch_size) for kind in expected], STAGES).values()
+    expected = {scaled: ["a sum"], divided: [], correlated: ["no mean"]}
+    found = reports([(partial(UndroppedMean, loss), batch_size) for loss in expected], STAGES).values()
     says = "The training loss is (a sum|no mean) over samples"
     assert [re.findall(says, " ".join(texts)) for texts in found] == [*expected.values()]
 
@@ -580,6 +560,37 @@ def logs_told_of(settings: dict[str, Any], batch_size: int = 16) -> dict[str, li
     data, run, module = loader(batch_size), trainer(**settings), Logs()
     texts = {"test": texts_of(run.test, module, data), "fit": texts_of(run.fit, module, data, data)}
     return {method: NO_MEANS.findall(" ".join(said)) for method, said in texts.items()}
+
+
+class Residual(UndroppedMean):
+    """Later stages add what they don't know of earlier ones to the batch, which has more samples in a joined run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: list[int] = []
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Any]:
+        x = batch[0]
+        for block in self.blocks:
+            x = x + block(x)
+        errors = x.square().mean(1)
+        self.log_dict({"mean": errors.mean(), "!root": errors.mean().sqrt()})
+        return {"errors": errors, "number": len(errors)}
+
+    def on_test_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.counted.append(outputs["number"])
+
+
+def residual_told_of() -> tuple[list[str], list[int]]:
+    L.seed_everything(1, verbose=False)
+    samples = torch.randn(14, WIDTH) * torch.linspace(0.1, 4, 14)[:, None]  # of other microbatches, other errors
+    module, data = Residual(), DataLoader(TensorDataset(samples), batch_size=8)
+    texts = texts_of(trainer(**STAGES, microbatches=2).test, module, data, verbose=False)
+    return NO_MEANS.findall(" ".join(texts)), module.counted
+
+
+def test_what_is_found_by_joining_microbatches_is_found_where_outputs_of_blocks_are_added_up() -> None:
+    assert run_ranks(residual_told_of, 2, elastic=True)[0] == (["!root"], [8, 6])
 
 
 ODD_LOGS = ["!F1", "!batches", "!codes", "!least mean", "!metric RMSE", "!metric sum"]

@@ -16,20 +16,28 @@ from torchmetrics import MeanMetric
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import GLOBAL_BATCH, QUIET, Model, Seen, combine, largest_difference, layout, loader, train, world
+from tests.parity import (
+    GLOBAL_BATCH,
+    QUIET,
+    Case,
+    Model,
+    assert_alike,
+    combine,
+    largest_difference,
+    layout,
+    loader,
+    train,
+    world,
+)
 
 PIPELINE = layout(pipeline=2)
-
-
-def on(sizes: dict[str, int], function: Any, *args: Any) -> Seen:
-    return combine(run_ranks(function, world(sizes), sizes, *args, elastic=True), sizes)
 
 
 class MadeEarly(Model):
     """As LightningCLI makes optimizers: from the module as it was built."""
 
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.made = torch.optim.AdamW(self.parameters(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.made, 0.5)
 
@@ -37,21 +45,25 @@ class MadeEarly(Model):
         return [self.made], [{"scheduler": self.schedule, "interval": "step"}]
 
 
-def made_early(sizes: dict[str, int] | None) -> Seen:
-    return train("gpt", sizes, module=MadeEarly)
+class BreaksOff(L.Callback):
+    """Leaves the first epoch in the middle of an accumulation."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> int | None:
+        batch_idx = args[-1]
+        return -1 if trainer.current_epoch == 0 and batch_idx == 1 else None
 
 
-def test_an_optimizer_made_before_the_module_was_sharded() -> None:
-    ours, plain = on(PIPELINE, made_early), made_early(None)
-    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
-    assert largest_difference(ours.parameters, plain.parameters) < 1e-4  # of steps of 1e-2
+def test_optimizers_made_before_the_module_was_sharded_and_accumulations_that_are_broken_off() -> None:
+    settings = {"accumulate_grad_batches": 2, "val_check_interval": 1.0}
+    broken_off = Case(options={"trainer": settings, "steps": 2}, callbacks=[BreaksOff], norm=1e-6)
+    assert_alike(PIPELINE, Case(MadeEarly, parameters=1e-4), broken_off)  # the first of steps of 1e-2
 
 
 class Counting(Model):
     """State in other forms than parameters and buffers."""
 
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.steps = 0
         self.mean = MeanMetric()
         self.mean.persistent(True)
@@ -85,7 +97,7 @@ def test_extra_state_and_metrics_come_back(tmp_path: Path) -> None:
 
 class Gathering(Model):
     def __init__(self, differentiates: bool) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.differentiates = differentiates  # stages don't, in a step
         self.gathered: Tensor | None = None
         self.slope: Tensor | None = None
@@ -129,73 +141,6 @@ def test_all_gather_is_over_the_data_ranks() -> None:
     assert stages[:2] == ([row[-2:] for row in expected],) * 2
 
 
-class BreaksOff(L.Callback):
-    """Leaves the first epoch in the middle of an accumulation."""
-
-    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> int | None:
-        batch_idx = args[-1]
-        return -1 if trainer.current_epoch == 0 and batch_idx == 1 else None
-
-
-def break_off(sizes: dict[str, int] | None) -> Seen:
-    settings = {"accumulate_grad_batches": 2, "val_check_interval": 1.0}
-    return train("gpt", sizes, callbacks=[BreaksOff()], trainer=settings, steps=2)
-
-
-def test_an_accumulation_that_is_broken_off_leaves_nothing() -> None:
-    ours, plain = on(PIPELINE, break_off), break_off(None)
-    assert ours.norm == pytest.approx(plain.norm, rel=1e-6)
-    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
-
-
-class Drops(L.LightningModule):
-    """Every block notes the mask that it drew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 8)
-        self.layers = nn.ModuleList(NotesMask() for _ in range(4))
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        x = self.embed(batch["x"])
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class NotesMask(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(8, 8)
-        self.masks: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.nn.functional.dropout(torch.ones_like(x), 0.5)
-        self.masks.append(mask)
-        return self.mix(x) * mask
-
-
-def drop() -> list[Tensor]:
-    L.seed_everything(3)
-    module = Drops()
-    strategy = HybridShardStrategy(pipeline_parallel_size=2)
-    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
-    trainer.fit(module, loader(16))
-    assert not any(isinstance(part, FSDPModule) for part in module.modules())
-    noted = [mask for layer in module.layers if isinstance(layer, NotesMask) for mask in layer.masks]
-    return [mask for mask in noted if type(mask) is Tensor]  # those of the other stage are unknown
-
-
-@pytest.mark.long
-def test_no_two_blocks_or_microbatches_draw_the_same_mask() -> None:
-    masks = [mask for masks in run_ranks(drop, 2, elastic=True) for mask in masks]
-    assert len(masks) == 4 * 4
-    assert len({mask.cpu().numpy().tobytes() for mask in masks}) == len(masks)
-
-
 BY_SEQUENCE = {
     "blocks.0": "scatter_sequence",
     "blocks.*.attention_norm": "sequence",
@@ -212,24 +157,17 @@ BY_SEQUENCE = {
 }
 
 
-def by_sequence(sizes: dict[str, int]) -> Seen:
-    return train("gpt", sizes, tensor_parallel_plan=BY_SEQUENCE)
-
-
 @pytest.mark.parametrize("pipeline", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_sequence_parallelism_from_a_plan(pipeline: int) -> None:
-    ours, plain = on(layout(pipeline=pipeline, tensor=2), by_sequence), train("gpt")
-    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
-    assert ours.norm == pytest.approx(plain.norm, rel=1e-6)
-    assert largest_difference(ours.gradients, plain.gradients) < 1e-7
-    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+    case = Case(strategy={"tensor_parallel_plan": BY_SEQUENCE}, norm=1e-6, gradients=1e-7)
+    assert_alike(layout(pipeline=pipeline, tensor=2), case)
 
 
 class Stops(Model):
     """In a step of the last data rank, or in a hook on rank 0 only, as one does that looks at what only rank 0 has."""
 
     def __init__(self, where: str) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.where = where
 
     def stop(self, where: str, here: bool) -> None:
@@ -268,11 +206,25 @@ def test_a_hook_of_the_module_that_stops_one_rank_stops_all(sizes: dict[str, int
     assert run_ranks(stop, 2, sizes, hooks, 9, settings, elastic=True) == [[1, 2, 3]] * 2
 
 
+class NotesMask(nn.Module):
+    """Every block notes the masks that it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(32, 32)
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.nn.functional.dropout(torch.ones_like(x), 0.5)
+        self.masks.append(mask)
+        return self.mix(x) * mask
+
+
 class Dropping(nn.Module):
     def __init__(self, recomputes: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 32)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(4))
+        self.layers = nn.ModuleList(NotesMask() for _ in range(4))
         self.head = nn.Linear(32, 64)
         self.recomputes = recomputes
 
@@ -285,7 +237,7 @@ class Dropping(nn.Module):
 
 class DropsOut(Model):
     def __init__(self, recomputes: bool) -> None:
-        super().__init__("gpt")
+        super().__init__()
         torch.manual_seed(1)
         self.model = Dropping(recomputes)
 
@@ -307,3 +259,18 @@ def test_blocks_that_are_recomputed_draw_the_dropout_masks_of_their_forward() ->
         assert recomputed.losses == kept.losses
         assert largest_difference(recomputed.gradients, kept.gradients) < 1e-7
         assert largest_difference(recomputed.parameters, kept.parameters) < 1e-6
+
+
+def drop() -> list[Tensor]:
+    module = DropsOut(recomputes=False)
+    train("gpt", layout(pipeline=2), steps=1, module=lambda: module, trainer={"limit_val_batches": 0})
+    assert not any(isinstance(part, FSDPModule) for part in module.modules())
+    noted = [mask for layer in module.model.layers for mask in getattr(layer, "masks", ())]
+    return [mask for mask in noted if type(mask) is Tensor]  # those of the other stage are unknown
+
+
+@pytest.mark.long
+def test_no_two_blocks_or_microbatches_draw_the_same_mask() -> None:
+    masks = [mask for masks in run_ranks(drop, 2, elastic=True) for mask in masks]
+    assert len(masks) == 4 * 4
+    assert len({mask.cpu().numpy().tobytes() for mask in masks}) == len(masks)

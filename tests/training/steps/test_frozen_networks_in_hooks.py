@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
+from tests.alike import Trains, assert_train_alike
 
 
 class Net(nn.Module):
@@ -106,13 +107,10 @@ def batches() -> list[Tensor]:
     return list(torch.linspace(-3, 3, 3 * 8 * 8).sin().view(3, 8, 8))
 
 
-def test_hooks_call_frozen_networks_on_stages() -> None:
-    assert_trains_alike(Module, batches, "pp2", steps=2)
-
-
-def test_a_teacher_that_is_averaged_by_name_is_the_same_on_all_stages() -> None:
+def test_hooks_call_frozen_networks_on_stages_and_average_a_teacher_by_name() -> None:
     validations = {"val_check_interval": 2}
-    assert_trains_alike(MeanTeacher, batches, "pp2 x dp2", trainer=validations)
+    averaged = Trains(MeanTeacher, batches, "pp2 x dp2", trainer=validations)
+    assert_train_alike({"called": Trains(Module, batches, steps=2), "averaged": averaged})
 
 
 def test_a_teacher_that_is_averaged_by_position_is_refused() -> None:

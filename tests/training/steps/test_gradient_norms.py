@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from functools import partial
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import Model, Seen, combine, largest_difference, layout, train, world
+from tests.parity import Case, Model, assert_alike, layout, train
 
 
 class Clipping(Model):
@@ -25,7 +26,7 @@ class Clipping(Model):
     """
 
     def __init__(self, by_hand: bool = False) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.by_hand = by_hand
 
     def on_after_backward(self) -> None:
@@ -87,29 +88,6 @@ class Clipping(Model):
         return [p.grad for p in (model.token_embedding.weight, model.head.weight) if p.grad is not None]
 
 
-def clip(sizes: dict[str, int] | None, by_hand: bool) -> Seen:
-    return train("gpt", sizes, module=partial(Clipping, by_hand), steps=2)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [layout(pipeline=2), pytest.param(layout(data=2, tensor=2), marks=pytest.mark.long)],
-    ids=["pp2", "dp2×tp2"],
-)
-def test_norms_and_clipping_in_hooks_are_the_whole_models(sizes: dict[str, int]) -> None:
-    # torch 2.11 flattens no DTensor of which a later dim is sharded: refused
-    by_hand = sizes["pipeline_parallel_size"] == 1 and torch.__version__ >= "2.12"
-    ours = combine(run_ranks(clip, world(sizes), sizes, by_hand, elastic=True), sizes)
-    plain = clip(None, by_hand)
-    assert ours.metrics == pytest.approx(plain.metrics, rel=1e-4, abs=1e-7)
-    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
-
-
-def clip_in_64_bits(sizes: dict[str, int] | None) -> Seen:
-    settings = {"precision": "64-true", "gradient_clip_val": 0.05}
-    return train("gpt", sizes, module=partial(Plain, "gpt"), steps=2, trainer=settings)
-
-
 class Plain(Model):
     """SGD, whose steps are as long as gradients are."""
 
@@ -128,10 +106,8 @@ class Plain(Model):
 @pytest.mark.parametrize("sizes", [layout(data=2), pytest.param(layout(pipeline=2), marks=pytest.mark.long)], ids=str)
 def test_clipping_in_64_bits_rounds_to_no_fewer(sizes: dict[str, int]) -> None:
     """Clipped by a norm in 32 bits, parameters are 1e-10 apart after a step."""
-    ours = combine(run_ranks(clip_in_64_bits, world(sizes), sizes, elastic=True), sizes)
-    plain = clip_in_64_bits(None)
-    assert ours.norm == pytest.approx(plain.norm, rel=1e-13)
-    assert largest_difference(ours.parameters, plain.parameters) < 1e-14
+    options = {"steps": 2, "trainer": {"precision": "64-true", "gradient_clip_val": 0.05}}
+    assert_alike(sizes, Case(Plain, options=options, norm=1e-13, parameters=1e-14))
 
 
 class Counting(Model):
@@ -157,23 +133,20 @@ class Counting(Model):
         return sum(p.numel() for p in module.parameters())
 
 
-def count(sizes: dict[str, int] | None) -> Seen:
-    return train("gpt", sizes, module=partial(Counting, "gpt"), steps=2, trainer={"num_sanity_val_steps": 1})
+def test_norms_and_clipping_in_hooks_are_the_whole_models_and_parameters_are_counted_and_frozen_there() -> None:
+    counts = {"steps": 2, "trainer": {"num_sanity_val_steps": 1}}
+    clips = Case(Clipping, options={"steps": 2}, loss=1e-4)
+    assert_alike(layout(pipeline=2), clips, Case(Counting, options=counts, loss=1e-4))
 
 
-def test_parameters_are_counted_and_frozen_in_hooks_as_on_one_process() -> None:
-    sizes = layout(pipeline=2)
-    ours, plain = combine(run_ranks(count, 2, sizes, elastic=True), sizes), count(None)
-    assert ours.metrics == pytest.approx(plain.metrics, rel=1e-4)
-    assert largest_difference(ours.parameters, plain.parameters) < 2e-5
+@pytest.mark.long
+def test_norms_and_clipping_by_hand_are_the_whole_models_on_data_and_tensor_ranks() -> None:
+    # torch 2.11 flattens no DTensor of which a later dim is sharded: refused
+    by_hand = partial(Clipping, torch.__version__ >= "2.12")
+    assert_alike(layout(data=2, tensor=2), Case(by_hand, options={"steps": 2}, loss=1e-4))
 
 
-class Gpt(Model):
-    def __init__(self) -> None:
-        super().__init__("gpt")
-
-
-class Average(Gpt):
+class Average(Model):
     """Keeps an average by hand, as many do."""
 
     def __init__(self) -> None:
@@ -186,20 +159,20 @@ class Average(Gpt):
             mean.lerp_(parameter, 0.1)
 
 
-class OwnNorm(Gpt):
+class OwnNorm(Model):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         total = sum(p.grad.square().sum() for p in self.parameters() if p.grad is not None)
         for p in self.parameters():
             p.grad = p.grad / total  # type: ignore[operator]
 
 
-class OfAnotherStage(Gpt):
+class OfAnotherStage(Model):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         model: Any = self.model
         float(model.token_embedding.weight.grad.norm())
 
 
-class Weights(Gpt):
+class Weights(Model):
     def on_train_batch_end(self, *_: Any) -> None:
         model: Any = self.model
         model.token_embedding.weight.detach().norm().item()
@@ -230,3 +203,51 @@ def walk(kind: Any) -> None:
 def test_going_over_a_stages_parameters_as_if_they_were_all_is_refused(kind: Any, said: str) -> None:
     with pytest.raises(RanksFailed, match=f"StepError: .*{said}"):
         run_ranks(walk, 2, kind, elastic=True)
+
+
+class Walks(Model):
+    """Takes its part for all, where that does no harm by itself; what treats each parameter by itself takes nothing."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.state_dict()
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        assert next(self.parameters()).device == self.device
+        self.requires_grad_(True).zero_grad()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        dict(self.named_parameters())
+
+
+class LooksUp(Model):
+    def on_train_batch_end(self, *_: Any) -> None:
+        dict(self.named_parameters())["1.weight"]
+
+
+def walked() -> list[str]:
+    module, sizes = Walks(), layout(pipeline=2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train("gpt", sizes, module=lambda: module, steps=2)
+        next(module.parameters())
+        sum(p.numel() for p in module.parameters())
+        module.state_dict()
+    with pytest.raises(KeyError) as caught:
+        train("gpt", sizes, module=LooksUp, steps=2)
+    assert "iterates over named_parameters() of the LightningModule" in caught.value.__notes__[0]
+    return [text for each in said if "iterates over" in (text := str(each.message))]
+
+
+def test_what_takes_a_part_for_all_is_told_once_a_hook_and_after_a_run_and_its_errors_have_it_in_a_note() -> None:
+    first, other = run_ranks(walked, 2, elastic=True)
+    assert [text.partition(". ")[0] for text in first if not text.startswith("Recorder.")] == [
+        f"{who} iterates over {what} of the LightningModule"
+        for who, what in (
+            ("Walks.on_train_batch_start", "state_dict()"),
+            ("Walks.on_train_batch_end", "named_parameters()"),
+            ("Code after a run", "parameters()"),
+            ("Code after a run", "state_dict()"),
+        )
+    ]
+    assert all("strategy.gather_full_parameters()" in text for text in first)
+    assert not other

@@ -18,7 +18,7 @@ from tests.parity import QUIET, Model, Tokens
 def fit(stages: int) -> None:
     strategy = HybridShardStrategy(pipeline_parallel_size=stages)
     trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, **QUIET)
-    trainer.fit(Model("gpt"), DataLoader(Tokens(48 if os.environ["RANK"] == "0" else 32), batch_size=8))
+    trainer.fit(Model(), DataLoader(Tokens(48 if os.environ["RANK"] == "0" else 32), batch_size=8))
 
 
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.long), 2])
@@ -46,7 +46,7 @@ class Stream(IterableDataset[Any]):
 def run_streamed(method: str, schedule: str, *sizes: int) -> int:
     strategy = HybridShardStrategy(pipeline_parallel_size=2, schedule=schedule)
     trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, accumulate_grad_batches=2, **QUIET)
-    getattr(trainer, method)(Model("gpt"), DataLoader(Stream(sizes[int(os.environ["RANK"])]), batch_size=8))
+    getattr(trainer, method)(Model(), DataLoader(Stream(sizes[int(os.environ["RANK"])]), batch_size=8))
     return trainer.global_step
 
 
@@ -77,7 +77,7 @@ class TakesIterator(Model):
 
 def validate_by_iterator() -> None:
     trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, **QUIET)
-    trainer.validate(TakesIterator("gpt"), DataLoader(Stream(8), batch_size=8))
+    trainer.validate(TakesIterator(), DataLoader(Stream(8), batch_size=8))
 
 
 def test_a_validation_step_that_takes_an_iterator_of_batches_is_refused_by_its_name() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_shard.testing import assert_trains_alike, run_ranks
@@ -20,7 +21,7 @@ class ByHand(Model):
     """Keeps outputs in lists, dicts and numbers, as Lightning's guide shows, and counts in a buffer."""
 
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.register_buffer("seen", torch.zeros(()))
         self.kept: list[Tensor] = []
         self.of_kinds: dict[str, list[float]] = {"right": [], "seen": []}
@@ -58,27 +59,77 @@ def test_what_a_step_keeps_by_hand_is_whole_where_lightning_logs() -> None:
     assert_trains_alike(ByHand, batches, "pp2", steps=2, trainer={"val_check_interval": 2})
 
 
-class Printing(Model):
+class Memory(Logger):
+    """Keeps what it is given."""
+
+    name, version = "memory", 0  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    @property
+    def experiment(self) -> Memory:
+        return self
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        if metrics.keys() <= set("abc"):
+            self.rows.append(metrics)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+
+class Writes(Model):
+    """Prints, and gives its loss to loggers itself, in either order."""
+
+    def __init__(self, prints_first: bool) -> None:
+        super().__init__()
+        self.ways = [self.prints, self.logs] if prints_first else [self.logs, self.prints]
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = super().training_step(batch, batch_idx)
-        self.print("loss", float(loss))
+        for way in self.ways:
+            way(float(loss))
         return loss
 
+    def prints(self, loss: float) -> None:
+        self.print("loss", loss)
 
-def printed() -> tuple[list[float], list[float], list[str]]:
-    """What a step prints on this rank, the losses of the batches, and warnings."""
-    out = io.StringIO()
+    def logs(self, loss: float) -> None:
+        assert isinstance(self.logger, Memory)
+        assert self.logger.name == "memory"
+        self.logger.log_metrics({"a": loss})
+        self.logger.experiment.log_metrics({"b": loss})
+        for logger in self.loggers:
+            logger.log_metrics({"c": loss})  # type: ignore[union-attr]
+
+
+Written = tuple[list[float], list[dict[str, float]], list[float], list[str]]
+
+
+def written(prints_first: bool) -> Written:
+    """What a step prints and logs on this rank, the losses of the batches, and warnings."""
+    out, logger = io.StringIO(), Memory()
     with contextlib.redirect_stdout(out), warnings.catch_warnings(record=True) as caught:
-        seen = train("gpt", layout(pipeline=2), module=partial(Printing, "gpt"), steps=2, microbatches=4)
+        module, settings = partial(Writes, prints_first), {"logger": logger}
+        seen = train("gpt", layout(pipeline=2), module=module, steps=2, trainer=settings, microbatches=4)
     values = [float(line.split()[1]) for line in out.getvalue().split("\n") if line.startswith("loss")]
-    return values, seen.losses, [str(each.message) for each in caught]
+    return values, logger.rows, seen.losses, [str(each.message) for each in caught]
 
 
-def test_what_a_step_prints_is_there_once_for_each_microbatch_and_told_of() -> None:
-    """The first batch's first two run once more, to see what crosses and what they leave."""
-    (values, losses, said), (other, *_) = run_ranks(printed, 2, elastic=True)
-    assert len(values) == 8
-    assert not other
-    for loss, of_batch in zip(losses, (values[:4], values[4:]), strict=True):
-        assert sum(of_batch) / 4 == pytest.approx(loss, rel=1e-5)
-    assert sum("calls self.print" in each for each in said) == 1
+def written_in_both_orders() -> list[Written]:
+    return [written(prints_first) for prints_first in (True, False)]
+
+
+def test_what_a_step_prints_or_gives_to_loggers_is_there_once_for_each_microbatch_and_told_of() -> None:
+    """Of what is run once more, to see what crosses and what steps leave, nothing is."""
+    on_first, on_other = run_ranks(written_in_both_orders, 2, elastic=True)
+    for (values, rows, losses, said), what in zip(on_first, ("print", "logger.log_metrics"), strict=True):
+        assert len(values) == 8
+        assert rows == [{name: value} for value in values for name in "abc"]
+        for loss, of_batch in zip(losses, (values[:4], values[4:]), strict=True):
+            assert sum(of_batch) / 4 == pytest.approx(loss, rel=1e-5)
+        [told] = [each for each in said if "A step calls " in each]
+        assert f"calls self.{what}." in told
+        assert "on_train_batch_end" in told
+    assert not any(values or rows for values, rows, _, _ in on_other)

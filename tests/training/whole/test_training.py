@@ -21,28 +21,21 @@ from tests.parity import (
     LENGTH,
     QUIET,
     VOCABULARY,
+    Case,
     Model,
     Seen,
-    combine,
+    assert_alike,
+    compare,
     largest_difference,
     layout,
     loader,
+    on_ranks,
     train,
     world,
 )
 
 PIPELINE = layout(pipeline=2, data=2)
 SHARDED = layout(data=2, tensor=2)
-
-
-def check(ours: Seen, plain: Seen, parameters: float = 2e-5, loss: float = 2e-6) -> None:
-    assert ours.losses == pytest.approx(plain.losses, rel=loss)
-    assert ours.metrics == pytest.approx(plain.metrics, rel=loss)
-    assert largest_difference(ours.parameters, plain.parameters) < parameters
-
-
-def on(sizes: dict[str, int], function: Any, *args: Any) -> Seen:
-    return combine(run_ranks(function, world(sizes), sizes, *args, elastic=True), sizes)
 
 
 # -- accumulation, clipping, schedulers, groups
@@ -60,27 +53,13 @@ class Scheduled(Model):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def scheduled() -> L.LightningModule:
-    return Scheduled("gpt")
-
-
 CLIPPED_BY_NORM = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 CLIPPED_BY_VALUE = {"accumulate_grad_batches": 3, "gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}
 
 
-def accumulate(sizes: dict[str, int] | None, settings: dict[str, Any]) -> Seen:
-    return train("gpt", sizes, module=scheduled, trainer=settings)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "settings"),
-    [
-        pytest.param(SHARDED, CLIPPED_BY_NORM, id="dp2×tp2, norm"),
-        pytest.param(PIPELINE, CLIPPED_BY_VALUE, id="pp2×dp2, value", marks=pytest.mark.long),
-    ],
-)
-def test_accumulation_clipping_schedulers_and_groups(sizes: dict[str, int], settings: dict[str, Any]) -> None:
-    check(on(sizes, accumulate, settings), accumulate(None, settings))
+@pytest.mark.long
+def test_accumulation_clipping_schedulers_and_groups_on_stages() -> None:
+    assert_alike(PIPELINE, Case(Scheduled, options={"trainer": CLIPPED_BY_VALUE}))
 
 
 # -- logs and metrics
@@ -88,7 +67,7 @@ def test_accumulation_clipping_schedulers_and_groups(sizes: dict[str, int], sett
 
 class Measured(Model):
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro")
         self.count = MeanMetric()
         self.highest = MaxMetric()
@@ -123,10 +102,10 @@ def measure(sizes: dict[str, int] | None) -> Seen:
 
 @pytest.mark.parametrize("sizes", [PIPELINE, pytest.param(SHARDED, marks=pytest.mark.long)], ids=["pp2×dp2", "dp2×tp2"])
 def test_metrics_and_every_reduction_of_logs(sizes: dict[str, int]) -> None:
-    ours, plain = on(sizes, measure), measure(None)
+    ours, plain = on_ranks(sizes, measure), measure(None)
     for steps in (ours, plain):
         steps.metrics.pop("accuracy_step", None)  # of the data rank's own last batch
-    check(ours, plain, loss=1e-5)
+    compare(ours, plain, Case(loss=1e-5))
     assert ours.metrics["samples"] == 32
 
 
@@ -142,9 +121,6 @@ def padded(batch: dict[str, Tensor]) -> Tensor:
 
 
 class Padded(Model):
-    def __init__(self) -> None:
-        super().__init__("gpt")
-
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
         logits = self.model(batch["x"])
         loss = F.cross_entropy(logits.flatten(0, 1), padded(batch).flatten(), ignore_index=-100)
@@ -163,12 +139,12 @@ def train_padded(sizes: dict[str, int] | None) -> Seen:
 
 @pytest.mark.parametrize("sizes", [layout(pipeline=2), layout(data=2)], ids=["pp2", "dp2"])
 def test_means_over_tokens_that_are_weighted_by_their_number(sizes: dict[str, int]) -> None:
-    ours, plain = on(sizes, train_padded), train_padded(None)
+    ours, plain = on_ranks(sizes, train_padded), train_padded(None)
     assert ours.norm == pytest.approx(plain.norm, rel=1e-13)
     assert largest_difference(ours.gradients, plain.gradients) < 1e-14
     assert largest_difference(ours.parameters, plain.parameters) < 1e-10  # Adam divides by small ones
     if sizes["data_parallel_size"] == 1:  # else what is logged of a step is the mean of the data ranks
-        check(ours, plain)
+        compare(ours, plain, Case())
 
 
 class Unpadded(Padded):
@@ -227,15 +203,11 @@ def test_means_over_unequal_numbers_are_told_of_once_where_nothing_weighs_them(
     assert [*nothing, *others] == [[]] * 5
 
 
-# -- precision, replicas
-
-
-def replicated(sizes: dict[str, int]) -> Seen:
-    return train("gpt", sizes, data_parallel_replicas=2)
+# -- replicas
 
 
 def test_replicas_of_a_sharded_group_compute_the_same() -> None:
-    check(on(LAYOUTS["dp4"], replicated), train("gpt"))
+    assert_alike(LAYOUTS["dp4"], Case(strategy={"data_parallel_replicas": 2}))
 
 
 # -- what users look at
@@ -246,7 +218,7 @@ def look(sizes: dict[str, int]) -> Any:
     strategy = HybridShardStrategy(**sizes, tensor_parallel_plan={"mlp.up": "colwise", "mlp.down": "rowwise"})
     trainer = L.Trainer(strategy=strategy, devices=world(sizes), max_steps=1, **QUIET)
     data = sizes["data_parallel_size"]
-    trainer.fit(Model("gpt"), loader(GLOBAL_BATCH // data))
+    trainer.fit(Model(), loader(GLOBAL_BATCH // data))
     shard = {name: tensor.clone() for name, tensor in strategy.local_shard().items()}
     return shard, strategy.gather_full_parameters(), str(strategy.layout), str(strategy.placement)
 
@@ -277,7 +249,7 @@ def test_shards_and_the_gathered_whole(name: str, rows: int, said: str) -> None:
 
 class Manual(Model):
     def __init__(self) -> None:
-        super().__init__("gpt")
+        super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -296,12 +268,8 @@ class Manual(Model):
         self.log("train_loss", self.loss(batch).detach(), sync_dist=True)
 
 
-def manual(sizes: dict[str, int] | None) -> Seen:
-    return train("gpt", sizes, module=Manual)
-
-
 def test_manual_optimization_with_gradients_synchronized_by_hand() -> None:
-    check(on(layout(data=2), manual), manual(None))
+    assert_alike(layout(data=2), Case(Manual))
 
 
 # -- modules that bring their own sharding
@@ -309,9 +277,6 @@ def test_manual_optimization_with_gradients_synchronized_by_hand() -> None:
 
 class ShardsItself(Model):
     """As Lightning's documentation of ModelParallelStrategy has it."""
-
-    def __init__(self) -> None:
-        super().__init__("gpt")
 
     def configure_model(self) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -326,12 +291,8 @@ class ShardsItself(Model):
         fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
 
-def shards_itself(sizes: dict[str, int] | None) -> Seen:
-    return train("gpt", sizes, module=ShardsItself)
-
-
-def test_a_module_written_for_lightnings_own_strategy_runs_unchanged() -> None:
-    check(on(SHARDED, shards_itself), shards_itself(None))
+def test_a_module_written_for_lightnings_own_strategy_runs_unchanged_and_accumulation_schedulers_and_groups() -> None:
+    assert_alike(SHARDED, Case(ShardsItself), Case(Scheduled, options={"trainer": CLIPPED_BY_NORM}))
 
 
 # -- memory
