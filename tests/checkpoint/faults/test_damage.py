@@ -349,6 +349,23 @@ def test_chunks_that_do_not_make_up_a_tensor_are_refused_by_readers_of_any_part(
     assert [fault.tensor for fault in checkpoint.verify(path).faults] == ["w"]
 
 
+def test_all_tensors_whose_chunks_are_wrong_are_named_and_the_others_are_read(tmp_path):
+    state = {name: torch.arange(4.0) for name in "abcd"}
+    checkpoint.save(state, tmp_path)
+
+    def change(manifest, columns):
+        row = {name: entry["chunks"][0] for name, entry in manifest["model"].items()}
+        columns["file"][row["a"]], columns["begin"][row["b"]], columns["offsets"][row["c"]] = 9, 2**62, 1
+
+    edit_table(tmp_path, change)
+    assert {fault.tensor for fault in checkpoint.verify(tmp_path).faults} == {"a", "b", "c"}
+    stored = checkpoint.read(tmp_path)
+    for name, says in {"a": "refers to file 9 of 1", "b": "has a chunk of", "c": "isn't inside|don't make it up"}.items():
+        with pytest.raises(CorruptCheckpointError, match=f"model tensor '{name}'.*({says})"):
+            stored[name].full()
+    assert torch.equal(stored["d"].full(), state["d"])
+
+
 def changed_number(column, row, value):
     def change(manifest, columns):
         numbers = columns[column].reshape(len(columns[column]), -1).copy()
