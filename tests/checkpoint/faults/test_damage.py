@@ -360,7 +360,7 @@ def test_all_tensors_whose_chunks_are_wrong_are_named_and_the_others_are_read(tm
     edit_table(tmp_path, change)
     assert {fault.tensor for fault in checkpoint.verify(tmp_path).faults} == {"a", "b", "c"}
     stored = checkpoint.read(tmp_path)
-    for name, says in {"a": "refers to file 9 of 1", "b": "has a chunk of", "c": "isn't inside|don't make it up"}.items():
+    for name, says in (("a", "refers to file 9 of 1"), ("b", "has a chunk of"), ("c", "isn't inside|don't make")):
         with pytest.raises(CorruptCheckpointError, match=f"model tensor '{name}'.*({says})"):
             stored[name].full()
     assert torch.equal(stored["d"].full(), state["d"])

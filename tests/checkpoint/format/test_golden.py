@@ -133,6 +133,7 @@ def test_every_value_of_the_trainer_state(codecs):
     assert opened("other-writer").trainer_state() is None
     for rank in range(4):
         assert raw(stored.rank_state(rank)["generator"]) == data_of(f"generator {rank}", *RANK["generator"])
+    assert stored.rank_state(7) == {}
 
 
 def test_the_plain_reader_knows_every_tag():
