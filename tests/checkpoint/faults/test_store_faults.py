@@ -145,8 +145,7 @@ def in_ci(*faults: Fault, of: Sequence[Fault]) -> list[Any]:
 
 
 def entered(ledger: Ledger, fault: str, tried: int, lost: list[str], sample: bool = False) -> None:
-    print(*lost, sep="\n")  # pytest shows it with the failure
-    ledger(GROUP, fault, tried=tried, lost=len(lost), sample=sample)
+    ledger(GROUP, fault, tried=tried, lost=lost, sample=sample)
 
 
 def save_under(place: Place, faults: list[tuple[int, FaultOf]], saver: Place, outlasted: bool) -> list[str]:
