@@ -365,15 +365,3 @@ def test_safetensors_files_and_folders_are_read(tmp_path):
     (folder / "1.safetensors").write_bytes(data[:-10])
     with pytest.raises(CorruptCheckpointError):
         checkpoint.read(folder / "1.safetensors")["a"].full()
-
-
-def test_gather_on_the_command_line(saved, tmp_path, capsys):
-    out = tmp_path / "x.ckpt"
-    assert main(["gather", str(saved), str(out), "--dtype", "bfloat16", "--no-optimizer"]) == 0
-    assert torch.load(out, weights_only=True)["state_dict"]["model.a"].dtype == torch.bfloat16
-    arguments = ["--format", "safetensors", "--strip-prefix", "model.", "--rename", "a=w", "--rename", "b=v"]
-    assert main(["gather", str(saved), str(tmp_path / "m.safetensors"), *arguments]) == 0
-    assert set(load_file(tmp_path / "m.safetensors")) == {"w", "v", "n", "metric"}
-    assert main(["gather", str(saved), str(out), "--dtype", "float33"]) == 2
-    assert main(["gather", str(saved), str(tmp_path / "hf"), "--format", "transformers"]) == 1
-    assert "--config" in capsys.readouterr().err
