@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint.catalog import Earlier
 from lightning_shard.checkpoint.convert import write
-from lightning_shard.checkpoint.saving import accounts, commit, files, merge
+from lightning_shard.checkpoint.saving import accounts, files, merge
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.checkpoint.store.remote import RemoteStore
 from lightning_shard.cli import main
@@ -70,8 +69,7 @@ def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
     with contextlib.ExitStack() as patches:
         for module in (merge, files, accounts):
             patches.enter_context(mock.patch.object(module, "BLOCK_BYTES", 64))
-        store, manifest = save_simulated(folder, full, mesh_shape, dict.fromkeys(full, placements), copies)
-        commit.commit(store, manifest, Earlier(), durable=False)
+        save_simulated(folder, full, mesh_shape, dict.fromkeys(full, placements), copies)
     # blocks of 64 bytes, and steps and slabs that fit neither them nor rows
     with mock.patch.object(write, "STEP_BYTES", size), mock.patch.object(write, "SLAB_BYTES", size):
         checkpoint.gather(folder, folder / "m.safetensors", dtype=dtype)

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from lightning_shard import checkpoint
 from lightning_shard.checkpoint import shards
 from lightning_shard.checkpoint.boxes import Box, coverage_fault, rows_of, uncovered
+from lightning_shard.checkpoint.catalog import Earlier
 from lightning_shard.checkpoint.loading import ranges
-from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
-from lightning_shard.checkpoint.loading.stored import Checkpoint
+from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.saving import accounts as accounts_module
-from lightning_shard.checkpoint.saving import files, merge
+from lightning_shard.checkpoint.saving import commit, files, merge
 from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Piece, arranged, write_file
 from lightning_shard.checkpoint.saving.part import my_cuts, outlined
@@ -146,7 +147,7 @@ def test_a_cover_is_exact_if_each_element_is_in_one_box(shape, seed):
 
 
 def save_simulated(folder, full, mesh_shape, placements, extra_axis):
-    """What the ranks of a mesh write, one after another in this process; returns the store and the manifest."""
+    """Save what the ranks of a mesh write, one after another in this process."""
     count = math.prod(mesh_shape)
     grid = torch.arange(count * extra_axis).view(*mesh_shape, extra_axis)
     accounts = []
@@ -173,7 +174,7 @@ def save_simulated(folder, full, mesh_shape, placements, extra_axis):
             account.add("model", write_file(store, path, *arranged(pieces), {}, digests=True, durable=False))
         accounts.append(account)
     manifest = merge.Merged([joined(accounts)]).manifest(attempt="0" * 12, layout=None, writer="test", digests=True)
-    return store, manifest
+    commit.commit(store, manifest, Earlier(), durable=False)
 
 
 @given(st.data())
@@ -193,8 +194,8 @@ def test_any_layout_reads_into_any_other(tmp_path_factory, data):
     steps = mock.patch.object(LocalStore, "step_bytes", data.draw(st.sampled_from([24, 4096])))
     with limits, reading, grid, blocks, parts, steps:
         folder = tmp_path_factory.mktemp("checkpoint")
-        store, manifest = save_simulated(folder, full, source_mesh, placements, data.draw(st.integers(1, 2)))
-        saved = Checkpoint(str(folder), store, manifest, verify=True)
+        save_simulated(folder, full, source_mesh, placements, data.draw(st.integers(1, 2)))
+        saved = checkpoint.read(folder)
         for name, tensor in full.items():
             _, _, where = data.draw(placed(shape=tuple(tensor.shape), mesh_shape=target_mesh))
             for coordinate in coordinates(target_mesh):
@@ -207,7 +208,7 @@ def test_any_layout_reads_into_any_other(tmp_path_factory, data):
                 for place in _boxes(tuple(tensor.shape), splits, tuple(expected.shape)):
                     view = got[tuple(slice(a, a + n) for a, n in zip(place.local_offsets, place.box.sizes))]
                     reads.append(Read(saved[name], place.box, view))
-                read_boxes(store, manifest, reads, verify=data.draw(st.booleans()))
+                saved.fetch(reads, verify=data.draw(st.booleans()))
                 assert torch.equal(got, expected)
 
 
