@@ -23,7 +23,7 @@ from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.checkpoint.store.s3 import S3Store
 from lightning_shard.checkpoint.tiers import LocalTier, Source
 from lightning_shard.errors import CheckpointError, ConfigurationError
-from lightning_shard.testing import RanksFailed, run_ranks
+from lightning_shard.testing import RanksFailed, ranks, run_ranks
 from tests.parity import Seen, combine, layout, train
 from tests.servers import let_servers_forget, serve
 from tests.training.saving import test_exclude_frozen
@@ -177,8 +177,9 @@ def step_at(path: str) -> int:
     return step
 
 
-def on_one_disk(folder: str) -> str:
-    """One rank's file is damaged: each rank's error."""
+@ranks(2)
+def test_damage_that_one_rank_finds_is_raised_on_every_rank_and_passed_over_by_all(tmp_path: Path) -> None:
+    folder = tmp_path
     tier, path = LocalTier.at(f"{folder}/disk", {}), f"{folder}/store/last.ckpt"
     save(tier.copy_of(path), 1)
     tier.carry(path, Ranks.of(), fsync=False)
@@ -189,7 +190,7 @@ def on_one_disk(folder: str) -> str:
         (own,) = Path(tier.copy_of(path)).glob("model/rank-00001-*")
         own.write_bytes(own.read_bytes()[:-1] + b"\x55")
     dist.barrier()
-    with pytest.raises(CheckpointError) as raised:
+    with pytest.raises(CheckpointError, match="differ from their digest"):
         tier.carry(path, Ranks.of(), fsync=False)
     assert step_at(path) == 1
     passed_over = tier.source(path, Ranks.of(), fsync=False)
@@ -212,28 +213,25 @@ def on_one_disk(folder: str) -> str:
     found = tier.source(path, Ranks.of(), fsync=False)
     assert (found.local, found.worse) == (True, False)
     assert step_at(path) == 3
-    return str(raised.value)
 
 
-def test_damage_that_one_rank_finds_is_raised_on_every_rank_and_passed_over_by_all(tmp_path: Path) -> None:
-    for error in run_ranks(on_one_disk, 2, str(tmp_path)):
-        assert "differ from their digest" in error
-
-
-def on_disks_of_their_own(folder: str) -> None:
-    rank, ranks = dist.get_rank(), Ranks.of()
+@ranks(2)
+def test_on_disks_of_their_own_what_is_whole_together_is_carried_and_a_lost_one_costs_the_copy_alone(
+    tmp_path: Path,
+) -> None:
+    folder, rank, both = str(tmp_path), dist.get_rank(), Ranks.of()
     tier, path = tier_of(folder, rank), f"{folder}/store/last.ckpt"
     copy = Path(tier.copy_of(path))
 
     def source() -> Source:
         dist.barrier()
-        found = tier.source(path, ranks, fsync=False)
+        found = tier.source(path, both, fsync=False)
         assert (found.path, found.local) == (path, False)
         return found
 
     save(str(copy), 1)
     assert checkpoint.exists(copy) == (rank == 0)
-    tier.carry(path, ranks, fsync=False)
+    tier.carry(path, both, fsync=False)
     assert checkpoint.exists(copy)
     assert len(list(copy.glob("model/*"))) == 1
     assert step_at(path) == 1
@@ -265,12 +263,6 @@ def on_disks_of_their_own(folder: str) -> None:
         shutil.rmtree(tier.root)
     assert source().worse
     assert step_at(path) == 3
-
-
-def test_on_disks_of_their_own_what_is_whole_together_is_carried_and_a_lost_one_costs_the_copy_alone(
-    tmp_path: Path,
-) -> None:
-    run_ranks(on_disks_of_their_own, 2, str(tmp_path))
 
 
 def a_store_that_refuses(folder: str) -> tuple[str, str, list[float], list[float]]:
