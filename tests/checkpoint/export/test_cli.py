@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from lightning_shard import checkpoint
 from lightning_shard.cli import main
-from tests.checkpoint.manifests import edit
+from tests.checkpoint.manifests import edit, flip
 
 
 @pytest.fixture
@@ -41,9 +41,7 @@ def test_verify_tells_by_its_exit_code(saved, capsys):
     assert main(["verify", str(saved)]) == 0
     assert "sound" in capsys.readouterr().out
     (file,) = (saved / "model").iterdir()
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
     assert main(["verify", str(saved)]) == 1
     assert "1 fault" in capsys.readouterr().out
     assert main(["verify", str(saved), "--json"]) == 1

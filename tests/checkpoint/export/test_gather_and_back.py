@@ -29,6 +29,7 @@ from lightning_shard.errors import (
     StateMismatchError,
     UnsupportedStateError,
 )
+from tests.checkpoint.manifests import flip
 from tests.checkpoint.save.test_plan_of_a_save import placed, save_simulated
 
 STATE = {
@@ -82,13 +83,10 @@ def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
         assert all(torch.equal(remote[name].full(), found[name]) for name in full)
         # a flipped byte anywhere is found, and nothing appears
         for file in (folder / "model").iterdir():
-            data = bytearray(file.read_bytes())
-            data[-1] ^= 1
-            file.write_bytes(data)
+            flip(file)
             with pytest.raises(CorruptCheckpointError, match="differ from their digest"):
                 checkpoint.gather(folder, folder / "damaged.safetensors", dtype=dtype)
-            data[-1] ^= 1
-            file.write_bytes(data)
+            flip(file)
         assert not list(folder.glob("damaged*"))
     fsspec.filesystem("memory").store.clear()
 

@@ -19,7 +19,7 @@ from lightning_shard.checkpoint.format import header
 from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.memory import byte_view
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
-from tests.checkpoint.manifests import body_of, edit, edit_table, put_table
+from tests.checkpoint.manifests import body_of, edit, edit_table, flip, put_table
 from tests.paths import GOLDEN
 
 GROUP = "Damage"
@@ -233,14 +233,6 @@ def test_random_flips_in_a_larger_checkpoint(larger, ledger, flips):
     ledger(GROUP, what, tried=flips, lost=lost, sample=flips < FLIPS)
 
 
-def flip(path, at, mask):
-    with open(path, "r+b", buffering=0) as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ mask]))
-
-
 def test_every_file_cut_at_every_boundary_and_extended(small, larger, ledger):
     tried = lost = 0
     for path in (small, larger):
@@ -276,9 +268,7 @@ def test_shards_swapped_missing_doubled_and_of_another_save(tmp_path, ledger, st
     expected = everything(path)
     content = {file: file.read_bytes() for file in files(path)}
     for file in files(other):  # the same but for other values
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 0x55
-        file.write_bytes(data)
+        flip(file, -1, 0x55)
     tried = lost = 0
 
     def attempt(changes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import shutil
 import warnings
 from unittest import mock
 
@@ -17,6 +18,7 @@ from lightning_shard.checkpoint.format.manifest import FORMAT_VERSION
 from lightning_shard.checkpoint.memory import byte_view
 from lightning_shard.errors import FormatVersionError
 from tests.checkpoint.golden.values import OPTIMIZER, OTHER, PLAIN, RANK, SHARDED, Color, Point, data_of, trainer_state
+from tests.checkpoint.manifests import flip
 from tests.checkpoint.plain_reader import Damaged, PlainReader
 from tests.paths import GOLDEN
 
@@ -161,13 +163,8 @@ def test_the_plain_reader_knows_every_tag():
 
 def test_the_plain_reader_finds_damage(tmp_path):
     """So that its agreement means something."""
-    source = GOLDEN / "sharded"
-    for file in [path for path in source.rglob("*") if path.is_file()]:
-        (tmp_path / file.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file.relative_to(source)).write_bytes(file.read_bytes())
+    shutil.copytree(GOLDEN / "sharded", tmp_path, dirs_exist_ok=True)
     (damaged,) = (tmp_path / "model").glob("rank-00001-*")
-    data = bytearray(damaged.read_bytes())
-    data[-1] ^= 1
-    damaged.write_bytes(data)
+    flip(damaged)
     with pytest.raises(Damaged, match="differs from its digests"):
         [PlainReader(tmp_path).tensor("model", name) for name in SHARDED]

@@ -8,6 +8,7 @@ from lightning_shard import checkpoint
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.loading import load as loading
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, StateMismatchError
+from tests.checkpoint.manifests import flip
 
 SAVED = {"a": torch.arange(6.0), "b": torch.arange(4.0) + 10}
 
@@ -17,9 +18,7 @@ def damaged(tmp_path):
     """A checkpoint whose last tensor differs from its digest."""
     checkpoint.save(SAVED, tmp_path)
     (file,) = (tmp_path / "model").iterdir()
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
     return tmp_path
 
 

@@ -62,15 +62,10 @@ def fit_with(asynchronous: bool, steps: int, callbacks: list[L.Callback]) -> Non
     trainer.fit(Model("gpt"), loader(GLOBAL_BATCH))
 
 
-def late_write(self: LocalStore, name: str, *args: Any, original: Any = LocalStore.write, **kwargs: Any) -> None:
-    time.sleep(0.05)
-    original(self, name, *args, **kwargs)
-
-
 def keep_the_best_and_the_newest(folder: str, kind: type[ModelCheckpoint]) -> None:
     """By two callbacks that give equal names: while one saves, the other finds the name free."""
     best = kind(folder, monitor="step", mode="min", every_n_train_steps=1)
-    with mock.patch.object(LocalStore, "write", late_write):
+    with mock.patch.object(LocalStore, "write", slow_write):
         fit_with(True, 2, [best, kind(folder, every_n_train_steps=1)])
     assert checkpoint.read(best.best_model_path).trainer_state()["global_step"] == 1
 
