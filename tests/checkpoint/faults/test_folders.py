@@ -14,6 +14,7 @@ from lightning_shard import checkpoint
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointError, CheckpointReplacedError
 from lightning_shard.testing import ranks
+from tests.checkpoint.faults.saves import age
 from tests.checkpoint.manifests import edit
 
 STATE = {"w": torch.arange(12.0)}
@@ -24,12 +25,6 @@ NEW = {"w": torch.zeros(5)}
 def saved(tmp_path: Path) -> Path:
     checkpoint.save(STATE, tmp_path / "c", optimizer=STATE)
     return tmp_path / "c"
-
-
-def age(path: Path, hours: float = 2) -> None:
-    for file in path.rglob("*"):
-        then = file.stat().st_mtime - hours * 3600
-        os.utime(file, (then, then))
 
 
 def files(path: Path) -> set[str]:

@@ -117,12 +117,6 @@ class Place:
         return [upload["Key"] for upload in found.get("Uploads", ())]
 
 
-@pytest.fixture(scope="module")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve("s3", tmp_path_factory.mktemp("s3") / "data") as server:
-        yield server
-
-
 @pytest.fixture
 def place(s3_server: Server, tmp_path: Path) -> Iterator[Place]:
     with behind(s3_server.endpoint, conditions=s3_server.folder) as proxy:

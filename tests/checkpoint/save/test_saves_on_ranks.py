@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_shard import checkpoint
@@ -25,66 +25,7 @@ from lightning_shard.errors import (
     UnsupportedStateError,
 )
 from lightning_shard.testing import ranks, run_ranks
-
-SHAPES = {
-    "embed": (37, 8),
-    "wide": (3, 5, 7),
-    "tall": (700, 300),
-    "norm": (8,),
-    "short": (2, 4),
-    "scale": (),
-    "none": (0, 4),
-}
-DTYPES = {"norm": torch.bfloat16, "short": torch.int64}
-
-
-def full_state() -> dict[str, Tensor]:
-    """The same tensors on every rank and in every process."""
-    state = {}
-    for index, (name, shape) in enumerate(SHAPES.items()):
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(index)) * 100
-        state[name] = values.to(DTYPES.get(name, torch.float32))
-    return state
-
-
-def distribute(full, mesh, placements):
-    return distribute_tensor(full, mesh, placements, src_data_rank=None)
-
-
-LAYOUTS = {
-    "shard": ((4,), {"embed": [Shard(0)], "wide": [Shard(1)], "tall": [Shard(0)], "short": [Shard(0)]}),
-    "replicate": ((4,), {name: [Replicate()] for name in SHAPES}),
-    "two axes": (
-        (2, 2),
-        {
-            "embed": [Shard(0), Shard(1)],
-            "wide": [Shard(2), Shard(2)],
-            "tall": [Replicate(), Shard(1)],
-            "norm": [Shard(0), Replicate()],
-            "short": [Shard(0), Shard(0)],
-        },
-    ),
-    "one axis of two": ((2, 2), {"tall": ("a", [Shard(0)]), "embed": ("b", [Shard(0)]), "norm": ("a", [Replicate()])}),
-}
-
-
-def laid_out(layout):
-    shape, placements = LAYOUTS[layout]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
-    state = full_state()
-    for name, where in placements.items():
-        if isinstance(where, tuple):
-            state[name] = distribute(state[name], mesh[where[0]], where[1])
-        else:
-            state[name] = distribute(state[name], mesh, where)
-    return state, mesh
-
-
-def assert_holds(state, expected):
-    assert set(state) == set(expected)
-    for name, tensor in state.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        assert torch.equal(whole, expected[name]), name
+from tests.checkpoint.laid_out import LAYOUTS, assert_same, full_state, laid_out
 
 
 @ranks(4, timeout_s=120)
@@ -94,12 +35,10 @@ def test_every_layout_loads_on_every_other_byte_for_byte(tmp_path):
         path = tmp_path / f"{source}.ckpt"
         checkpoint.save(state, path, optimizer={"m": state["tall"]}, mesh=mesh if "axis" in source else None)
         for target in LAYOUTS:
-            other, _ = laid_out(target)
-            for tensor in other.values():
-                tensor.zero_()
+            other, _ = laid_out(target, fill=0)
             moment = torch.zeros_like(other["tall"])
             assert checkpoint.load(path, other, optimizer={"m": moment}) == ([], [])
-            assert_holds({**other, "m": moment}, {**full_state(), "m": full_state()["tall"]})
+            assert_same({**other, "m": moment}, {**full_state(), "m": full_state()["tall"]})
 
 
 def save_layout(path, layout):
@@ -124,7 +63,7 @@ def test_a_save_of_four_ranks_reads_in_one_process(of_four_ranks):
     assert [stored.rank_state(rank)["seed"].item() for rank in range(4)] == [0, 1, 2, 3]
     state = {name: torch.zeros_like(tensor) for name, tensor in full_state().items()}
     checkpoint.load(path, state)
-    assert_holds(state, full_state())
+    assert_same(state, full_state())
 
 
 def test_replicas_write_once_and_alike_much(of_four_ranks):
@@ -185,7 +124,7 @@ def test_stages_save_their_own_tensors_and_load_strictly(tmp_path):
     stage, data = mesh.get_local_rank("pipeline"), mesh["data"]
     full = torch.arange(40.0).view(10, 4) + stage
     state = {
-        f"layer{stage}": distribute(full, data, [Shard(0)]),
+        f"layer{stage}": distribute_tensor(full, data, [Shard(0)], src_data_rank=None),
         f"bias{stage}": torch.ones(3) * stage,
         "tied": torch.full((5,), 7.0),  # as the ends of a pipeline hold one embedding
     }
@@ -229,7 +168,7 @@ def test_an_error_on_one_rank_raises_on_all_and_keeps_the_earlier_checkpoint(tmp
 def test_bad_loads_raise_on_every_rank(tmp_path):
     path = tmp_path / "a.ckpt"
     mesh = init_device_mesh("cpu", (2,))
-    state = {"a": distribute(torch.arange(10.0), mesh, [Shard(0)])}
+    state = {"a": distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])}
     with pytest.raises(CheckpointNotFoundError, match="Nothing is there"):
         checkpoint.load(path, state)
     checkpoint.save(state, path)
@@ -254,17 +193,17 @@ def test_nested_states_of_dtensors_need_no_mesh(tmp_path):
     for layout in LAYOUTS:
         state, _ = laid_out(layout)
         path = tmp_path / f"{layout}.ckpt"
-        nested = {"net": {"tall": state.pop("tall"), "head": {"embed": state.pop("embed")}}, "rest": state}
+        nested = {"net": {"tall": state.pop("tall"), "head": {"uneven": state.pop("uneven")}}, "rest": state}
         checkpoint.save(nested, path, fsync=False)
         expected = {
-            {"tall": "net.tall", "embed": "net.head.embed"}.get(name, f"rest.{name}"): tensor
+            {"tall": "net.tall", "uneven": "net.head.uneven"}.get(name, f"rest.{name}"): tensor
             for name, tensor in full_state().items()
         }
-        assert_holds({name: stored.full() for name, stored in checkpoint.read(path).items()}, expected)
-        for tensor in (nested["net"]["tall"], nested["net"]["head"]["embed"], *state.values()):
+        assert_same({name: stored.full() for name, stored in checkpoint.read(path).items()}, expected)
+        for tensor in (nested["net"]["tall"], nested["net"]["head"]["uneven"], *state.values()):
             tensor.zero_()
         checkpoint.load(path, nested)
-        assert_holds({"net.tall": nested["net"]["tall"]}, {"net.tall": full_state()["tall"]})
+        assert_same({"net.tall": nested["net"]["tall"]}, {"net.tall": full_state()["tall"]})
 
 
 @ranks(2)
