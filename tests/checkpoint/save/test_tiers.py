@@ -227,6 +227,7 @@ def test_the_copy_is_read_where_it_is_the_same_the_only_one_or_newer(tmp_path: P
         return found.path
 
     assert chosen() == path  # neither is there
+    assert source(tier, path).why == "it has no local copy"
     save(copy, 5)
     assert chosen() == copy  # the only one
     assert step_of(path) == 5  # it no longer is

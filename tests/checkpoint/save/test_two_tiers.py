@@ -142,27 +142,6 @@ def test_a_run_killed_while_carrying_goes_on_from_the_newest_that_is_whole(tmp_p
         assert steps_of(copies) == {"step=3.ckpt": 3, "last.ckpt": 3}
 
 
-def from_the_store(url: str, options: dict[str, Any], folder: str) -> tuple[list[str], list[Seen]]:
-    """Resumed where the local copies are lost, beside an uninterrupted run."""
-    run(STAGES, url, options, f"{folder}/disk", TRAINED - 1)
-    said = Said()
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(said)
-    remote = run(STAGES, url, options, f"{folder}/lost", TRAINED, resume="last")
-    whole = train("gpt", STAGES, steps=TRAINED, shuffle=True, trainer={"limit_val_batches": 0})
-    return said.lines, [remote, whole]
-
-
-@pytest.mark.long
-def test_a_run_whose_local_copies_are_lost_goes_on_from_the_store(tmp_path: Path) -> None:
-    with serve("s3", tmp_path / "s3") as server:
-        url = f"{server.url}/run"
-        results = run_ranks(from_the_store, 2, url, server.options, str(tmp_path), elastic=True)
-    assert results[0][0] == [f"Reading the checkpoint {url}/last.ckpt: it has no local copy."]
-    remote, whole = (combine(list(seen), STAGES).losses for seen in zip(*(seen for _, seen in results)))
-    assert remote == pytest.approx(whole[TRAINED - 1 :], rel=2e-6)
-    assert [len(remote), len(whole)] == [1, TRAINED]
-
-
 def save(path: str, step: int) -> None:
     state = {"w": torch.arange(300_000) + step}
     checkpoint.save(state, path, trainer_state={"global_step": step}, fsync=False, own_disks=True)
