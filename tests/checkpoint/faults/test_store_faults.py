@@ -6,7 +6,7 @@ A proxy stands before a real S3 or WebDAV server; parts are patched small, so th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,9 +148,13 @@ def sample_of(total: int, full_run: bool, every: int, first: int = 1) -> range:
     return range(1, total + 1) if full_run else range(first, total + 1, every)
 
 
-def in_ci(*faults: Fault, of: Sequence[Fault]) -> list[Any]:
-    """These are tried by default, the others in the long run."""
-    return [fault if fault in faults else pytest.param(fault, marks=pytest.mark.long) for fault in of]
+def in_ci(*some: Any, of: Iterable[Any]) -> list[Any]:
+    """These parameters are tried by default, the others in the long run."""
+
+    def in_the_long_run(one: Any) -> Any:
+        return pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.long)
+
+    return [one if one in some else in_the_long_run(one) for one in of]
 
 
 def entered(ledger: Ledger, fault: str, tried: int, lost: list[str], sample: bool = False) -> None:
@@ -179,23 +183,19 @@ def left_over(place: Place, step: int) -> list[str]:
     return [f"an upload is left over: {upload}" for upload in place.uploads()]
 
 
-def saves(ci: Fault, of: Sequence[Fault], lasts: bool, every: int, first: int = 1) -> list[Any]:
-    """Of these faults one is tried by default, at one of ``every`` requests; the others in the long run."""
-    marks = {fault: [] if fault == ci else [pytest.mark.long] for fault in of}
-    return [pytest.param(fault, lasts, every, first, marks=marks[fault]) for fault in of]
+SAVES = [
+    *((fault, False, 3, 1) for fault in PASSING),
+    *((fault, True, 3, 1) for fault in (*PASSING, *FINAL)),
+    *((fault, False, 4, 1) for fault in (*FINAL, *WRONG)),
+    *((fault, False, 12, 4) for fault in HANGING),
+    ("stall", True, 30, 15),
+]
+"""A fault, whether it lasts, and of a sample: one of so many requests, from which one on."""
+SAVES_IN_CI = [("lost", False, 3, 1), ("expired", True, 3, 1), ("shifted", False, 4, 1), ("stall", False, 12, 4)]
 
 
 @pytest.mark.timeout(LONG_S)
-@pytest.mark.parametrize(
-    ("fault", "lasts", "every", "first"),
-    [
-        *saves("lost", PASSING, False, 3),
-        *saves("expired", [*PASSING, *FINAL], True, 3),
-        *saves("shifted", [*FINAL, *WRONG], False, 4),
-        *saves("stall", HANGING, False, 12, 4),
-        *saves("stall", ["stall"], True, 30, 15),
-    ],
-)
+@pytest.mark.parametrize(("fault", "lasts", "every", "first"), in_ci(*SAVES_IN_CI, SAVES[-1], of=SAVES))
 def test_a_save_leaves_the_earlier_checkpoint_or_the_new_one(
     fault: Fault, lasts: bool, every: int, first: int, place: Place, ledger: Ledger, full_run: bool
 ) -> None:
@@ -265,17 +265,10 @@ def test_a_server_that_dies_in_mid_save_is_an_error_and_the_earlier_checkpoint_i
 
 # -- gather ------------------------------------------------------------------------------------------------------------
 
-GATHERS_IN_CI = [("lost", False), ("expired", True)]
+GATHERS = [(fault, lasting) for lasting in (False, True) for fault in (*PASSING, *FINAL)]
 
 
-@pytest.mark.parametrize(
-    ("fault", "lasting"),
-    [
-        pytest.param(fault, lasting, marks=[] if (fault, lasting) in GATHERS_IN_CI else pytest.mark.long)
-        for lasting in (False, True)
-        for fault in (*PASSING, *FINAL)
-    ],
-)
+@pytest.mark.parametrize(("fault", "lasting"), in_ci(("lost", False), ("expired", True), of=GATHERS))
 def test_a_gather_replaces_a_file_as_a_whole(
     fault: Fault, lasting: bool, place: Place, ledger: Ledger, full_run: bool
 ) -> None:
