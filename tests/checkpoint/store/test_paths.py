@@ -69,11 +69,10 @@ def test_a_path_of_any_kind_is_saved_to_read_and_removed(
 
 
 def test_a_manifest_in_the_working_directory_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint.save({"t": torch.ones(2)}, tmp_path)
-    monkeypatch.chdir(tmp_path)
+    checkpoint.save({"t": torch.ones(2)}, tmp_path / "c")
+    monkeypatch.chdir(tmp_path / "c")
     assert checkpoint.read("manifest.json")["t"].full().tolist() == [1, 1]
-    checkpoint.remove("manifest.json")
-    assert not checkpoint.exists(".")
+    assert [entry.name for entry in checkpoint.list("..")] == ["c"]
 
 
 @pytest.mark.parametrize(
