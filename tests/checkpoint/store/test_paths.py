@@ -73,6 +73,7 @@ def test_a_manifest_in_the_working_directory_is_a_path(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path / "c")
     assert checkpoint.read("manifest.json")["t"].full().tolist() == [1, 1]
     assert [entry.name for entry in checkpoint.list("..")] == ["c"]
+    assert checkpoint.exists("local://../c")
 
 
 @pytest.mark.parametrize(
