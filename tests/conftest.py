@@ -88,15 +88,26 @@ def ledger(request: pytest.FixtureRequest) -> Callable[..., None]:
     """``ledger(group, fault, tried=, lost=0, note="")``: one row, of a fault tried at so many points.
 
     ``group`` is a heading such as "Crash"; ``fault`` says what was done to what, in one line; ``lost`` counts the
-    points after which something that was promised did not hold. The row is kept first, then ``lost`` must be 0.
+    points after which something that was promised did not hold, or tells of each what. The row is kept first, then
+    nothing must be lost.
     ``system`` names another program that the same fault was tried on: its row stands beside ours of the same group and
     fault, and what it lost is told, not asserted. ``sample`` says that a longer test tries all points of this row.
     """
 
     def enter(
-        group: str, fault: str, *, tried: int, lost: int = 0, note: str = "", system: str = "", sample: bool = False
+        group: str,
+        fault: str,
+        *,
+        tried: int,
+        lost: int | list[str] = 0,
+        note: str = "",
+        system: str = "",
+        sample: bool = False,
     ) -> None:
         assert tried > 0, f"{fault}: nothing was tried"
+        if isinstance(lost, list):
+            print(*lost, sep="\n")  # pytest shows it with the failure
+            lost = len(lost)
         if folder := os.environ.get(LEDGER):
             row = {
                 "group": group,

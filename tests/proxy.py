@@ -44,18 +44,18 @@ class Proxy(http.server.ThreadingHTTPServer):
 
     Args:
         conditions: What becomes of ``If-Match`` and ``If-None-Match`` of S3's puts and removals, which rclone ignores:
-            with the folder that it serves they are carried out, a status is the answer to all, None leaves it at that.
+            with the folder that it serves they are carried out, None leaves it at that.
     """
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, endpoint: str, fault: FaultOf = no_fault, *, conditions: Path | int | None = None) -> None:
+    def __init__(self, endpoint: str, fault: FaultOf = no_fault, *, conditions: Path | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.target = urlsplit(endpoint).netloc
         self.fault = fault
         self.conditions = conditions
-        self.requests = self.faults = 0
+        self.requests = 0
         self.lock = threading.Lock()
         self.conditional = threading.Lock()
         self.released = threading.Event()
@@ -71,7 +71,7 @@ class Proxy(http.server.ThreadingHTTPServer):
         self.released = threading.Event()
         with self.lock:
             self.fault = fault
-            self.requests = self.faults = 0
+            self.requests = 0
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Broken connections are what this is for."""
@@ -98,7 +98,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.requests += 1
             fault = self.server.fault(self.server.requests, self.command, self.path)
-            self.server.faults += fault is not None
         if fault == "stall":
             self._hold()
             return
@@ -168,8 +167,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         conditions = self.server.conditions
         if conditions is None or self.command not in ("PUT", "DELETE") or (match is None and none_match is None):
             return None
-        if isinstance(conditions, int):
-            return conditions, "NotImplemented", "A header you provided implies functionality that is not implemented."
         file = conditions / unquote(urlsplit(self.path).path).lstrip("/")
         there = f'"{hashlib.md5(file.read_bytes()).hexdigest()}"' if file.is_file() else None
         if match is not None and there is None:
@@ -209,7 +206,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def behind(endpoint: str, fault: FaultOf = no_fault, *, conditions: Path | int | None = None) -> Iterator[Proxy]:
+def behind(endpoint: str, fault: FaultOf = no_fault, *, conditions: Path | None = None) -> Iterator[Proxy]:
     """A proxy before a server, for as long as the block runs."""
     with Proxy(endpoint, fault, conditions=conditions) as proxy:
         thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)

@@ -1,8 +1,9 @@
-"""Manifests and tables for tests to change: what was changed on purpose fits its digests again."""
+"""Checkpoints for tests to damage, and manifests and tables to change: these fit their digests again."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,12 @@ def resigned(manifest: dict[str, Any], **layout: Any) -> bytes:
     """A manifest's bytes, laid out as ``json.dumps`` does, its own digest last."""
     without = {key: value for key, value in manifest.items() if key != OWN_DIGEST}
     return signed(json.dumps(without, **layout).encode()[:-1])
+
+
+def flip(path: Path, at: int = -1, mask: int = 1) -> None:
+    """Flip bits of one byte of a file, by default of its last one."""
+    with open(path, "r+b", buffering=0) as file:
+        at = file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ mask]))

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from lightning_shard.testing import run_ranks
-from tests.fabric.test_fabric import EXPERTS, GPT, WIDTH, Block, start
-from tests.fabric.test_pipelined import STAGES, train
+from tests.fabric.test_fabric import EXPERTS, GPT, WIDTH, Block, Mixing, made, start, train
+from tests.fabric.test_pipelined import STAGES
 
 
 class Tied(GPT):
@@ -24,11 +23,6 @@ class Four(GPT):
     def __init__(self) -> None:
         super().__init__()
         self.blocks.append(Block(mixes=False))
-
-
-class Mixing(GPT):
-    def __init__(self) -> None:
-        super().__init__(mixes=True)
 
 
 class Dropping(GPT):
@@ -51,17 +45,10 @@ KINDS: dict[str, tuple[type[nn.Module], dict[str, Any], str, float]] = {
 }
 
 
-def state_of(fabric: Any, kind: type[nn.Module]) -> dict[str, Any]:
-    fabric.seed_everything(3, verbose=False)
-    module = kind()
-    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
-    return {"model": model, "optimizer": optimizer, "step": 0}
-
-
 def losses(devices: int, kind: type[nn.Module], settings: Any, precision: str) -> list[float]:
     """Accumulated, clipped and evaluated, as of ``train``."""
     fabric = start(devices, settings, precision=precision)
-    return train(fabric, state_of(fabric, kind), 2)
+    return train(fabric, made(fabric, kind), 2, by_strategy=True)
 
 
 def of_kinds() -> dict[str, list[float]]:
@@ -90,14 +77,14 @@ def test_experts_are_dealt_to_the_data_ranks_of_each_stage() -> None:
 
 def dropped(folder: Path, *, resumes: bool) -> list[float]:
     fabric = start(2, STAGES)
-    state = state_of(fabric, Dropping)
+    state = made(fabric, Dropping)
     if resumes:
         fabric.seed_everything(4, verbose=False)
         fabric.load(folder, state)
-        return train(fabric, state, 2)
-    train(fabric, state, 2)
-    fabric.save(folder, state)
-    return train(fabric, state, 2)
+    else:
+        train(fabric, state, 2, by_strategy=True)
+        fabric.save(folder, state)
+    return train(fabric, state, 2, by_strategy=True)
 
 
 def test_a_resumed_loop_drops_as_the_uninterrupted_one(tmp_path: Path) -> None:

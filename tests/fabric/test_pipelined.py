@@ -9,21 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
-from torch.utils.data import DataLoader
 
 from lightning_shard import checkpoint
 from lightning_shard.errors import BatchError, StepError
 from lightning_shard.testing import run_ranks
-from tests.fabric.test_fabric import (
-    ACCUMULATED,
-    GLOBAL_BATCH,
-    GPT,
-    TENSOR_PLAN,
-    Text,
-    data_ranks,
-    loss_of,
-    start,
-)
+from tests.fabric.test_fabric import TENSOR_PLAN, Text, loss_of, made, resumed, start, whole_run
 
 STAGES = {"pipeline_parallel_size": 2, "microbatches": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -32,71 +22,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 × tp2": (4, {**STAGES, "tensor_parallel_size": 2, "tensor_parallel_plan": TENSOR_PLAN}),
     "dp2": (2, {}),
 }
-
-
-def part_of_loss(model: Any, rows: Tensor) -> Tensor:
-    return loss_of(model, rows) / ACCUMULATED
-
-
-def made(fabric: Any, *, after: bool = False) -> dict[str, Any]:
-    fabric.seed_everything(3, verbose=False)
-    model: Any = GPT()
-    if after:
-        model = fabric.setup_module(model)
-        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    else:
-        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    return {"model": model, "optimizer": optimizer, "step": 0}
-
-
-def train(fabric: Any, state: dict[str, Any], steps: int) -> list[float]:
-    """Losses, norms and evaluated losses, with accumulation and clipping."""
-    model, optimizer, several = state["model"], state["optimizer"], fabric.world_size > 1
-    loader = DataLoader(Text(), batch_size=GLOBAL_BATCH // ACCUMULATED // data_ranks(fabric))
-    batches, seen = list(fabric.setup_dataloaders(loader)), []
-    for step in range(state["step"], state["step"] + steps):
-        total = torch.zeros(())
-        for part in range(ACCUMULATED):
-            batch = batches[step * ACCUMULATED + part]
-            with fabric.no_backward_sync(model, enabled=several and part < ACCUMULATED - 1):
-                if several:
-                    total += fabric.strategy.training_step(part_of_loss, model, batch)
-                else:
-                    loss = part_of_loss(model, batch)
-                    fabric.backward(loss)
-                    total += loss.detach()
-        norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            last = batches[-1]
-            loss = fabric.strategy.evaluation_step(loss_of, model, last) if several else loss_of(model, last)
-        seen += [float(fabric.all_reduce(each)) for each in (total, loss)] + [float(norm)]
-    state["step"] += steps
-    return seen
-
-
-def whole_run(devices: int, settings: Any, folder: Path | None, *, after: bool = False) -> list[float]:
-    fabric = start(devices, settings)
-    state = made(fabric, after=after)
-    seen = train(fabric, state, 2)
-    if folder is not None:
-        fabric.save(folder / "two", state)
-    seen += train(fabric, state, 2)
-    if folder is not None:
-        fabric.save(folder / "four", state)
-    return seen
-
-
-def resumed(devices: int, settings: Any, path: Path) -> list[float]:
-    fabric = start(devices, settings)
-    state = made(fabric)
-    with torch.no_grad():
-        for parameter in state["model"].parameters():
-            parameter.mul_(0.5)
-    assert fabric.load(path, state) == {}
-    assert state["step"] == 2
-    return train(fabric, state, 2)
 
 
 @pytest.fixture(scope="module")
@@ -114,22 +39,24 @@ def test_trains_as_one_process_and_is_resumed_on_other_layouts(
 ) -> None:
     world, settings = LAYOUTS[name]
     expected, folder = one_process
-    for seen in run_ranks(whole_run, world, world, settings, tmp_path, after=name == "pp2", elastic=True):
+    how = {"by_strategy": True, "elastic": True}
+    for seen in run_ranks(whole_run, world, world, settings, tmp_path, after=name == "pp2", **how):
         assert seen == pytest.approx(expected, rel=1e-4)
     ours, theirs = (checkpoint.load(each / "four") for each in (tmp_path, folder))
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=1e-5)
     if name == "pp2":
-        for seen in run_ranks(resumed, 2, 2, {}, tmp_path / "two", elastic=True):
+        for seen in run_ranks(resumed, 2, 2, {}, tmp_path / "two", **how):
             assert seen == pytest.approx(expected[6:], rel=1e-4)
-        for seen in run_ranks(resumed, 2, 2, STAGES, folder / "two", elastic=True):
+        for seen in run_ranks(resumed, 2, 2, STAGES, folder / "two", **how):
             assert seen == pytest.approx(expected[6:], rel=1e-4)
 
 
 def test_one_file_of_stages_resumes_on_one_process(one_process: tuple[list[float], Path], tmp_path: Path) -> None:
     expected, _ = one_process
-    run_ranks(whole_run, 2, 2, {**STAGES, "save_distributed_checkpoint": False}, tmp_path, elastic=True)
+    settings = {**STAGES, "save_distributed_checkpoint": False}
+    run_ranks(whole_run, 2, 2, settings, tmp_path, by_strategy=True, elastic=True)
     assert (tmp_path / "two").is_file()
     [seen] = run_ranks(resumed, 1, 1, {}, tmp_path / "two", elastic=True)
     assert seen == pytest.approx(expected[6:], rel=1e-4)

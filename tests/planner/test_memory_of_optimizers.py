@@ -63,16 +63,13 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_on_a_gpu_a_step_works_on_all_parameters_at_once(name: str) -> None:
-    make = OPTIMIZERS[name]
-    assert planned(make, "cuda") == pytest.approx(real(make, foreach=True), rel=0.02)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_on_the_cpu_on_one_after_the_other(name: str) -> None:
-    make = OPTIMIZERS[name]
-    assert planned(make, "cpu") == pytest.approx(real(make, foreach=False), rel=0.02)
+def test_on_a_gpu_a_step_works_on_all_parameters_at_once_on_the_cpu_on_one_after_the_other(
+    name: str, device_type: str
+) -> None:
+    expected = real(OPTIMIZERS[name], foreach=device_type == "cuda")
+    assert planned(OPTIMIZERS[name], device_type) == pytest.approx(expected, rel=0.02)
 
 
 class Keeping(torch.optim.Optimizer):

@@ -42,19 +42,7 @@ checkpoint:
 
 
 def shell(command: str, folder: Path, **environment: str) -> str:
-    done = subprocess.run(
-        command,
-        shell=True,
-        cwd=folder,
-        env=plain_shell(**environment),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=250,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout + done.stderr
+    return run(Command("-", command), folder, plain_shell(**environment))
 
 
 def wheel_of_a_copy(folder: Path) -> Path:

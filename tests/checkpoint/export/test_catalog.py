@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from lightning_shard.checkpoint import catalog
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.cli import main
 from lightning_shard.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
-from tests.servers import let_servers_forget, serve
+from tests.servers import let_servers_forget
 
 STEPS = (9, 10, 11, 12)
 
@@ -30,19 +29,13 @@ def save(url: str, options: dict[str, Any] | None, step: int, key: str = "global
     checkpoint.save({"w": torch.full((3,), float(step))}, url, trainer_state={key: step}, storage_options=options)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with serve("s3", tmp_path_factory.mktemp("server") / "s3") as started:
-        yield started
-
-
 @pytest.fixture(params=["local", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, dict[str, Any] | None]:
     """A folder's URL, the folder itself and the store's options; with four checkpoints, a torn one and a file."""
     if request.param == "local":
         url, folder, options = str(tmp_path / "run"), tmp_path / "run", None
     else:
-        server = request.getfixturevalue("server")
+        server = request.getfixturevalue("s3_server")
         name = request.node.name.replace("[", "-").replace("]", "")
         url, folder, options = f"{server.url}/{name}", server.folder / "bucket" / name, server.options
     for step in STEPS:

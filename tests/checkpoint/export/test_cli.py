@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from lightning_shard import checkpoint
 from lightning_shard.cli import main
-from tests.checkpoint.manifests import edit
+from tests.checkpoint.manifests import edit, flip
 
 
 @pytest.fixture
@@ -41,9 +41,7 @@ def test_verify_tells_by_its_exit_code(saved, capsys):
     assert main(["verify", str(saved)]) == 0
     assert "sound" in capsys.readouterr().out
     (file,) = (saved / "model").iterdir()
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
     assert main(["verify", str(saved)]) == 1
     assert "1 fault" in capsys.readouterr().out
     assert main(["verify", str(saved), "--json"]) == 1
@@ -53,14 +51,24 @@ def test_verify_tells_by_its_exit_code(saved, capsys):
 
 
 def test_gather(saved, tmp_path, capsys):
-    out = tmp_path / "model.safetensors"
-    assert main(["gather", str(saved), str(out)]) == 0
+    out, hf, ckpt = (str(tmp_path / name) for name in ("model.safetensors", "hf/model.safetensors", "x.ckpt"))
+    assert main(["gather", str(saved), out]) == 0
     assert "12 tensors" in capsys.readouterr().out
     assert len(load_file(out)) == 12
-    assert main(["gather", str(saved), str(out), "--optimizer", "--json"]) == 0
+    assert main(["gather", str(saved), out, "--optimizer", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tensors"] == 13
-    assert main(["gather", str(saved), str(tmp_path / "hf/model.safetensors"), "--max-shard-bytes", "10KB"]) == 0
+    assert main(["gather", str(saved), hf, "--max-shard-bytes", "10KB"]) == 0
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) == 6
+    renames = ["--strip-prefix", "model.", "--rename", "layers.0.=first.", "--rename", "layers.1.=second."]
+    assert main(["gather", str(saved), out, "--format", "safetensors", *renames]) == 0
+    assert {name.partition(".")[0] for name in load_file(out)} == {"first", "second", "layers"}
+    assert main(["gather", str(saved), ckpt, "--dtype", "bfloat16", "--no-optimizer"]) == 0
+    content = torch.load(ckpt, weights_only=True)
+    assert {tensor.dtype for tensor in content["state_dict"].values()} == {torch.bfloat16}
+    assert "optimizer_states" not in content
+    assert main(["gather", str(saved), ckpt, "--dtype", "float33"]) == 2
+    assert main(["gather", str(saved), str(tmp_path / "none"), "--format", "transformers"]) == 1
+    assert "--config" in capsys.readouterr().err
 
 
 def test_errors_are_one_line_and_no_traceback(tmp_path, saved, capsys):
@@ -76,19 +84,26 @@ def test_errors_are_one_line_and_no_traceback(tmp_path, saved, capsys):
 
 def test_names_and_attempts_are_shown_as_they_are_and_command_no_terminal(tmp_path, capsys):
     names = ["[bold]a", "\x1b[31mred", "line\nfeed"]
-    tensor = "\U000e0001[/x]"
+    tensor = "\U000e0001\x1b]0;evil\x07[/red][link=evil]"
     for name in names:
-        checkpoint.save({tensor: torch.ones(2)}, tmp_path / "f" / name)
+        checkpoint.save({tensor: torch.ones(2)}, tmp_path / "f" / name, layout="[bold]\x1b[2J")
     edit(tmp_path / "f" / names[0], lambda manifest: manifest.update(attempt="[/x]\x1b[31m"))
     assert main(["list", str(tmp_path / "f")]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert {line.split("  ")[0] for line in out.splitlines()[1:]} == {"[bold]a", "\\u001b[31mred", "line\\nfeed"}
     assert "[/x]\\u001b[31m" in out
-    assert main(["verify", str(tmp_path / "f" / names[1])]) == 0
-    assert "\x1b" not in capsys.readouterr().out
+    for verb in ("verify", "inspect"):
+        assert main([verb, str(tmp_path / "f" / names[1])]) == 0
+        out = capsys.readouterr().out
+        assert "\x1b" not in out
+    assert "[/red][link=evil]" in out.replace("\n", "").replace(" ", "")
+    assert main(["verify", str(tmp_path / "f" / names[1]), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
     assert main(["inspect", str(tmp_path / "f" / names[1]), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["biggest"][0]["name"] == tensor
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert json.loads(out)["biggest"][0]["name"] == tensor
 
 
 @pytest.mark.parametrize(

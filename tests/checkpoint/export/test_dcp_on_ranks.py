@@ -9,67 +9,20 @@ import torch.distributed.checkpoint as dcp
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_shard import checkpoint
 from lightning_shard.errors import CheckpointError, UnsupportedStateError
 from lightning_shard.testing import ranks
-
-TENSORS = {
-    "uneven": torch.randn(37, 8),
-    "wide": torch.randn(3, 5, 7).bfloat16(),
-    "tall": torch.randn(700, 30),
-    "flags": torch.randn(11, 3) > 0,
-    "short": torch.arange(8).view(2, 4),
-    "plain": torch.randn(9).double(),
-    "scale": torch.tensor(2.5),
-    "none": torch.empty(0, 4),
-}
-
-# mesh, and placements of those that are DTensors
-LAYOUTS = {
-    "shards": ((4,), {name: [Shard(0)] for name in ("uneven", "wide", "tall", "flags", "short", "none")}),
-    "hsdp": ((2, 2), {name: [Replicate(), Shard(0)] for name in ("uneven", "wide", "tall", "flags")}),
-    "two dims": (
-        (2, 2),
-        {"uneven": [Shard(0), Shard(1)], "wide": [Shard(2), Shard(1)], "tall": [Shard(1), Replicate()]},
-    ),
-    "replicated": ((4,), {name: [Replicate()] for name in TENSORS}),
-}
-
-
-def laid_out(layout, fill=None):
-    """The same tensors on every rank, those of a layout as DTensors; with ``fill``, other values."""
-    shape, placements = LAYOUTS[layout]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
-    state = {}
-    for index, (name, like) in enumerate(TENSORS.items()):
-        generator = torch.Generator().manual_seed(index)
-        full = (torch.rand(like.shape, generator=generator) * 100).to(like.dtype)
-        full = full if fill is None else torch.full_like(full, fill)
-        state[name] = (
-            distribute_tensor(full, mesh, placements[name], src_data_rank=None) if name in placements else full
-        )
-    return state
-
-
-def raw(tensor):
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return bytes(whole.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def assert_same(state, expected):
-    assert set(state) == set(expected)
-    for name, tensor in expected.items():
-        assert raw(state[name]) == raw(tensor), name
+from tests.checkpoint.laid_out import assert_same, full_state, laid_out
 
 
 @ranks(4, timeout_s=120)
 def test_dcp_and_we_read_each_others_states_back_alike_on_any_layout(tmp_path):
-    names = list(LAYOUTS)
+    names = ["shards", "hsdp", "two axes", "replicated"]  # DCP takes no others
     for index, source in enumerate(names):
-        state = laid_out(source)
+        state, _ = laid_out(source)
         by_dcp, ours, plain = (tmp_path / f"{source} {kind}" for kind in ("dcp", "ours", "save"))
         dcp.save(state, checkpoint_id=by_dcp)
         dcp.save(state, storage_writer=checkpoint.DcpWriter(ours, fsync=False))
@@ -78,7 +31,7 @@ def test_dcp_and_we_read_each_others_states_back_alike_on_any_layout(tmp_path):
             assert checkpoint.verify(ours).ok
             assert checkpoint.diff(ours, plain).ok
         for target in (names[index - 1],):
-            loaded = [laid_out(target, fill=0) for _ in range(4)]
+            loaded = [laid_out(target, fill=0)[0] for _ in range(4)]
             dcp.load(loaded[0], checkpoint_id=by_dcp)
             dcp.load(loaded[1], storage_reader=checkpoint.DcpReader(ours))
             dcp.load(loaded[2], storage_reader=checkpoint.DcpReader(plain))
@@ -90,13 +43,13 @@ def test_dcp_and_we_read_each_others_states_back_alike_on_any_layout(tmp_path):
 @ranks(4, timeout_s=120)
 def test_one_rank_that_fails_fails_all_and_the_earlier_checkpoint_stays(tmp_path):
     rank, path = dist.get_rank(), tmp_path / "c"
-    state = laid_out("shards")
+    state, _ = laid_out("shards")
     dcp.save(state, storage_writer=checkpoint.DcpWriter(path, fsync=False))
     before = (path / "manifest.json").read_bytes()
     dist.barrier()
     value = {f"of rank {rank}": print} if rank == 2 else {}
     with pytest.raises(CheckpointException) as caught:
-        dcp.save({**laid_out("shards", fill=1), **value}, storage_writer=checkpoint.DcpWriter(path, fsync=False))
+        dcp.save({**laid_out("shards", fill=1)[0], **value}, storage_writer=checkpoint.DcpWriter(path, fsync=False))
     assert set(caught.value.failures) == {2}
     assert isinstance(caught.value.failures[2][0], UnsupportedStateError)
 
@@ -106,13 +59,13 @@ def test_one_rank_that_fails_fails_all_and_the_earlier_checkpoint_stays(tmp_path
             super().finish(metadata, results)
 
     with pytest.raises(CheckpointException) as caught:
-        dcp.save(laid_out("shards", fill=1), storage_writer=Broken(path, fsync=False))
+        dcp.save(laid_out("shards", fill=1)[0], storage_writer=Broken(path, fsync=False))
     assert set(caught.value.failures) == {0}
     assert isinstance(caught.value.failures[0][0], CheckpointError)
     assert "don't cover the tensor exactly" in str(caught.value.failures[0][0])
     dist.barrier()
     assert (path / "manifest.json").read_bytes() == before
-    into = laid_out("hsdp", fill=0)
+    into, _ = laid_out("hsdp", fill=0)
     dcp.load(into, storage_reader=checkpoint.DcpReader(path))
     assert_same(into, state)
 
@@ -121,7 +74,7 @@ def test_one_rank_that_fails_fails_all_and_the_earlier_checkpoint_stays(tmp_path
         for file in (path / "model").iterdir():
             os.utime(file, (0, 0))
     dist.barrier()
-    dcp.save(laid_out("shards", fill=2), storage_writer=checkpoint.DcpWriter(path, fsync=False))
+    dcp.save(laid_out("shards", fill=2)[0], storage_writer=checkpoint.DcpWriter(path, fsync=False))
     stored = checkpoint.read(path)
     assert {f"model/{file.name}" for file in (path / "model").iterdir()} == {f.path for f in stored.manifest.files}
     assert stored["uneven"].full().eq(2).all()
@@ -130,13 +83,13 @@ def test_one_rank_that_fails_fails_all_and_the_earlier_checkpoint_stays(tmp_path
 @ranks(4, timeout_s=120)
 def test_other_ways_to_call_dcp_and_shards_that_it_misreads(tmp_path):
     rank = dist.get_rank()
-    state = laid_out("shards")
+    state, _ = laid_out("shards")
     future = dcp.async_save(state, storage_writer=checkpoint.DcpWriter(tmp_path / "async", fsync=False))
-    expected = laid_out("shards")
+    expected = full_state()
     for tensor in state.values():
         tensor.zero_()
     future.result()
-    into = laid_out("two dims", fill=0)
+    into, _ = laid_out("two axes", fill=0)
     dcp.load(into, storage_reader=checkpoint.DcpReader(tmp_path / "async"))
     assert_same(into, expected)
 

@@ -8,18 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint.boxes import Box
-from lightning_shard.checkpoint.catalog import Earlier
 from lightning_shard.checkpoint.format.header import DTYPES
-from lightning_shard.checkpoint.saving import commit, merge
-from lightning_shard.checkpoint.saving.accounts import Account, joined
-from lightning_shard.checkpoint.saving.files import Piece, arranged, write_file
-from lightning_shard.checkpoint.store import open_store
 from lightning_shard.checkpoint.tools.diff import differing
 from lightning_shard.cli import main
 from lightning_shard.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError
+from tests.checkpoint.save.test_plan_of_a_save import save_simulated
 
 
 def save(path, model=None, **parts):
@@ -168,25 +164,6 @@ def test_tolerance_is_that_of_allclose(data):
     assert count == int((~torch.isclose(a.double(), b.double(), rtol=rtol, atol=atol, equal_nan=True)).sum())
 
 
-def reshard(source, target, cuts):
-    """The same tensors in chunks of other boxes: ``cuts`` columns each."""
-    stored = checkpoint.read(source)
-    pieces = []
-    for name, tensor in stored.items():
-        whole = tensor.full()
-        dim = whole.ndim - 1
-        for start in range(0, whole.shape[dim], cuts) if whole.ndim else ():
-            part = whole.narrow(dim, start, min(cuts, whole.shape[dim] - start))
-            offsets = (0,) * dim + (start,)
-            pieces.append((Piece(name, part.dtype, tuple(whole.shape), Box(offsets, tuple(part.shape))), part))
-    account = Account(0, (0,))
-    store = open_store(target)
-    name = "model/rank-00000-0123456789ab.safetensors"
-    account.add("model", write_file(store, name, *arranged(pieces), {}, digests=True, durable=False))
-    manifest = merge.Merged([joined([account])]).manifest(attempt="0123456789ab", layout=None, writer="", digests=True)
-    commit.commit(store, manifest, Earlier(), durable=False)
-
-
 def test_layouts_do_not_matter_and_memory_is_bounded(tmp_path, monkeypatch):
     batch_bytes = 256
     module = sys.modules[differing.__module__]
@@ -203,7 +180,7 @@ def test_layouts_do_not_matter_and_memory_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.Checkpoint, "fetch", counted)
     state = {"w": torch.randn(70, 30), "v": torch.randn(5, 7, 9).bfloat16(), "u": torch.randn(2000)}
     a = save(tmp_path / "a", state)
-    reshard(a, tmp_path / "b", 4)
+    save_simulated(tmp_path / "b", state, (8,), {name: (Shard(t.ndim - 1),) for name, t in state.items()}, 1)
     seen.clear()
     done = []
     assert checkpoint.diff(a, tmp_path / "b", progress=lambda *step: done.append(step))

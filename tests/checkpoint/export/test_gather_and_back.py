@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint.catalog import Earlier
 from lightning_shard.checkpoint.convert import write
-from lightning_shard.checkpoint.saving import accounts, commit, files, merge
+from lightning_shard.checkpoint.saving import accounts, files, merge
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.checkpoint.store.remote import RemoteStore
 from lightning_shard.cli import main
@@ -30,6 +29,7 @@ from lightning_shard.errors import (
     StateMismatchError,
     UnsupportedStateError,
 )
+from tests.checkpoint.manifests import flip
 from tests.checkpoint.save.test_plan_of_a_save import placed, save_simulated
 
 STATE = {
@@ -70,8 +70,7 @@ def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
     with contextlib.ExitStack() as patches:
         for module in (merge, files, accounts):
             patches.enter_context(mock.patch.object(module, "BLOCK_BYTES", 64))
-        store, manifest = save_simulated(folder, full, mesh_shape, dict.fromkeys(full, placements), copies)
-        commit.commit(store, manifest, Earlier(), durable=False)
+        save_simulated(folder, full, mesh_shape, dict.fromkeys(full, placements), copies)
     # blocks of 64 bytes, and steps and slabs that fit neither them nor rows
     with mock.patch.object(write, "STEP_BYTES", size), mock.patch.object(write, "SLAB_BYTES", size):
         checkpoint.gather(folder, folder / "m.safetensors", dtype=dtype)
@@ -84,13 +83,10 @@ def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
         assert all(torch.equal(remote[name].full(), found[name]) for name in full)
         # a flipped byte anywhere is found, and nothing appears
         for file in (folder / "model").iterdir():
-            data = bytearray(file.read_bytes())
-            data[-1] ^= 1
-            file.write_bytes(data)
+            flip(file)
             with pytest.raises(CorruptCheckpointError, match="differ from their digest"):
                 checkpoint.gather(folder, folder / "damaged.safetensors", dtype=dtype)
-            data[-1] ^= 1
-            file.write_bytes(data)
+            flip(file)
         assert not list(folder.glob("damaged*"))
     fsspec.filesystem("memory").store.clear()
 
@@ -365,15 +361,3 @@ def test_safetensors_files_and_folders_are_read(tmp_path):
     (folder / "1.safetensors").write_bytes(data[:-10])
     with pytest.raises(CorruptCheckpointError):
         checkpoint.read(folder / "1.safetensors")["a"].full()
-
-
-def test_gather_on_the_command_line(saved, tmp_path, capsys):
-    out = tmp_path / "x.ckpt"
-    assert main(["gather", str(saved), str(out), "--dtype", "bfloat16", "--no-optimizer"]) == 0
-    assert torch.load(out, weights_only=True)["state_dict"]["model.a"].dtype == torch.bfloat16
-    arguments = ["--format", "safetensors", "--strip-prefix", "model.", "--rename", "a=w", "--rename", "b=v"]
-    assert main(["gather", str(saved), str(tmp_path / "m.safetensors"), *arguments]) == 0
-    assert set(load_file(tmp_path / "m.safetensors")) == {"w", "v", "n", "metric"}
-    assert main(["gather", str(saved), str(out), "--dtype", "float33"]) == 2
-    assert main(["gather", str(saved), str(tmp_path / "hf"), "--format", "transformers"]) == 1
-    assert "--config" in capsys.readouterr().err

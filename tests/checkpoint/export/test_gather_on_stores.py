@@ -1,18 +1,22 @@
-"""Gather from any store to any store, dealt over the ranks; and other programs' files read where they lie."""
+"""Gather from any store to any store, dealt over the ranks; other programs' files, DCP and diff where they lie."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, distributed
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.store.s3 import PART_BYTES, S3Store
+from lightning_shard.cli import main
 from lightning_shard.testing import run_ranks
 from tests.servers import serve
 
@@ -86,3 +90,27 @@ def test_a_save_to_s3_puts_parts_of_one_length(tmp_path: Path) -> None:
         parts = put_parts(lambda: checkpoint.save(large_state(), f"{s3.url}/c", storage_options=s3.options))
         (file,) = (s3.folder / "bucket" / "c" / "model").iterdir()
         assert_uniform(parts, file.stat().st_size)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_and_diff_across_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state: dict[str, Any] = {"w": torch.randn(300, 400), "optimizer": {"m": torch.ones(5)}, "step": 4}
+    with serve("s3", tmp_path / "s3") as s3, serve("http", tmp_path / "s3") as http:
+        url = f"{s3.url}/runs/step=4.ckpt"
+        dcp.save(state, storage_writer=checkpoint.DcpWriter(url, storage_options=s3.options))
+        for reader in (
+            checkpoint.DcpReader(url, storage_options=s3.options),
+            checkpoint.DcpReader(f"{http.url}/runs/step=4.ckpt"),
+        ):
+            into: dict[str, Any] = {"w": torch.zeros(300, 400), "optimizer": {"m": torch.zeros(5)}, "step": 0}
+            dcp.load(into, storage_reader=reader)
+            assert torch.equal(into["w"], state["w"])
+            assert torch.equal(into["optimizer"]["m"], torch.ones(5))
+            assert into["step"] == 4
+        local = tmp_path / "local"
+        checkpoint.save({"w": state["w"]}, local, optimizer=state["optimizer"], trainer_state={"step": 5})
+        options = [f"{key}={json.dumps(value)}" for key, value in s3.options.items()]
+        flags = [part for option in options for part in ("--other-storage-option", option)]
+        assert main(["diff", str(local), url, *flags, "--only", "model", "--only", "optimizer"]) == 0
+        assert main(["diff", str(local), url, *flags]) == 1
+        assert "5 in a, 4 in b" in capsys.readouterr().out

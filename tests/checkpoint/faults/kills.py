@@ -10,42 +10,28 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.faults.calls import Counting, KillAt, Moment, met, moments, requests_met
-from tests.checkpoint.faults.saves import OURS, Place, System, age, ended, fault_of, forked, in_fork, join
+from tests.checkpoint.faults.saves import (
+    FIRST,
+    OURS,
+    Place,
+    Save,
+    System,
+    Tried,
+    age,
+    ended,
+    fault_of,
+    forked,
+    in_fork,
+    join,
+)
 from tests.servers import BUCKET, Server, let_servers_forget
 
 KILLED = -9
-
-
-@dataclass(frozen=True)
-class Save:
-    """A save of step 2 that is to be killed."""
-
-    overwrite: bool
-    asynchronous: bool
-    world_size: int = 1
-    victim: int = 0
-    """The rank whose calls are counted, and who is killed at one of them."""
-    everyone: bool = False
-    """Whether the other ranks are killed at the same moment."""
-
-    def __str__(self) -> str:
-        what = f"{'asynchronous ' if self.asynchronous else ''}save {'over one' if self.overwrite else 'to a new path'}"
-        if self.world_size == 1:
-            return f"{what}, one process"
-        return f"{what}, {self.world_size} ranks, {'all' if self.everyone else f'rank {self.victim}'} killed"
-
-
-@dataclass
-class Tried:
-    """How many points, and what did not hold after which."""
-
-    points: int = 0
-    faults: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -58,41 +44,42 @@ class Ground:
     runs: int = 0
 
     def __post_init__(self) -> None:
-        in_fork(self.scratch, lambda: self.system.save(self._place("base", True), 1))
-        age(self._place("base", True).on_disk)
+        base = self._place("base", FIRST)
+        in_fork(self.scratch, lambda: self.system.save(base, 1))
+        age(base.on_disk)
 
     @property
     def counted(self) -> Path:
         """Where the victim keeps the names of its calls."""
         return self.scratch / "calls.json"
 
-    def fresh(self, overwrite: bool) -> Place:
+    def fresh(self, name: str) -> Place:
         """A folder with a checkpoint of step 1."""
         self.runs += 1
-        place = self._place(f"run-{self.runs}", overwrite)
-        shutil.copytree(self._place("base", overwrite).on_disk, place.on_disk)
+        place = self._place(f"run-{self.runs}", name)
+        shutil.copytree(self._place("base", name).on_disk, place.on_disk)
         if self.server:
             let_servers_forget()
         return place
 
-    def _place(self, name: str, overwrite: bool) -> Place:
+    def _place(self, folder: str, name: str) -> Place:
         if self.server:
-            on_disk = self.server.folder / BUCKET / name
-            return Place(f"{self.server.url}/{name}", overwrite, on_disk, self.server.options)
-        return Place(str(self.scratch / name), overwrite, self.scratch / name)
+            on_disk = self.server.folder / BUCKET / folder
+            return Place(f"{self.server.url}/{folder}", name, on_disk, self.server.options)
+        return Place(str(self.scratch / folder), name, self.scratch / folder)
 
 
 def kill_at_every_point(ground: Ground, case: Save, limit: int | None = None) -> Tried:
     """Kill at every call that the victim makes, or at so many of them, and see what is left."""
-    assert ended(started(ground, ground.fresh(case.overwrite), case, None)) == [0] * case.world_size
+    assert ended(started(ground, ground.fresh(case.name), case, None)) == [0] * case.world_size
     tried = Tried()
     for moment in spread(moments(json.loads(ground.counted.read_text())), limit):
-        place = ground.fresh(case.overwrite)
+        place = ground.fresh(case.name)
         codes = ended(started(ground, place, case, moment))
         fault = in_fork(ground.scratch, lambda place=place: fault_of(ground.system, place))
         if case.world_size > 1 and codes == [0] * case.world_size:
             continue  # ranks race to make the folders: this time, the victim had fewer calls to make
-        if codes[case.victim] != KILLED or None in codes:
+        if codes[case.victim or 0] != KILLED or None in codes:
             fault = f"the ranks ended with {codes}; {fault}"
         tried.points += 1
         tried.faults += [f"{moment}: {fault}"] if fault else []
@@ -111,16 +98,17 @@ def started(ground: Ground, place: Place, case: Save, moment: Moment | None) -> 
     """The ranks' processes; without a moment, nobody is killed, and the victim's calls are counted."""
     pids: dict[int, int] = {}
     meeting = ground.scratch / f"meeting-{ground.runs}"
-    for rank in sorted(range(case.world_size), key=lambda rank: rank == case.victim):  # the victim knows the others
+    victim = case.victim or 0
+    for rank in sorted(range(case.world_size), key=lambda rank: rank == victim):  # the victim knows the others
 
         def work(rank: int = rank, others: tuple[int, ...] = tuple(pids.values())) -> None:
             counting = Counting()
-            killing = KillAt(moment, others if case.everyone else ()) if moment and rank == case.victim else None
+            killing = KillAt(moment, others if case.everyone else ()) if moment and rank == victim else None
             if case.world_size > 1:
                 join(rank, case.world_size, meeting)
             with watched(place, killing or counting):
                 ground.system.save(place, 2, asynchronous=case.asynchronous)
-            if rank == case.victim:
+            if rank == victim:
                 ground.counted.write_text(json.dumps(counting.names))
 
         pids[rank] = forked(work)

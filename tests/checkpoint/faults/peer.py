@@ -21,15 +21,13 @@ logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
 
 
-def save(
-    place: Place, step: int, *, path: str = "", asynchronous: bool = False, fsync: bool = True, threads: int = 1
-) -> None:
+def save(place: Place, step: int, *, asynchronous: bool = False, fsync: bool = True, threads: int = 1) -> None:
     """Save a step's state; on several ranks, each its part. Collective."""
     state = whole_state(step)
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         state["model"]["w"] = sharded(state["model"]["w"], mesh)
-    writer = dcp.FileSystemWriter(path or place.path, sync_files=fsync, thread_count=threads, overwrite=True)
+    writer = dcp.FileSystemWriter(place.path, sync_files=fsync, thread_count=threads, overwrite=True)
     assert not asynchronous
     dcp.save(state, storage_writer=writer)
 

@@ -55,26 +55,58 @@ def whole_state(step: int | None) -> dict[str, dict[str, Any]]:
     return {"model": model(step), "optimizer": optimizer(step), "trainer": trainer_state(step)}
 
 
+FIRST, BESIDE, IN_NEW_FOLDERS = "last.ckpt", "last-v1.ckpt", "runs/1/last.ckpt"
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save of step 2 where step 1 is at ``FIRST``, on which a fault is tried."""
+
+    name: str = FIRST
+    asynchronous: bool = False
+    world_size: int = 1
+    victim: int | None = None
+    """Of several ranks, the one whose calls are counted, and who is killed at one of them."""
+    everyone: bool = False
+    """Whether the other ranks are killed at the same moment."""
+    fsync: bool = True
+
+    def __str__(self) -> str:
+        where = {FIRST: "over one", BESIDE: "to a new path", IN_NEW_FOLDERS: "to a new path in new folders"}[self.name]
+        what = f"{'asynchronous ' if self.asynchronous else ''}save {where}"
+        killed = "" if self.victim is None else f", {'all' if self.everyone else f'rank {self.victim}'} killed"
+        return f"{what}, {f'{self.world_size} ranks{killed}' if self.world_size > 1 else 'one process'}"
+
+
+@dataclass
+class Tried:
+    """How many points, of a save of how many calls, and what did not hold after which."""
+
+    points: int = 0
+    calls: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Place:
-    """A folder of checkpoints: ``last.ckpt`` is there (step 1), and another (step 2) is saved over it or beside it."""
+    """A folder of checkpoints: ``FIRST`` is there (step 1), and another (step 2) is saved over it or beside it."""
 
     folder: str
-    overwrite: bool
+    name: str
     on_disk: Path
     """The same folder, as the local disk has it: for a store, what its server serves."""
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def first(self) -> str:
-        return f"{self.folder}/last.ckpt"
+        return f"{self.folder}/{FIRST}"
 
     @property
     def path(self) -> str:
-        return self.first if self.overwrite else f"{self.folder}/last-v1.ckpt"
+        return f"{self.folder}/{self.name}"
 
 
-def save(place: Place, step: int, *, path: str = "", asynchronous: bool = False, fsync: bool = True) -> None:
+def save(place: Place, step: int, *, asynchronous: bool = False, fsync: bool = True) -> None:
     """Save a step's state; on several ranks, each its part. Collective."""
     state: dict[str, Any] = dict(model(step))
     moments: dict[str, Any] = dict(optimizer(step))
@@ -90,10 +122,10 @@ def save(place: Place, step: int, *, path: str = "", asynchronous: bool = False,
         "fsync": fsync,
     }
     if not asynchronous:
-        checkpoint.save(state, path or place.path, **arguments)
+        checkpoint.save(state, place.path, **arguments)
         return
     saver = checkpoint.AsyncSaver()
-    saver.save(state, path or place.path, **arguments)
+    saver.save(state, place.path, **arguments)
     saver.wait()
     saver.close()
 
@@ -166,13 +198,13 @@ def fault_of(system: System, place: Place) -> str:
     """
     try:
         first, second = system.step_at(place.first, place.options), system.step_at(place.path, place.options)
-        if first not in ({1, 2} if place.overwrite else {1}):
+        if first not in ({1, 2} if place.name == FIRST else {1}):
             return f"step 1 is gone: {first}"
-        if second not in ({1, 2} if place.overwrite else {None, 2}):
+        if second not in ({1, 2} if place.name == FIRST else {None, 2}):
             return f"neither the old nor the new one: {second}"
         if system.is_ours and (found := last(place)) != (place.path if second else place.first):
             return f"last is {found}"
-        target = place.on_disk / place.path.rpartition("/")[2]
+        target = place.on_disk / place.name
         if place.options:  # an upload that wasn't completed can't be given another time: all leftovers are old here
             folders.LEFTOVER_AGE_S = -60.0
         elif target.exists():

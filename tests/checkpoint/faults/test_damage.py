@@ -19,7 +19,7 @@ from lightning_shard.checkpoint.format import header
 from lightning_shard.checkpoint.format.manifest import Manifest
 from lightning_shard.checkpoint.memory import byte_view
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError
-from tests.checkpoint.manifests import body_of, edit, edit_table, put_table
+from tests.checkpoint.manifests import body_of, edit, edit_table, flip, put_table
 from tests.paths import GOLDEN
 
 GROUP = "Damage"
@@ -233,14 +233,6 @@ def test_random_flips_in_a_larger_checkpoint(larger, ledger, flips):
     ledger(GROUP, what, tried=flips, lost=lost, sample=flips < FLIPS)
 
 
-def flip(path, at, mask):
-    with open(path, "r+b", buffering=0) as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ mask]))
-
-
 def test_every_file_cut_at_every_boundary_and_extended(small, larger, ledger):
     tried = lost = 0
     for path in (small, larger):
@@ -276,9 +268,7 @@ def test_shards_swapped_missing_doubled_and_of_another_save(tmp_path, ledger, st
     expected = everything(path)
     content = {file: file.read_bytes() for file in files(path)}
     for file in files(other):  # the same but for other values
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 0x55
-        file.write_bytes(data)
+        flip(file, -1, 0x55)
     tried = lost = 0
 
     def attempt(changes):
@@ -349,6 +339,23 @@ def test_chunks_that_do_not_make_up_a_tensor_are_refused_by_readers_of_any_part(
     assert [fault.tensor for fault in checkpoint.verify(path).faults] == ["w"]
 
 
+def test_all_tensors_whose_chunks_are_wrong_are_named_and_the_others_are_read(tmp_path):
+    state = {name: torch.arange(4.0) for name in "abcd"}
+    checkpoint.save(state, tmp_path)
+
+    def change(manifest, columns):
+        row = {name: entry["chunks"][0] for name, entry in manifest["model"].items()}
+        columns["file"][row["a"]], columns["begin"][row["b"]], columns["offsets"][row["c"]] = 9, 2**62, 1
+
+    edit_table(tmp_path, change)
+    assert {fault.tensor for fault in checkpoint.verify(tmp_path).faults} == {"a", "b", "c"}
+    stored = checkpoint.read(tmp_path)
+    for name, says in (("a", "refers to file 9 of 1"), ("b", "has a chunk of"), ("c", "isn't inside|don't make")):
+        with pytest.raises(CorruptCheckpointError, match=f"model tensor '{name}'.*({says})"):
+            stored[name].full()
+    assert torch.equal(stored["d"].full(), state["d"])
+
+
 def changed_number(column, row, value):
     def change(manifest, columns):
         numbers = columns[column].reshape(len(columns[column]), -1).copy()
@@ -414,14 +421,6 @@ COLUMNS = {
 }
 
 
-@pytest.mark.parametrize("how", COLUMNS)
-def test_a_table_that_is_not_as_the_format_says_is_refused(small, how):
-    expected = everything(small)
-    edit_table(small, COLUMNS[how])
-    assert outcome(small, expected) == "refused"
-    assert not checkpoint.verify(small).ok
-
-
 HEADERS = {
     "huge counts": (b'"shape":[', b'"shape":[9'),
     "a column twice": (b'"begin"', b'"block"'),
@@ -430,19 +429,21 @@ HEADERS = {
 }
 
 
-@pytest.mark.parametrize("how", HEADERS)
-def test_a_table_whose_header_lies_is_refused(small, how):
-    expected = everything(small)
-
+def lie_in_the_header(path, before, after):
     def change(manifest):
-        data = (small / manifest["table"]["path"]).read_bytes()
-        before, after = HEADERS[how]
+        data = (path / manifest["table"]["path"]).read_bytes()
         assert before in data
         changed = data.replace(before, after, 1)
         header = int.from_bytes(data[:8], "little") + len(changed) - len(data)
-        put_table(small, manifest, header.to_bytes(8, "little") + changed[8:])
+        put_table(path, manifest, header.to_bytes(8, "little") + changed[8:])
 
-    edit(small, change)
+    edit(path, change)
+
+
+@pytest.mark.parametrize("how", [*COLUMNS, *HEADERS])
+def test_a_table_that_is_not_as_the_format_says_is_refused(small, how):
+    expected = everything(small)
+    edit_table(small, COLUMNS[how]) if how in COLUMNS else lie_in_the_header(small, *HEADERS[how])
     assert outcome(small, expected) == "refused"
     assert not checkpoint.verify(small).ok
 

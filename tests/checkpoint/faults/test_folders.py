@@ -13,7 +13,8 @@ from torch import distributed as dist
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointError, CheckpointReplacedError
-from lightning_shard.testing import run_ranks
+from lightning_shard.testing import ranks
+from tests.checkpoint.faults.saves import age
 from tests.checkpoint.manifests import edit
 
 STATE = {"w": torch.arange(12.0)}
@@ -24,12 +25,6 @@ NEW = {"w": torch.zeros(5)}
 def saved(tmp_path: Path) -> Path:
     checkpoint.save(STATE, tmp_path / "c", optimizer=STATE)
     return tmp_path / "c"
-
-
-def age(path: Path, hours: float = 2) -> None:
-    for file in path.rglob("*"):
-        then = file.stat().st_mtime - hours * 3600
-        os.utime(file, (then, then))
 
 
 def files(path: Path) -> set[str]:
@@ -226,13 +221,10 @@ def test_a_manifest_that_came_through_in_spite_of_an_error_keeps_its_files(
     assert torch.equal(checkpoint.read(saved)["w"].full(), NEW["w"])
 
 
-def save_where_links_fail(path: str) -> None:
-    state = {"w": torch.ones(6)}
+@ranks(2)
+def test_a_failing_commit_raises_on_all(tmp_path: Path) -> None:
     fails = {"side_effect": PermissionError(13, "Permission denied")} if dist.get_rank() == 0 else {"wraps": os.link}
     with mock.patch.object(os, "link", **fails), pytest.raises(CheckpointError, match="Permission denied"):
-        checkpoint.save(state, path)
-
-
-def test_a_failing_commit_raises_on_all(tmp_path: Path) -> None:
-    run_ranks(save_where_links_fail, 2, str(tmp_path / "c"))
+        checkpoint.save({"w": torch.ones(6)}, tmp_path / "c")
+    dist.barrier()
     assert not (tmp_path / "c").exists()

@@ -107,12 +107,12 @@ def save_with_a_fault(folder: Path, victim: int, number: int) -> str:
     return "nothing"
 
 
-def fail_on_each_rank(folder: Path) -> list[tuple[int, int, list[str]]]:
+def fail_on_each_rank(folder: Path) -> list[tuple[int, int, str]]:
     ends = []
     for victim in range(2):
         for number in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EMFILE):
             place = folder / f"{victim}-{number}"
-            ends.append((victim, number, [save_with_a_fault(place, victim, number)]))
+            ends.append((victim, number, save_with_a_fault(place, victim, number)))
             dist.barrier()
     return ends
 
@@ -120,7 +120,7 @@ def fail_on_each_rank(folder: Path) -> list[tuple[int, int, list[str]]]:
 def test_an_error_on_any_rank_is_raised_on_all(tmp_path: Path, ledger: Callable[..., None]) -> None:
     ends = run_ranks(fail_on_each_rank, 2, tmp_path)
     for rank, of_one in enumerate(ends):
-        for victim, number, (message,) in of_one:
+        for victim, number, message in of_one:
             assert os.strerror(number) in message
             assert (f"rank {victim}: OSError" in message) == (rank != victim)
             path = tmp_path / f"{victim}-{number}" / "c"

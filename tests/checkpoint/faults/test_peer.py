@@ -16,11 +16,25 @@ from typing import Any
 import pytest
 
 from lightning_shard.testing import run_ranks
-from tests.checkpoint.faults import cuts, kills, saves
+from tests.checkpoint.faults import cuts, saves
 from tests.checkpoint.faults.calls import Counting, FailAt, Moment, met
-from tests.checkpoint.faults.kills import Ground, Tried, kill_at_every_point
+from tests.checkpoint.faults.kills import Ground, kill_at_every_point
 from tests.checkpoint.faults.peer import NAME, PEER
-from tests.checkpoint.faults.saves import OURS, Place, System, WrongValues, ended, forked, in_fork, step_at
+from tests.checkpoint.faults.saves import (
+    BESIDE,
+    FIRST,
+    IN_NEW_FOLDERS,
+    OURS,
+    Place,
+    Save,
+    System,
+    Tried,
+    WrongValues,
+    ended,
+    forked,
+    in_fork,
+    step_at,
+)
 
 LIMIT_S = 3600.0
 # what ours promises is asserted in shorter tests beside this file
@@ -30,11 +44,10 @@ LOADED_IN_S = 30
 """How long one load may take, of milliseconds."""
 
 
-def enter(ledger: Any, group: str, fault: str, system: str, faults: list[str], tried: int) -> None:
-    print(*faults, sep="\n")
-    kinds = Counter(_kind(fault) for fault in faults)
+def enter(ledger: Any, group: str, fault: str, system: str, tried: Tried) -> None:
+    kinds = Counter(map(_kind, tried.faults))
     note = ", ".join(f"{count} × {kind}" for kind, count in kinds.most_common())
-    ledger(group, fault, tried=tried, lost=len(faults), note=note, system=system)
+    ledger(group, fault, tried=tried.points, lost=tried.faults, note=note, system=system)
 
 
 def _kind(fault: str) -> str:
@@ -45,39 +58,28 @@ WRONG = "wrong values were loaded"
 DIED = "the process died"
 SAID = "the save said that it had succeeded"
 
-# -- crashes ----------------------------------------------------------------------------------------------------------
+# -- crashes and power cuts -------------------------------------------------------------------------------------------
 
 
-def kill_peer(scratch: Path, case: kills.Save) -> Tried:
+def kill_peer(scratch: Path, case: Save) -> Tried:
     return kill_at_every_point(Ground(scratch, PEER), case)
 
 
-CRASHES = [
-    kills.Save(overwrite=False, asynchronous=False),
-    kills.Save(overwrite=True, asynchronous=False),
-    kills.Save(overwrite=True, asynchronous=False, world_size=2),
-]
-
-
-@pytest.mark.parametrize("case", CRASHES, ids=str)
-def test_kills(case: kills.Save, tmp_path: Path, ledger: Any) -> None:
-    (tried,) = run_ranks(kill_peer, 1, tmp_path, case, init=False, timeout_s=LIMIT_S)
-    enter(ledger, "Crash", f"local disk: {case}", NAME, tried.faults, tried.points)
-
-
-# -- power cuts -------------------------------------------------------------------------------------------------------
-
-
-def cut_peer(scratch: Path, case: cuts.Save) -> cuts.Tried:
+def cut_peer(scratch: Path, case: Save) -> Tried:
     log = cuts.recorded(scratch, case, PEER)
     return cuts.cut_after_every_call(scratch, case, log, system=PEER, thorough=True)
 
 
-@pytest.mark.parametrize("path", [cuts.FIRST, cuts.BESIDE, cuts.IN_NEW_FOLDERS])
-def test_power_cuts(path: str, tmp_path: Path, ledger: Any) -> None:
-    case = cuts.Save(path)
+@pytest.mark.parametrize("case", [Save(BESIDE), Save(FIRST), Save(FIRST, world_size=2, victim=0)], ids=str)
+def test_kills(case: Save, tmp_path: Path, ledger: Any) -> None:
+    (tried,) = run_ranks(kill_peer, 1, tmp_path, case, init=False, timeout_s=LIMIT_S)
+    enter(ledger, "Crash", f"local disk: {case}", NAME, tried)
+
+
+@pytest.mark.parametrize("case", [Save(FIRST), Save(BESIDE), Save(IN_NEW_FOLDERS)], ids=str)
+def test_power_cuts(case: Save, tmp_path: Path, ledger: Any) -> None:
     (tried,) = run_ranks(cut_peer, 1, tmp_path, case, init=False, timeout_s=LIMIT_S)
-    enter(ledger, "Power loss", str(case), NAME, tried.faults, tried.images)
+    enter(ledger, "Power loss", str(case), NAME, tried)
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
@@ -104,7 +106,7 @@ def damage(scratch: Path, name: str, system_name: str) -> Tried:
     if system.is_ours:  # as loads find damage, without verify
         system = replace(system, step_at=partial(step_at, verified=False))
     folder = scratch / "small"
-    place = Place(str(folder), True, folder)
+    place = Place(str(folder), FIRST, folder)
     in_fork(scratch, lambda: system.save(place, 1))
     assert in_fork(scratch, lambda: system.step_at(place.first)) == 1
     tried = Tried()
@@ -149,7 +151,7 @@ def _load_each(file: Path, changes: list[bytes], system: System, path: str, repo
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage(name: str, system: str, tmp_path: Path, ledger: Any) -> None:
     (tried,) = run_ranks(damage, 1, tmp_path, name, system, init=False, timeout_s=LIMIT_S)
-    enter(ledger, "Damage", name, system, tried.faults, tried.points)
+    enter(ledger, "Damage", name, system, tried)
 
 
 # -- a disk that fails ------------------------------------------------------------------------------------------------
@@ -170,11 +172,11 @@ def fail(scratch: Path, system_name: str, threads: int) -> Tried:
         return handler.names if isinstance(handler, Counting) else [], True
 
     tried = Tried()
-    place = ground.fresh(True)
+    place = ground.fresh(FIRST)
     names, said = in_fork(scratch, lambda: work(place, Counting()))
     assert said
     for index in range(len(names)):
-        place = ground.fresh(True)
+        place = ground.fresh(FIRST)
         _, said = in_fork(scratch, lambda place=place, index=index: work(place, FailAt(Moment(index))))
         fault = in_fork(scratch, lambda place=place, said=said: _after(system, place, 2 if said else 1))
         tried.points += 1
@@ -198,4 +200,4 @@ def test_an_error_of_the_disk(system: str, threads: int, tmp_path: Path, ledger:
     (tried,) = run_ranks(fail, 1, tmp_path, system, threads, init=False, timeout_s=LIMIT_S)
     name = f"{NAME}, thread_count={threads}" if threads > 1 else system
     fault = "local disk: an input/output error of any one call, save over one, one process"
-    enter(ledger, "Stores that fail", fault, name, tried.faults, tried.points)
+    enter(ledger, "Stores that fail", fault, name, tried)

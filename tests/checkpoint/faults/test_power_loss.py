@@ -15,8 +15,9 @@ import torch
 from lightning_shard import checkpoint
 from lightning_shard.testing import run_ranks
 from tests.checkpoint.faults.calls import met
-from tests.checkpoint.faults.cuts import BESIDE, FIRST, IN_NEW_FOLDERS, Save, Tried, cut_after_every_call, recorded
+from tests.checkpoint.faults.cuts import cut_after_every_call, recorded
 from tests.checkpoint.faults.disk import Log, Node, Recorder, images, put
+from tests.checkpoint.faults.saves import BESIDE, FIRST, IN_NEW_FOLDERS, Save, Tried
 
 LIMIT_S = 1200.0
 
@@ -26,27 +27,24 @@ def cut(scratch: Path, case: Save, thorough: bool) -> Tried:
 
 
 CASES = [Save(FIRST), Save(BESIDE), Save(IN_NEW_FOLDERS), Save(FIRST, asynchronous=True)]
-RANKS = [Save(FIRST, 2), Save(IN_NEW_FOLDERS, 2), Save(FIRST, 2, asynchronous=True)]
+RANKS = [Save(FIRST, world_size=2), Save(IN_NEW_FOLDERS, world_size=2), Save(FIRST, asynchronous=True, world_size=2)]
 
 
-def enter(ledger: Any, case: Save, tried: Tried, *, sample: bool = False) -> None:
-    print(*tried.faults, sep="\n")
-    note = f"after {'some' if sample else 'each'} of {tried.calls} calls"
-    ledger("Power loss", str(case), tried=tried.images, lost=len(tried.faults), note=note, sample=sample)
-
-
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
-def test_what_a_power_cut_leaves_is_a_whole_checkpoint(case: Save, tmp_path: Path, ledger: Any) -> None:
-    (tried,) = run_ranks(cut, 1, tmp_path, case, False, init=False, timeout_s=LIMIT_S)
-    enter(ledger, case, tried, sample=True)
-
-
-@pytest.mark.long
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("case", [*CASES, *RANKS], ids=str)
-def test_whatever_a_power_cut_leaves_is_a_whole_checkpoint(case: Save, tmp_path: Path, ledger: Any) -> None:
-    (tried,) = run_ranks(cut, 1, tmp_path, case, True, init=False, timeout_s=LIMIT_S)
-    enter(ledger, case, tried)
+@pytest.mark.parametrize(
+    ("case", "thorough"),
+    [
+        *((case, False) for case in CASES[:2]),
+        *(pytest.param(case, True, marks=pytest.mark.long) for case in (*CASES, *RANKS)),
+    ],
+    ids=str,
+)
+def test_whatever_a_power_cut_leaves_is_a_whole_checkpoint(
+    case: Save, thorough: bool, tmp_path: Path, ledger: Any
+) -> None:
+    (tried,) = run_ranks(cut, 1, tmp_path, case, thorough, init=False, timeout_s=LIMIT_S)
+    note = f"after {'each' if thorough else 'some'} of {tried.calls} calls"
+    ledger("Power loss", str(case), tried=tried.points, lost=tried.faults, note=note, sample=not thorough)
 
 
 # -- the images are worth something: their rules, and what they show of a save that syncs less ------------------------

@@ -6,8 +6,8 @@ A proxy stands before a real S3 or WebDAV server; parts are patched small, so th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -78,6 +78,25 @@ class Place:
     def save(self, step: int, path: str | None = None) -> None:
         checkpoint.save(state(step), path or self.path, trainer_state={"step": step}, storage_options=self.options)
 
+    def load(self, step: int) -> None:
+        into = {name: torch.zeros_like(tensor) for name, tensor in state(step).items()}
+        checkpoint.load(self.path, into, storage_options=self.options)
+        assert all(torch.equal(into[name], tensor) for name, tensor in state(step).items()), "a wrong value"
+
+    def gather(self, out: str, path: str | None = None) -> None:
+        at = {"storage_options": self.options, "out_storage_options": self.options}
+        checkpoint.gather(path or self.path, out, **at)
+
+    def under(self, fault: FaultOf, work: Callable[[], object]) -> Exception | None:
+        """The error of something that is done under a fault."""
+        self.proxy.arm(fault)
+        error = attempt(work)
+        self.proxy.arm(no_fault)
+        return error
+
+    def hasty(self) -> Place:
+        return replace(self, options={**self.options, "stall_s": STALL_S})
+
     def step_there(self, path: str | None = None) -> int | None:
         """Which checkpoint is there, whole; None for none."""
         path = path or self.path
@@ -98,21 +117,11 @@ class Place:
         return [upload["Key"] for upload in found.get("Uploads", ())]
 
 
-@pytest.fixture(scope="module")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve("s3", tmp_path_factory.mktemp("s3") / "data") as server:
-        yield server
-
-
 @pytest.fixture
 def place(s3_server: Server, tmp_path: Path) -> Iterator[Place]:
     with behind(s3_server.endpoint, conditions=s3_server.folder) as proxy:
         options = through(s3_server.options, proxy)
         yield Place(f"{s3_server.url}/{tmp_path.name}/c", proxy, options, s3_server.options)
-
-
-def hasty(place: Place) -> Place:
-    return Place(place.path, place.proxy, {**place.options, "stall_s": STALL_S}, place.straight)
 
 
 def count_requests(place: Place, work: Callable[[], object]) -> int:
@@ -139,14 +148,17 @@ def sample_of(total: int, full_run: bool, every: int, first: int = 1) -> range:
     return range(1, total + 1) if full_run else range(first, total + 1, every)
 
 
-def in_ci(*faults: Fault, of: Sequence[Fault]) -> list[Any]:
-    """These are tried by default, the others in the long run."""
-    return [fault if fault in faults else pytest.param(fault, marks=pytest.mark.long) for fault in of]
+def in_ci(*some: Any, of: Iterable[Any]) -> list[Any]:
+    """These parameters are tried by default, the others in the long run."""
+
+    def in_the_long_run(one: Any) -> Any:
+        return pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.long)
+
+    return [one if one in some else in_the_long_run(one) for one in of]
 
 
 def entered(ledger: Ledger, fault: str, tried: int, lost: list[str], sample: bool = False) -> None:
-    print(*lost, sep="\n")  # pytest shows it with the failure
-    ledger(GROUP, fault, tried=tried, lost=len(lost), sample=sample)
+    ledger(GROUP, fault, tried=tried, lost=lost, sample=sample)
 
 
 def save_under(place: Place, faults: list[tuple[int, FaultOf]], saver: Place, outlasted: bool) -> list[str]:
@@ -156,9 +168,7 @@ def save_under(place: Place, faults: list[tuple[int, FaultOf]], saver: Place, ou
     place.save(0)
     before = 0
     for number, (at, fault) in enumerate(faults, start=1):
-        place.proxy.arm(fault)
-        error = attempt(lambda step=number: saver.save(step))
-        place.proxy.arm(no_fault)
+        error = place.under(fault, lambda step=number: saver.save(step))
         there = place.step_there()
         if there != number and (outlasted or error is None or there != before):
             lost.append(f"request {at}: after saving {number} over {before}, {there} is there, {error!r}")
@@ -173,23 +183,19 @@ def left_over(place: Place, step: int) -> list[str]:
     return [f"an upload is left over: {upload}" for upload in place.uploads()]
 
 
-def saves(ci: Fault, of: Sequence[Fault], lasts: bool, every: int, first: int = 1) -> list[Any]:
-    """Of these faults one is tried by default, at one of ``every`` requests; the others in the long run."""
-    marks = {fault: [] if fault == ci else [pytest.mark.long] for fault in of}
-    return [pytest.param(fault, lasts, every, first, marks=marks[fault]) for fault in of]
+SAVES = [
+    *((fault, False, 3, 1) for fault in PASSING),
+    *((fault, True, 3, 1) for fault in (*PASSING, *FINAL)),
+    *((fault, False, 4, 1) for fault in (*FINAL, *WRONG)),
+    *((fault, False, 12, 4) for fault in HANGING),
+    ("stall", True, 30, 15),
+]
+"""A fault, whether it lasts, and of a sample: one of so many requests, from which one on."""
+SAVES_IN_CI = [("lost", False, 3, 1), ("expired", True, 3, 1), ("shifted", False, 4, 1), ("stall", False, 12, 4)]
 
 
 @pytest.mark.timeout(LONG_S)
-@pytest.mark.parametrize(
-    ("fault", "lasts", "every", "first"),
-    [
-        *saves("lost", PASSING, False, 3),
-        *saves("expired", [*PASSING, *FINAL], True, 3),
-        *saves("shifted", [*FINAL, *WRONG], False, 4),
-        *saves("stall", HANGING, False, 12, 4),
-        *saves("stall", ["stall"], True, 30, 15),
-    ],
-)
+@pytest.mark.parametrize(("fault", "lasts", "every", "first"), in_ci(*SAVES_IN_CI, SAVES[-1], of=SAVES))
 def test_a_save_leaves_the_earlier_checkpoint_or_the_new_one(
     fault: Fault, lasts: bool, every: int, first: int, place: Place, ledger: Ledger, full_run: bool
 ) -> None:
@@ -199,7 +205,7 @@ def test_a_save_leaves_the_earlier_checkpoint_or_the_new_one(
     make = from_then_on if lasts else once
     faults = [(number, make(number, fault)) for number in sample_of(total, full_run, every, first)]
     assert faults
-    saver = hasty(place) if fault in HANGING else place
+    saver = place.hasty() if fault in HANGING else place
     lost = save_under(place, faults, saver, outlasted=not lasts and fault in PASSING)
     when = "from one request on" if lasts else "at one request"
     entered(ledger, f"S3, a save: {fault} {when}, each in turn", len(faults), lost, sample=not full_run)
@@ -214,9 +220,7 @@ def test_a_first_save_that_fails_leaves_no_checkpoint(
     numbers = sample_of(total, full_run, every=4)
     lost = []
     for number in numbers:
-        place.proxy.arm(from_then_on(number, fault))
-        error = attempt(lambda new=f"{path}-{number}": place.save(7, new))
-        place.proxy.arm(no_fault)
+        error = place.under(from_then_on(number, fault), lambda new=f"{path}-{number}": place.save(7, new))
         there = place.step_there(f"{path}-{number}")
         if there != 7 and (error is None or there is not None):
             lost.append(f"request {number}: {there} is there, {error!r}")
@@ -224,44 +228,23 @@ def test_a_first_save_that_fails_leaves_no_checkpoint(
     entered(ledger, what, len(numbers), lost, sample=not full_run)
 
 
-@pytest.mark.parametrize("fault", in_ci("cut", *WRONG, of=[*PASSING, *FINAL, *WRONG]))
+@pytest.mark.parametrize("fault", in_ci("cut", *WRONG, "late", of=[*PASSING, *FINAL, *WRONG, *HANGING]))
 def test_a_load_is_right_or_refused(fault: Fault, place: Place, ledger: Ledger, full_run: bool) -> None:
     place.save(3)
+    hangs = fault in HANGING
+    loader = place.hasty() if hangs else place
 
-    def load() -> None:
-        into = {name: torch.zeros_like(tensor) for name, tensor in state(3).items()}
-        checkpoint.load(place.path, into, storage_options=place.options)
-        assert all(torch.equal(into[name], tensor) for name, tensor in state(3).items()), "a wrong value"
-        assert checkpoint.read(place.path, storage_options=place.options).trainer_state() == {"step": 3}
+    def load(by: Place = loader) -> None:
+        by.load(3)
+        if not hangs:  # the state's requests are no others
+            assert checkpoint.read(by.path, storage_options=by.options).trainer_state() == {"step": 3}
 
-    numbers = sample_of(count_requests(place, load), full_run, every=2)
-    lost = []
-    for number in numbers:
-        place.proxy.arm(once(number, fault))
-        error = attempt(load)
-        if error is not None and fault in PASSING:
-            lost.append(f"request {number}: {error!r}")
-    what = f"S3, a load: {fault} at one request, each in turn"
-    entered(ledger, what, len(numbers), lost, sample=not full_run)
-
-
-@pytest.mark.parametrize("fault", in_ci("late", of=HANGING))
-def test_a_load_under_a_stall(fault: Fault, place: Place, ledger: Ledger, full_run: bool) -> None:
-    place.save(3)
-    total = count_requests(place, lambda: load_all(place, 3))
-    numbers = sample_of(total, full_run, every=4)
-    for number in numbers:
-        place.proxy.arm(once(number, fault))
-        attempt(lambda: load_all(hasty(place), 3))
-    place.proxy.arm(from_then_on(1, fault))
-    assert attempt(lambda: load_all(hasty(place), 3)) is not None
-    entered(ledger, f"S3, a load: {fault} at one request, each in turn", len(numbers) + 1, [], sample=not full_run)
-
-
-def load_all(place: Place, step: int) -> None:
-    into = {name: torch.zeros_like(tensor) for name, tensor in state(step).items()}
-    checkpoint.load(place.path, into, storage_options=place.options)
-    assert all(torch.equal(into[name], tensor) for name, tensor in state(step).items()), "a wrong value"
+    numbers = sample_of(count_requests(place, lambda: load(place)), full_run, every=4 if hangs else 2)
+    errors = {number: place.under(once(number, fault), load) for number in numbers}
+    lost = [f"request {number}: {error!r}" for number, error in errors.items() if error and fault in PASSING]
+    if hangs and place.under(from_then_on(1, fault), load) is None:
+        lost.append("loaded, though nothing was answered")
+    entered(ledger, f"S3, a load: {fault} at one request, each in turn", len(numbers) + hangs, lost, not full_run)
 
 
 def test_a_server_that_dies_in_mid_save_is_an_error_and_the_earlier_checkpoint_is_whole(tmp_path: Path) -> None:
@@ -282,17 +265,10 @@ def test_a_server_that_dies_in_mid_save_is_an_error_and_the_earlier_checkpoint_i
 
 # -- gather ------------------------------------------------------------------------------------------------------------
 
-GATHERS_IN_CI = [("lost", False), ("expired", True)]
+GATHERS = [(fault, lasting) for lasting in (False, True) for fault in (*PASSING, *FINAL)]
 
 
-@pytest.mark.parametrize(
-    ("fault", "lasting"),
-    [
-        pytest.param(fault, lasting, marks=[] if (fault, lasting) in GATHERS_IN_CI else pytest.mark.long)
-        for lasting in (False, True)
-        for fault in (*PASSING, *FINAL)
-    ],
-)
+@pytest.mark.parametrize(("fault", "lasting"), in_ci(("lost", False), ("expired", True), of=GATHERS))
 def test_a_gather_replaces_a_file_as_a_whole(
     fault: Fault, lasting: bool, place: Place, ledger: Ledger, full_run: bool
 ) -> None:
@@ -303,14 +279,10 @@ def test_a_gather_replaces_a_file_as_a_whole(
     for step in (0, 1):
         place.save(step, f"{base}/step-{step}")
 
-    def gather(step: int) -> None:
-        at = {"storage_options": place.options, "out_storage_options": place.options}
-        checkpoint.gather(f"{base}/step-{step}", out, **at)
-
     straight = open_store(base, place.straight)
     total = 0
     for step in (0, 1):
-        total = count_requests(place, lambda step=step: gather(step))
+        total = count_requests(place, lambda step=step: place.gather(out, f"{base}/step-{step}"))
         whole.append(straight.read("model.safetensors"))
     assert len(whole[0]) == len(whole[1])
     assert whole[0] != whole[1]
@@ -318,9 +290,8 @@ def test_a_gather_replaces_a_file_as_a_whole(
     before = 1
     numbers = sample_of(total, full_run, every=2)
     for number in numbers:
-        place.proxy.arm((from_then_on if lasting else once)(number, fault))
-        error = attempt(lambda step=1 - before: gather(step))
-        place.proxy.arm(no_fault)
+        new = f"{base}/step-{1 - before}"
+        error = place.under((from_then_on if lasting else once)(number, fault), lambda new=new: place.gather(out, new))
         if error is not None and not isinstance(error, CheckpointError):
             lost.append(f"request {number}: {error!r} is none of ours")
         there = straight.read("model.safetensors")
@@ -355,13 +326,11 @@ def save_and_gather_with_a_bad_rank(
             distributed.barrier()
             works = (
                 lambda step=step: place.save(step),
-                lambda step=step: gather_to(place, f"{path}-{step}.safetensors"),
+                lambda step=step: place.gather(f"{path}-{step}.safetensors"),
             )
             for gathers, work in enumerate(works):
-                if rank == faulty:
-                    place.proxy.arm((from_then_on if stays else once)(number, fault))
-                error = attempt(work)
-                place.proxy.arm(no_fault)
+                when = (from_then_on if stays else once)(number, fault)
+                error = place.under(when if rank == faulty else no_fault, work)
                 distributed.barrier()
                 there = place.step_there()
                 right = (before,) if gathers else (step,) if error is None else (before, step)
@@ -375,11 +344,6 @@ def save_and_gather_with_a_bad_rank(
         if place.step_there() != len(cases) + 1:
             lost.append("the next save isn't there")
     return lost
-
-
-def gather_to(place: Place, out: str) -> None:
-    at = {"storage_options": place.options, "out_storage_options": place.options}
-    checkpoint.gather(place.path, out, **at)
 
 
 @pytest.mark.timeout(LONG_S)

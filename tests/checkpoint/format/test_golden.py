@@ -1,22 +1,34 @@
-"""Golden checkpoints, kept for ever: our reader and one written from docs/format.md alone give what was put in."""
+"""Golden checkpoints, kept for ever: our reader and one written from docs/format.md alone give what was put in, and
+what is saved today is the same to the byte.
+"""
 
 from __future__ import annotations
 
 import base64
+import importlib.metadata
+import json
+import re
+import shutil
 import warnings
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint.format.encode import by_name, by_type
+from lightning_shard.checkpoint.format.encode import Reference, by_name, by_type
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import FORMAT_VERSION
 from lightning_shard.checkpoint.memory import byte_view
+from lightning_shard.checkpoint.saving import save as saving
 from lightning_shard.errors import FormatVersionError
+from lightning_shard.testing import run_ranks
 from tests.checkpoint.golden.values import OPTIMIZER, OTHER, PLAIN, RANK, SHARDED, Color, Point, data_of, trainer_state
+from tests.checkpoint.manifests import body_of, flip
 from tests.checkpoint.plain_reader import Damaged, PlainReader
 from tests.paths import GOLDEN
 
@@ -32,6 +44,49 @@ ALONE = {"m": ("F32", (3,))}
 SMALL_STATE = {"epoch": 3, "t": (1,)}
 
 
+def tensor(name, dtype, shape):
+    data = bytearray(data_of(name, dtype, shape))
+    return torch.frombuffer(data, dtype=DTYPES[dtype]).view(shape) if data else torch.empty(shape, dtype=DTYPES[dtype])
+
+
+def register():
+    checkpoint.register_codec(Color, name="golden.Color")
+    checkpoint.register_codec(Point, lambda point: [point.x, point.y], lambda v: Point(*v), name="golden.Point")
+
+
+def save(path, name, attempts):
+    """As the golden checkpoint of this name was saved: on four ranks, or on one without digests."""
+    register()
+    with mock.patch.object(saving, "new_attempt", return_value=attempts[dist.get_rank()]):
+        save_sharded(path) if name == "sharded" else save_without_digests(path)
+
+
+def save_sharded(path):
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements = {"w": [Shard(0), Shard(1)], "v": [Shard(0), Replicate()], "rows": [Shard(0)] * 2}
+    placements["few"] = [Shard(1), Shard(0)]
+
+    def sharded(name, kind, like):
+        return distribute_tensor(tensor(name, *kind), mesh, placements[like], src_data_rank=None)
+
+    state = {name: sharded(name, kind, like=name) for name, kind in SHARDED.items()}
+    state |= {name: tensor(name, *kind) for name, kind in PLAIN.items()}
+    checkpoint.save(
+        state | {"tied": state["plain.F32"], "tied.w": state["w"]},
+        path,
+        optimizer={name: sharded(name, kind, like="w") for name, kind in OPTIMIZER.items()},
+        trainer_state=trainer_state(tensor, Reference),
+        rank_state={name: tensor(f"{name} {dist.get_rank()}", *kind) for name, kind in RANK.items()},
+        layout={"name": "golden", "sizes": [2, 2]},
+    )
+
+
+def save_without_digests(path):
+    state = {name: tensor(name, *kind) for name, kind in ALL.items()}
+    moments = {name: tensor(name, *kind) for name, kind in ALONE.items()}
+    checkpoint.save(state, path, optimizer=moments, trainer_state=SMALL_STATE, digests=False)
+
+
 def opened(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if name == "other-writer" else "error")
@@ -45,14 +100,27 @@ def raw(tensor):
 @pytest.fixture
 def codecs():
     with mock.patch.dict(by_name), mock.patch.dict(by_type):
-        checkpoint.register_codec(Color, name="golden.Color")
-        checkpoint.register_codec(Point, lambda point: [point.x, point.y], lambda v: Point(*v), name="golden.Point")
+        register()
         yield
 
 
 def test_every_golden_checkpoint_is_looked_at_and_is_of_this_version():
     assert {path.name for path in GOLDEN.iterdir()} == set(MODELS)
     assert FORMAT_VERSION == 2, "keep these, and add golden checkpoints of the new version"
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("sharded", 4), ("without-digests", 1)])
+def test_what_is_saved_today_is_byte_for_byte_what_was_saved_then(tmp_path, name, world_size):
+    attempts = [file.stem.rpartition("-")[2] for file in sorted((GOLDEN / name / "model").iterdir())]  # by rank
+    run_ranks(save, world_size, tmp_path, name, attempts)
+    then, now = (
+        {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+        for path in (GOLDEN / name, tmp_path)
+    )
+    written, ours = (body_of(files.pop("manifest.json")) for files in (then, now))
+    assert now == then
+    assert json.loads(ours + b"}")["writer"] == f"lightning_shard {importlib.metadata.version('lightning-shard')}"
+    assert re.sub(b'"writer":".*"', b"", ours) == re.sub(b'"writer":".*"', b"", written)
 
 
 @pytest.mark.parametrize(("version", "remedy"), [(1, "save it anew with this program"), (3, "upgrade lightning-shard")])
@@ -111,9 +179,6 @@ def test_a_manifest_without_a_digest_of_its_own_says_so():
 
 
 def test_every_value_of_the_trainer_state(codecs):
-    def tensor(name, dtype, shape):
-        return torch.frombuffer(bytearray(data_of(name, dtype, shape)), dtype=DTYPES[dtype]).view(shape)
-
     stored = opened("sharded")
     found = stored.trainer_state()
     expected = trainer_state(tensor, lambda name: name)
@@ -133,6 +198,7 @@ def test_every_value_of_the_trainer_state(codecs):
     assert opened("other-writer").trainer_state() is None
     for rank in range(4):
         assert raw(stored.rank_state(rank)["generator"]) == data_of(f"generator {rank}", *RANK["generator"])
+    assert stored.rank_state(7) == {}
 
 
 def test_the_plain_reader_knows_every_tag():
@@ -160,13 +226,8 @@ def test_the_plain_reader_knows_every_tag():
 
 def test_the_plain_reader_finds_damage(tmp_path):
     """So that its agreement means something."""
-    source = GOLDEN / "sharded"
-    for file in [path for path in source.rglob("*") if path.is_file()]:
-        (tmp_path / file.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file.relative_to(source)).write_bytes(file.read_bytes())
+    shutil.copytree(GOLDEN / "sharded", tmp_path, dirs_exist_ok=True)
     (damaged,) = (tmp_path / "model").glob("rank-00001-*")
-    data = bytearray(damaged.read_bytes())
-    data[-1] ^= 1
-    damaged.write_bytes(data)
+    flip(damaged)
     with pytest.raises(Damaged, match="differs from its digests"):
         [PlainReader(tmp_path).tensor("model", name) for name in SHARDED]

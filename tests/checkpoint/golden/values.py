@@ -87,7 +87,6 @@ def trainer_state(tensor: Any, stored: Any) -> Any:
     }
 
 
-# What the writer of the fourth checkpoint, a program of a few lines, put into it: boxes that are no grid, blocks of 64
-# bytes, files and fields of its own.
+# What another writer, a program of a few lines from docs/format.md, put into its checkpoint: boxes that are no grid,
+# blocks of 64 bytes, files and fields of its own.
 OTHER = {"pinwheel": ("I32", (9, 9)), "one": ("F32", (20,))}
-PINWHEEL = [((0, 0), (3, 6)), ((3, 0), (6, 3)), ((3, 3), (3, 3)), ((0, 6), (6, 3)), ((6, 3), (3, 6))]

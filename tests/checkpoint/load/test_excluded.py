@@ -31,15 +31,20 @@ WRAPPED = {
 ADAPTER = f"{PEFT}layers.0.q.lora_A.default.weight"
 
 
-def save_without(path: Path, frozen: Mapping[str, Tensor], origins: Mapping[str, str] | None = None) -> None:
+def save_without(
+    path: Path,
+    frozen: Mapping[str, Tensor],
+    origins: Mapping[str, str] | None = None,
+    trained: Mapping[str, Tensor] | None = None,
+) -> None:
     contents = content_of_all(frozen)
     told: dict[str, Any] = {
         name: {"dtype": "F32", "shape": list(tensor.shape), "content": contents[name]}
         for name, tensor in frozen.items()
     }
     record = {"tensors": told, "base": None, "origins": dict(origins or {})}
-    state = {"lightning_shard": {"excluded": record}}
-    checkpoint.save({ADAPTER: torch.ones(2, 3)}, path, trainer_state=state)
+    state = {"pytorch-lightning_version": L.__version__, "lightning_shard": {"excluded": record}}
+    checkpoint.save(trained or {ADAPTER: torch.ones(2, 3)}, path, trainer_state=state)
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
@@ -94,13 +99,9 @@ def test_load_from_checkpoint_takes_what_was_left_out_from_where_a_model_was_loa
 ) -> None:
     """A transformers model and the one in it record the same folder, each under its own prefix."""
     frozen = {"a": torch.ones(2), "b": torch.full((2,), 2.0)}
-    contents = content_of_all(frozen)
-    told = {name: {"dtype": "F32", "shape": [2], "content": contents[name]} for name in frozen}
     base = str(tmp_path / "base")
-    record = {"tensors": told, "base": None, "origins": {"": base, "model.": base}}
-    trainer_state = {"pytorch-lightning_version": L.__version__, "lightning_shard": {"excluded": record}}
-    trained = {name: torch.full((2,), 3.0) for name in Lit().state_dict() if name not in frozen}
-    checkpoint.save(trained, tmp_path / "c", trainer_state=trainer_state)
+    trained = {"adapter": torch.full((2,), 3.0)}
+    save_without(tmp_path / "c", frozen, {"": base, "model.": base}, trained)
     if is_there:
         checkpoint.save(frozen, base)
         loaded = Lit.load_from_checkpoint(tmp_path / "c").state_dict()

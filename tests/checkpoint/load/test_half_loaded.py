@@ -8,6 +8,7 @@ from lightning_shard import checkpoint
 from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.loading import load as loading
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, StateMismatchError
+from tests.checkpoint.manifests import flip
 
 SAVED = {"a": torch.arange(6.0), "b": torch.arange(4.0) + 10}
 
@@ -17,9 +18,7 @@ def damaged(tmp_path):
     """A checkpoint whose last tensor differs from its digest."""
     checkpoint.save(SAVED, tmp_path)
     (file,) = (tmp_path / "model").iterdir()
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
     return tmp_path
 
 
@@ -36,15 +35,19 @@ def test_a_refused_load_of_little_changes_nothing(damaged, tmp_path_factory):
     checkpoint.save(into, tmp_path_factory.mktemp("saved"))
 
 
+@pytest.fixture
+def module():
+    module = nn.Module()
+    module.a, module.b = (nn.Parameter(tensor) for tensor in zeros().values())
+    return module
+
+
 @pytest.mark.parametrize("as_module", [False, True])
 def test_what_a_refused_load_has_changed_is_not_saved_until_a_load_succeeds(
-    damaged, tmp_path_factory, monkeypatch, as_module
+    damaged, module, tmp_path_factory, monkeypatch, as_module
 ):
     monkeypatch.setattr(loading, "CHECKED_FIRST_BYTES", 8)
-    into = zeros()
-    if as_module:
-        into = nn.Module()
-        into.a, into.b = (nn.Parameter(tensor) for tensor in zeros().values())
+    into = module if as_module else zeros()
     with pytest.raises(CorruptCheckpointError, match="have changed in part"):
         checkpoint.load(damaged, into)
     folder = tmp_path_factory.mktemp("saved")
@@ -76,16 +79,10 @@ def test_a_module_whose_state_dict_is_copies_is_refused(tmp_path):
     assert torch.equal(loaded.weight, saved.weight)
 
 
-def fails_in_its_middle(damaged, into, monkeypatch):
+def test_what_was_filled_by_other_means_is_saved_once_it_is_said(damaged, module, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(loading, "CHECKED_FIRST_BYTES", 8)
     with pytest.raises(CorruptCheckpointError, match="have changed in part"):
-        checkpoint.load(damaged, into)
-
-
-def test_what_was_filled_by_other_means_is_saved_once_it_is_said(damaged, tmp_path_factory, monkeypatch):
-    module = nn.Module()
-    module.a, module.b = (nn.Parameter(tensor) for tensor in zeros().values())
-    fails_in_its_middle(damaged, module, monkeypatch)
+        checkpoint.load(damaged, module)
     module.load_state_dict(SAVED)
     folder = tmp_path_factory.mktemp("saved")
     with pytest.raises(CheckpointError, match=r"call checkpoint\.declare_filled"):

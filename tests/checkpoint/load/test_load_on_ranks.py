@@ -10,13 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint import ranks as collectives
+from lightning_shard.checkpoint.format import table
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME
 from lightning_shard.checkpoint.loading import load as loading
 from lightning_shard.checkpoint.loading import open as opening
@@ -24,42 +22,32 @@ from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.checkpoint.store.protocol import Reader, Segment
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, StateMismatchError
 from lightning_shard.testing import ranks
-
-WHOLE = {"rows": torch.arange(40.0).view(8, 5), "columns": torch.arange(21.0).view(3, 7), "plain": torch.arange(9)}
-
-
-def laid_out(add: float = 0.0, dim: int = 0) -> dict[str, Tensor]:
-    mesh = init_device_mesh("cpu", (2,))
-    return {
-        name: distribute_tensor(tensor + add, mesh, [Shard(dim)], src_data_rank=None) if tensor.ndim == 2 else tensor
-        for name, tensor in WHOLE.items()
-    }
+from tests.checkpoint.laid_out import assert_same, full_state, laid_out
 
 
-def emptied(dim: int = 1) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(tensor) for name, tensor in laid_out(dim=dim).items()}
+def emptied() -> dict[str, Any]:
+    return laid_out("two axes", fill=0)[0]
 
 
-def holds(state: dict[str, Any], add: float = 0.0) -> bool:
-    whole = {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in state.items()}
-    return all(torch.equal(whole[name], t + add if t.ndim == 2 else t) for name, t in WHOLE.items())
+def save(path: Path, fill: float | None = None) -> None:
+    state, _ = laid_out("shards", fill)
+    of_rank = {"seed": torch.tensor(dist.get_rank())}
+    checkpoint.save(state, path, optimizer={"m": state["uneven"]}, rank_state=of_rank, trainer_state={"n": 1})
 
 
 def load_in_all_ways(path: Path, rank: int) -> None:
     """In one group, and by leaders."""
     for size in (64, 1):
-        state, moment = emptied(), emptied()["rows"]
+        state, moment = emptied(), emptied()["uneven"]
         with mock.patch.object(collectives, "GROUP_RANKS", size):
             assert checkpoint.load(path, state, optimizer={"m": moment}) == ([], [])
-        assert holds({**state, "rows": moment})
-        assert holds(state)
+        assert_same({**state, "m": moment}, {**full_state(), "m": full_state()["uneven"]})
     stored = checkpoint.read_together(path)
     assert stored.rank_state(rank) == {"seed": torch.tensor(rank)}
     assert stored.trainer_state() == {"n": 1}
-    assert torch.equal(stored["columns"].full(), WHOLE["columns"])
+    assert_same(stored.full(), full_state())
     checkpoint.gather(path, path.parent / "whole.safetensors")
-    gathered = checkpoint.read(path.parent / "whole.safetensors")
-    assert all(torch.equal(tensor.full(), WHOLE[name]) for name, tensor in gathered.items())
+    assert_same(checkpoint.read(path.parent / "whole.safetensors").full(), full_state())
 
     # names that only some ask for are joined by leaders too
     without = {name: tensor for name, tensor in emptied().items() if name != "plain"}
@@ -100,13 +88,13 @@ def fail_together(path: Path, rank: int) -> None:
     def replacing(*args: Any) -> Any:
         if not replaced:
             replaced.append(1)
-            checkpoint.save(laid_out(add=1.0), path, optimizer={"m": laid_out()["rows"]})
+            save(path, fill=1)
         return opening.open_found(*args)
 
     state = emptied()
     with mock.patch.object(loading, "open_found", replacing):
         assert checkpoint.load(path, state) == ([], [])
-    assert holds(state, add=1.0)
+    assert_same(state, full_state(fill=1))
 
     dist.barrier()
     if rank == 0:
@@ -117,11 +105,9 @@ def fail_together(path: Path, rank: int) -> None:
         checkpoint.load(path, emptied())
 
 
-@ranks(2, timeout_s=120)
+@ranks(4, timeout_s=120)
 def test_ranks_load_alike_and_fail_together(tmp_path: Path) -> None:
-    rank, path = dist.get_rank(), tmp_path / "c"
-    of_rank = {"seed": torch.tensor(rank)}
-    optimizer, state = {"m": laid_out()["rows"]}, {"n": 1}
-    checkpoint.save(laid_out(), path, optimizer=optimizer, rank_state=of_rank, trainer_state=state)
-    load_in_all_ways(path, rank)
-    fail_together(path, rank)
+    with mock.patch.object(table, "BLOCK_BYTES", 1024):  # of the table, several
+        save(tmp_path / "c")
+        load_in_all_ways(tmp_path / "c", dist.get_rank())
+        fail_together(tmp_path / "c", dist.get_rank())

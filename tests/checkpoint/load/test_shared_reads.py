@@ -19,6 +19,7 @@ from lightning_shard import checkpoint
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CorruptCheckpointError
 from lightning_shard.testing import ranks
+from tests.checkpoint.manifests import flip
 from tests.counting import reads
 
 KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
@@ -183,9 +184,7 @@ def test_what_one_replica_cannot_read_fails_on_all_and_nobody_waits(tmp_path: Pa
     checkpoint.save(laid_out("hsdp"), tmp_path / "c")
     if dist.get_rank() == 0:
         file = max((tmp_path / "c" / "model").iterdir())
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
+        flip(file, file.stat().st_size // 2)
     dist.barrier()
     with pytest.raises(CorruptCheckpointError, match="differ from their digest"):
         checkpoint.load(tmp_path / "c", emptied(laid_out("hsdp")), share_reads=True)

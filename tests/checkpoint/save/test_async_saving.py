@@ -62,15 +62,10 @@ def fit_with(asynchronous: bool, steps: int, callbacks: list[L.Callback]) -> Non
     trainer.fit(Model("gpt"), loader(GLOBAL_BATCH))
 
 
-def late_write(self: LocalStore, name: str, *args: Any, original: Any = LocalStore.write, **kwargs: Any) -> None:
-    time.sleep(0.05)
-    original(self, name, *args, **kwargs)
-
-
 def keep_the_best_and_the_newest(folder: str, kind: type[ModelCheckpoint]) -> None:
     """By two callbacks that give equal names: while one saves, the other finds the name free."""
     best = kind(folder, monitor="step", mode="min", every_n_train_steps=1)
-    with mock.patch.object(LocalStore, "write", late_write):
+    with mock.patch.object(LocalStore, "write", slow_write):
         fit_with(True, 2, [best, kind(folder, every_n_train_steps=1)])
     assert checkpoint.read(best.best_model_path).trainer_state()["global_step"] == 1
 
@@ -167,16 +162,14 @@ def train_until_stopped(folder: str, how: str) -> str:
     return "nothing"
 
 
-def test_a_save_under_way_is_finished_when_the_job_is_terminated(tmp_path: Path) -> None:
-    stopped = run_ranks(train_until_stopped, 2, str(tmp_path), "SIGTERM", elastic=True)
-    assert all("SIGTERM" in what for what in stopped)
-    assert checkpoint.verify(tmp_path / "step=1.ckpt").ok
-
-
-@pytest.mark.long
-def test_a_save_under_way_is_finished_when_one_rank_fails(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed):  # the other one waits for it, and is stopped
-        run_ranks(train_until_stopped, 2, str(tmp_path), "error", elastic=True)
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("an error of one rank", marks=pytest.mark.long)])
+def test_a_save_under_way_is_finished_when_the_job_ends(how: str, tmp_path: Path) -> None:
+    if how == "SIGTERM":
+        stopped = run_ranks(train_until_stopped, 2, str(tmp_path), how, elastic=True)
+        assert all("SIGTERM" in what for what in stopped)
+    else:
+        with pytest.raises(RanksFailed):  # the other one waits for it, and is stopped
+            run_ranks(train_until_stopped, 2, str(tmp_path), how, elastic=True)
     assert checkpoint.verify(tmp_path / "step=1.ckpt").ok
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from unittest import mock
 
 import numpy as np
@@ -10,29 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from lightning_shard import checkpoint
 from lightning_shard.checkpoint import shards
-from lightning_shard.checkpoint.boxes import Box, coverage_fault, uncovered
+from lightning_shard.checkpoint.boxes import Box, coverage_fault, rows_of, uncovered
+from lightning_shard.checkpoint.catalog import Earlier
 from lightning_shard.checkpoint.loading import ranges
-from lightning_shard.checkpoint.loading.ranges import Read, read_boxes
-from lightning_shard.checkpoint.loading.stored import Checkpoint
+from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.saving import accounts as accounts_module
-from lightning_shard.checkpoint.saving import files, merge
+from lightning_shard.checkpoint.saving import commit, files, merge
 from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Piece, arranged, write_file
 from lightning_shard.checkpoint.saving.part import my_cuts, outlined
-from lightning_shard.checkpoint.shards import (
-    Shared,
-    deal,
-    local_boxes,
-    local_shape,
-    shard,
-    shard_strided_last,
-    share,
-    strided_factors_fit,
-)
+from lightning_shard.checkpoint.shards import Shared, deal, share
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.checkpoint.tensors import Frame, KnownMesh, Located, Spread, _boxes, _splits
 from lightning_shard.errors import CheckpointError
@@ -63,24 +55,6 @@ def coordinates(mesh_shape):
     return list(itertools.product(*(range(n) for n in mesh_shape)))
 
 
-def take(full, boxes, local):
-    """The local tensor that boxes describe, by plain slicing."""
-    out = torch.full(local, -1, dtype=full.dtype)
-    for place in boxes:
-        source = tuple(slice(a, a + n) for a, n in zip(place.box.offsets, place.box.sizes))
-        target = tuple(slice(a, a + n) for a, n in zip(place.local_offsets, place.box.sizes))
-        out[target] = full[source]
-    return out
-
-
-def by_torch(full, placements, mesh_shape, coordinate):
-    """The local tensor as DTensor's own splitting makes it, left to right."""
-    for placement, parts, index in zip(placements, mesh_shape, coordinate):
-        if not placement.is_replicate():
-            full = placement._split_tensor(full, parts, with_padding=False)[0][index]
-    return full
-
-
 def by_fsdp(full, placements, mesh_shape, coordinate):
     """The local tensor as FSDP2 makes it of what tensor parallelism left: strided axes last, each a plain chunk."""
     axes = list(range(len(mesh_shape)))
@@ -90,39 +64,6 @@ def by_fsdp(full, placements, mesh_shape, coordinate):
             shards = Shard(placements[axis].dim)._split_tensor(full, mesh_shape[axis], with_padding=False)[0]
             full = shards[coordinate[axis]]
     return full
-
-
-@given(placed())
-@settings(max_examples=100, deadline=None)
-def test_boxes_are_what_torch_cuts(case):
-    shape, mesh_shape, placements = case
-    full = torch.arange(math.prod(shape)).view(shape)
-    for coordinate in coordinates(mesh_shape):
-        splits = _splits("t", placements, mesh_shape, coordinate)
-        expected = by_torch(full, placements, mesh_shape, coordinate)
-        runs = shard(shape, splits)
-        assert local_shape(runs) == tuple(expected.shape)
-        assert torch.equal(take(full, local_boxes(runs), expected.shape), expected)
-        size, offset = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
-        assert size == local_shape(runs)
-        if math.prod(size):
-            assert offset == local_boxes(runs)[0].box.offsets
-
-
-@given(placed())
-@settings(max_examples=100, deadline=None)
-def test_strided_shards_are_what_fsdp_cuts(case):
-    shape, mesh_shape, placements = case
-    full = torch.arange(math.prod(shape)).view(shape)
-    for coordinate in coordinates(mesh_shape):
-        splits = _splits("t", placements, mesh_shape, coordinate)
-        assert strided_factors_fit(splits)
-        expected = by_fsdp(full, placements, mesh_shape, coordinate)
-        runs = shard_strided_last(shape, splits)
-        assert local_shape(runs) == tuple(expected.shape)
-        assert torch.equal(take(full, local_boxes(runs), expected.shape), expected)
-        # the entrance that save and load use prefers this reading
-        assert _boxes(shape, splits, tuple(expected.shape)) == tuple(local_boxes(runs))
 
 
 # -- sharing ----------------------------------------------------------------------------------------------------------
@@ -151,37 +92,62 @@ def test_shares_make_up_every_tensor_once(items, holders, min_part):
 
 
 def covers(shape, boxes):
-    boxes = [box for box in boxes if box.numel or 0 in shape]
+    """Looked at together with a tensor that is covered, before and after it."""
+    boxes = [Box.whole(shape), *(box for box in boxes if box.numel or 0 in shape), Box.whole(shape)]
     offsets, sizes = (
         np.array(part, np.int64).reshape(len(boxes), len(shape))
         for part in ([box.offsets for box in boxes], [box.sizes for box in boxes])
     )
-    return not uncovered(np.array([shape], np.int64).reshape(1, -1), np.array([0, len(boxes)]), offsets, sizes)[0]
+    shapes = np.array([shape] * 3, np.int64).reshape(3, len(shape))
+    first, found, last = uncovered(shapes, np.array([0, 1, len(boxes) - 1, len(boxes)]), offsets, sizes)
+    assert not first
+    assert not last
+    return not found
 
 
-@pytest.mark.parametrize(
-    ("boxes", "fault"),
-    [
-        ([((0, 0), (4, 4))], None),
-        ([((0, 0), (2, 4)), ((2, 0), (2, 4))], None),
-        ([((0, 0), (2, 4))], "8 of 16 elements are in no box"),
-        ([((0, 0), (3, 4)), ((2, 0), (2, 4))], "overlap"),
-        ([((0, 0), (2, 4)), ((0, 0), (2, 4))], "overlap"),
-        ([((0, 0), (4, 2)), ((0, 2), (3, 2)), ((2, 3), (2, 1))], "overlap"),
-        ([], "16 of 16"),
-    ],
-)
-def test_coverage(boxes, fault):
-    boxes = [Box(*box) for box in boxes]
-    assert covers((4, 4), boxes) == (fault is None)
-    assert fault is None or fault in coverage_fault((4, 4), boxes)
+def cut_at_random(shape, chooser):
+    """Boxes that make up a tensor, in no grid."""
+    boxes = [Box.whole(shape)]
+    for _ in range(chooser.randrange(6)):
+        box = boxes.pop(chooser.randrange(len(boxes)))
+        dims = [dim for dim, size in enumerate(box.sizes) if size > 1]
+        dim = chooser.choice(dims) if dims else None
+        at = chooser.randrange(1, box.sizes[dim]) if dims else 0
+        boxes += [rows_of(box, dim, 0, at), rows_of(box, dim, at, box.sizes[dim])] if dims else [box]
+    chooser.shuffle(boxes)
+    return boxes
+
+
+@given(st.lists(st.integers(1, 4), max_size=3).map(tuple), st.integers(0, 2**32))
+@settings(max_examples=300, deadline=None)
+def test_a_cover_is_exact_if_each_element_is_in_one_box(shape, seed):
+    chooser = random.Random(seed)
+    boxes = cut_at_random(shape, chooser)
+    for _ in range(chooser.randrange(3)):
+        change = chooser.randrange(3)
+        if change == 0 and boxes:
+            boxes.pop()
+        elif change == 1 and boxes:
+            boxes.append(chooser.choice(boxes))
+        elif boxes:
+            moved = boxes.pop()
+            offsets = tuple(chooser.randrange(size - length + 1) for size, length in zip(shape, moved.sizes))
+            boxes.append(Box(offsets, moved.sizes))
+    counts = np.zeros(shape, int)
+    for box in boxes:
+        counts[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes))] += 1
+    assert covers(shape, boxes) == bool((counts == 1).all())
+    if counts.sum() < counts.size:
+        assert "in no box" in coverage_fault(shape, boxes)
+    elif (counts != 1).any():
+        assert "overlap" in coverage_fault(shape, boxes)
 
 
 # -- any layout to any layout -----------------------------------------------------------------------------------------
 
 
 def save_simulated(folder, full, mesh_shape, placements, extra_axis):
-    """What the ranks of a mesh write, one after another in this process; returns the store and the manifest."""
+    """Save what the ranks of a mesh write, one after another in this process."""
     count = math.prod(mesh_shape)
     grid = torch.arange(count * extra_axis).view(*mesh_shape, extra_axis)
     accounts = []
@@ -208,7 +174,7 @@ def save_simulated(folder, full, mesh_shape, placements, extra_axis):
             account.add("model", write_file(store, path, *arranged(pieces), {}, digests=True, durable=False))
         accounts.append(account)
     manifest = merge.Merged([joined(accounts)]).manifest(attempt="0" * 12, layout=None, writer="test", digests=True)
-    return store, manifest
+    commit.commit(store, manifest, Earlier(), durable=False)
 
 
 @given(st.data())
@@ -228,8 +194,8 @@ def test_any_layout_reads_into_any_other(tmp_path_factory, data):
     steps = mock.patch.object(LocalStore, "step_bytes", data.draw(st.sampled_from([24, 4096])))
     with limits, reading, grid, blocks, parts, steps:
         folder = tmp_path_factory.mktemp("checkpoint")
-        store, manifest = save_simulated(folder, full, source_mesh, placements, data.draw(st.integers(1, 2)))
-        saved = Checkpoint(str(folder), store, manifest, verify=True)
+        save_simulated(folder, full, source_mesh, placements, data.draw(st.integers(1, 2)))
+        saved = checkpoint.read(folder)
         for name, tensor in full.items():
             _, _, where = data.draw(placed(shape=tuple(tensor.shape), mesh_shape=target_mesh))
             for coordinate in coordinates(target_mesh):
@@ -242,7 +208,7 @@ def test_any_layout_reads_into_any_other(tmp_path_factory, data):
                 for place in _boxes(tuple(tensor.shape), splits, tuple(expected.shape)):
                     view = got[tuple(slice(a, a + n) for a, n in zip(place.local_offsets, place.box.sizes))]
                     reads.append(Read(saved[name], place.box, view))
-                read_boxes(store, manifest, reads, verify=data.draw(st.booleans()))
+                saved.fetch(reads, verify=data.draw(st.booleans()))
                 assert torch.equal(got, expected)
 
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_shard import checkpoint
 from lightning_shard.errors import CheckpointError
-from lightning_shard.testing import run_ranks
+from lightning_shard.testing import ranks
 
 LARGE = 2**19
 
@@ -32,8 +32,9 @@ def _states(rank):
     yield None, {"a": apart - rank, "b": dtensor(apart - rank, Replicate()), "c": (apart - rank).view(2, -1).t()}
 
 
-def _save_all(folder):
-    rank = dist.get_rank()
+@ranks(2)
+def test_a_tensor_that_ranks_hold_alike_and_that_differs_is_refused_by_name(tmp_path):
+    rank, folder = dist.get_rank(), tmp_path
     for number, (differs, state) in enumerate(_states(rank)):
         path = f"{folder}/{number}"
         if differs is None:
@@ -52,13 +53,10 @@ def _save_all(folder):
     saver.close()
 
 
-def test_a_tensor_that_ranks_hold_alike_and_that_differs_is_refused_by_name(tmp_path):
-    run_ranks(_save_all, 2, str(tmp_path))
-
-
-def _held_in_many_ways(folder):
+@ranks(2)
+def test_what_is_compared_is_the_content_whoever_holds_it_how(tmp_path):
     """One content, and on each rank other memory; meshes with the ranks in another order; and what differs there."""
-    rank = dist.get_rank()
+    rank, folder = dist.get_rank(), tmp_path
     reversed_mesh = DeviceMesh("cpu", [1, 0])
 
     def replicated(local):
@@ -79,30 +77,3 @@ def _held_in_many_ways(folder):
     with pytest.raises(CheckpointError, match="'a' shares its memory with 'b' on rank 1, and no rank has written 'b'"):
         checkpoint.save(dict.fromkeys(("b", "a") if rank else ("a", "b"), tied), f"{folder}/never")
     assert not checkpoint.exists(f"{folder}/never")
-
-
-def test_what_is_compared_is_the_content_whoever_holds_it_how(tmp_path):
-    run_ranks(_held_in_many_ways, 2, str(tmp_path))
-
-
-def _a_failed_load_on_one_rank(folder):
-    """The first rank's part is damaged: the second's tensors have not been written either."""
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2,))
-    state = {"w": DTensor.from_local(torch.full((4, 2), rank + 1.0), mesh, [Shard(0)], run_check=False)}
-    checkpoint.save(state, folder)
-    if rank == 0:
-        manifest = checkpoint.read(folder).manifest
-        with open(f"{folder}/{manifest.files[0].path}", "r+b") as file:
-            file.seek(-1, 2)
-            file.write(b"x")
-    dist.barrier()
-    into = {"w": DTensor.from_local(torch.zeros(4, 2), mesh, [Shard(0)], run_check=False)}
-    for shared in (False, True):
-        with pytest.raises(CheckpointError, match="digest"):
-            checkpoint.load(folder, into, share_reads=shared)
-        assert not into["w"].to_local().any()
-
-
-def test_ranks_write_nothing_into_their_tensors_where_one_finds_damage(tmp_path):
-    run_ranks(_a_failed_load_on_one_rank, 2, str(tmp_path / "c"))

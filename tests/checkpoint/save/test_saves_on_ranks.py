@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_shard import checkpoint
@@ -25,66 +25,7 @@ from lightning_shard.errors import (
     UnsupportedStateError,
 )
 from lightning_shard.testing import ranks, run_ranks
-
-SHAPES = {
-    "embed": (37, 8),
-    "wide": (3, 5, 7),
-    "tall": (700, 300),
-    "norm": (8,),
-    "short": (2, 4),
-    "scale": (),
-    "none": (0, 4),
-}
-DTYPES = {"norm": torch.bfloat16, "short": torch.int64}
-
-
-def full_state() -> dict[str, Tensor]:
-    """The same tensors on every rank and in every process."""
-    state = {}
-    for index, (name, shape) in enumerate(SHAPES.items()):
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(index)) * 100
-        state[name] = values.to(DTYPES.get(name, torch.float32))
-    return state
-
-
-def distribute(full, mesh, placements):
-    return distribute_tensor(full, mesh, placements, src_data_rank=None)
-
-
-LAYOUTS = {
-    "shard": ((4,), {"embed": [Shard(0)], "wide": [Shard(1)], "tall": [Shard(0)], "short": [Shard(0)]}),
-    "replicate": ((4,), {name: [Replicate()] for name in SHAPES}),
-    "two axes": (
-        (2, 2),
-        {
-            "embed": [Shard(0), Shard(1)],
-            "wide": [Shard(2), Shard(2)],
-            "tall": [Replicate(), Shard(1)],
-            "norm": [Shard(0), Replicate()],
-            "short": [Shard(0), Shard(0)],
-        },
-    ),
-    "one axis of two": ((2, 2), {"tall": ("a", [Shard(0)]), "embed": ("b", [Shard(0)]), "norm": ("a", [Replicate()])}),
-}
-
-
-def laid_out(layout):
-    shape, placements = LAYOUTS[layout]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
-    state = full_state()
-    for name, where in placements.items():
-        if isinstance(where, tuple):
-            state[name] = distribute(state[name], mesh[where[0]], where[1])
-        else:
-            state[name] = distribute(state[name], mesh, where)
-    return state, mesh
-
-
-def assert_holds(state, expected):
-    assert set(state) == set(expected)
-    for name, tensor in state.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        assert torch.equal(whole, expected[name]), name
+from tests.checkpoint.laid_out import LAYOUTS, assert_same, full_state, laid_out
 
 
 @ranks(4, timeout_s=120)
@@ -94,12 +35,10 @@ def test_every_layout_loads_on_every_other_byte_for_byte(tmp_path):
         path = tmp_path / f"{source}.ckpt"
         checkpoint.save(state, path, optimizer={"m": state["tall"]}, mesh=mesh if "axis" in source else None)
         for target in LAYOUTS:
-            other, _ = laid_out(target)
-            for tensor in other.values():
-                tensor.zero_()
+            other, _ = laid_out(target, fill=0)
             moment = torch.zeros_like(other["tall"])
             assert checkpoint.load(path, other, optimizer={"m": moment}) == ([], [])
-            assert_holds({**other, "m": moment}, {**full_state(), "m": full_state()["tall"]})
+            assert_same({**other, "m": moment}, {**full_state(), "m": full_state()["tall"]})
 
 
 def save_layout(path, layout):
@@ -124,7 +63,7 @@ def test_a_save_of_four_ranks_reads_in_one_process(of_four_ranks):
     assert [stored.rank_state(rank)["seed"].item() for rank in range(4)] == [0, 1, 2, 3]
     state = {name: torch.zeros_like(tensor) for name, tensor in full_state().items()}
     checkpoint.load(path, state)
-    assert_holds(state, full_state())
+    assert_same(state, full_state())
 
 
 def test_replicas_write_once_and_alike_much(of_four_ranks):
@@ -168,15 +107,11 @@ def test_fsdp_over_tensor_parallel_and_hsdp_save_the_plain_model(tmp_path):
         block, mesh = parallel_block(shape)
         path = tmp_path / f"{shape}.ckpt"
         checkpoint.save(block.state_dict(), path, mesh=mesh)
-        stored = checkpoint.read(path)
-        for name, expected in Block().state_dict().items():
-            assert torch.equal(stored[name].full(), expected), (shape, name)
+        assert_same(checkpoint.load(path), Block().state_dict())
         for tensor in (other := parallel_block(shape[::-1])[0].state_dict()).values():
             tensor.zero_()
         checkpoint.load(path, other)
-        for name, expected in Block().state_dict().items():
-            whole = other[name].full_tensor() if isinstance(other[name], DTensor) else other[name]
-            assert torch.equal(whole, expected), (shape, name)
+        assert_same(other, Block().state_dict())
 
 
 @ranks(4)
@@ -185,7 +120,7 @@ def test_stages_save_their_own_tensors_and_load_strictly(tmp_path):
     stage, data = mesh.get_local_rank("pipeline"), mesh["data"]
     full = torch.arange(40.0).view(10, 4) + stage
     state = {
-        f"layer{stage}": distribute(full, data, [Shard(0)]),
+        f"layer{stage}": distribute_tensor(full, data, [Shard(0)], src_data_rank=None),
         f"bias{stage}": torch.ones(3) * stage,
         "tied": torch.full((5,), 7.0),  # as the ends of a pipeline hold one embedding
     }
@@ -229,7 +164,7 @@ def test_an_error_on_one_rank_raises_on_all_and_keeps_the_earlier_checkpoint(tmp
 def test_bad_loads_raise_on_every_rank(tmp_path):
     path = tmp_path / "a.ckpt"
     mesh = init_device_mesh("cpu", (2,))
-    state = {"a": distribute(torch.arange(10.0), mesh, [Shard(0)])}
+    state = {"a": distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])}
     with pytest.raises(CheckpointNotFoundError, match="Nothing is there"):
         checkpoint.load(path, state)
     checkpoint.save(state, path)
@@ -241,9 +176,12 @@ def test_bad_loads_raise_on_every_rank(tmp_path):
         file = path / manifest["files"][1]["path"]
         file.write_bytes(file.read_bytes()[:-1] + b"\7")
     dist.barrier()
-    with pytest.raises(CorruptCheckpointError, match="rank-00001"):
-        checkpoint.load(path, state)
-    checkpoint.load(path, state, verify=False)
+    into = {"a": torch.zeros_like(state["a"])}
+    for shared in (False, True):
+        with pytest.raises(CorruptCheckpointError, match="rank-00001"):
+            checkpoint.load(path, into, share_reads=shared)
+        assert not into["a"].to_local().any(), "written into on one rank, where another has found damage"
+    checkpoint.load(path, into, verify=False)
 
 
 @ranks(4, timeout_s=120)
@@ -251,50 +189,40 @@ def test_nested_states_of_dtensors_need_no_mesh(tmp_path):
     for layout in LAYOUTS:
         state, _ = laid_out(layout)
         path = tmp_path / f"{layout}.ckpt"
-        nested = {"net": {"tall": state.pop("tall"), "head": {"embed": state.pop("embed")}}, "rest": state}
+        nested = {"net": {"tall": state.pop("tall"), "head": {"uneven": state.pop("uneven")}}, "rest": state}
         checkpoint.save(nested, path, fsync=False)
         expected = {
-            {"tall": "net.tall", "embed": "net.head.embed"}.get(name, f"rest.{name}"): tensor
+            {"tall": "net.tall", "uneven": "net.head.uneven"}.get(name, f"rest.{name}"): tensor
             for name, tensor in full_state().items()
         }
-        assert_holds({name: stored.full() for name, stored in checkpoint.read(path).items()}, expected)
-        for tensor in (nested["net"]["tall"], nested["net"]["head"]["embed"], *state.values()):
+        assert_same({name: stored.full() for name, stored in checkpoint.read(path).items()}, expected)
+        for tensor in (nested["net"]["tall"], nested["net"]["head"]["uneven"], *state.values()):
             tensor.zero_()
         checkpoint.load(path, nested)
-        assert_holds({"net.tall": nested["net"]["tall"]}, {"net.tall": full_state()["tall"]})
+        assert_same({"net.tall": nested["net"]["tall"]}, {"net.tall": full_state()["tall"]})
 
 
-def gather_to_a_full_disk(folder: str) -> str:
-    """Only the first rank writes the file, and meets the error itself; the other is told of it."""
-    checkpoint.save({"w": torch.arange(4.0)}, f"{folder}/c")
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(LocalStore, "publish", side_effect=full), pytest.raises(CheckpointError) as caught:
-        checkpoint.gather(f"{folder}/c", f"{folder}/model.safetensors")
-    dist.barrier()
-    return str(caught.value)
-
-
+@ranks(2)
 def test_a_gather_that_fails_on_one_rank_fails_on_all_and_none_waits(tmp_path):
-    for message in run_ranks(gather_to_a_full_disk, 2, str(tmp_path), timeout_s=40):
-        assert "No space left on device" in message
+    """Only the first rank writes the file, and meets the error itself; the other is told of it."""
+    checkpoint.save({"w": torch.arange(4.0)}, tmp_path / "c")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(LocalStore, "publish", side_effect=full), pytest.raises(CheckpointError, match="No space"):
+        checkpoint.gather(tmp_path / "c", tmp_path / "model.safetensors")
 
 
-def saved_by_some(path: str) -> str:
-    group, state = dist.new_group([0, 2]), {"t": torch.arange(5)}
+@ranks(3)
+def test_some_of_the_ranks_save_and_the_others_are_told_that_they_do_not(tmp_path):
+    group, state, path = dist.new_group([0, 2]), {"t": torch.arange(5)}, tmp_path / "c"
     if dist.get_rank() == 1:
-        with pytest.raises(CheckpointError, match="Rank 1 isn't in group"):
-            checkpoint.save(state, path, group=group)
-        with pytest.raises(CheckpointError, match="Rank 1 isn't in group"):
-            checkpoint.AsyncSaver(group)
+        for save in (lambda: checkpoint.save(state, path, group=group), lambda: checkpoint.AsyncSaver(group)):
+            with pytest.raises(CheckpointError, match="Rank 1 isn't in group"):
+                save()
     else:
         with checkpoint.AsyncSaver(group) as saver:
             saver.save(state, path)
     dist.barrier()
-    return checkpoint.read(path).manifest.attempt
-
-
-def test_some_of_the_ranks_save_and_the_others_are_told_that_they_do_not(tmp_path: Path) -> None:
-    assert len(set(run_ranks(saved_by_some, 3, str(tmp_path / "c")))) == 1
+    assert torch.equal(checkpoint.read(path)["t"].full(), state["t"])
 
 
 @ranks(2)

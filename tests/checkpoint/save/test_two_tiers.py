@@ -23,7 +23,7 @@ from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.checkpoint.store.s3 import S3Store
 from lightning_shard.checkpoint.tiers import LocalTier, Source
 from lightning_shard.errors import CheckpointError, ConfigurationError
-from lightning_shard.testing import RanksFailed, run_ranks
+from lightning_shard.testing import RanksFailed, ranks, run_ranks
 from tests.parity import Seen, combine, layout, train
 from tests.servers import let_servers_forget, serve
 from tests.training.saving import test_exclude_frozen
@@ -142,27 +142,6 @@ def test_a_run_killed_while_carrying_goes_on_from_the_newest_that_is_whole(tmp_p
         assert steps_of(copies) == {"step=3.ckpt": 3, "last.ckpt": 3}
 
 
-def from_the_store(url: str, options: dict[str, Any], folder: str) -> tuple[list[str], list[Seen]]:
-    """Resumed where the local copies are lost, beside an uninterrupted run."""
-    run(STAGES, url, options, f"{folder}/disk", TRAINED - 1)
-    said = Said()
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(said)
-    remote = run(STAGES, url, options, f"{folder}/lost", TRAINED, resume="last")
-    whole = train("gpt", STAGES, steps=TRAINED, shuffle=True, trainer={"limit_val_batches": 0})
-    return said.lines, [remote, whole]
-
-
-@pytest.mark.long
-def test_a_run_whose_local_copies_are_lost_goes_on_from_the_store(tmp_path: Path) -> None:
-    with serve("s3", tmp_path / "s3") as server:
-        url = f"{server.url}/run"
-        results = run_ranks(from_the_store, 2, url, server.options, str(tmp_path), elastic=True)
-    assert results[0][0] == [f"Reading the checkpoint {url}/last.ckpt: it has no local copy."]
-    remote, whole = (combine(list(seen), STAGES).losses for seen in zip(*(seen for _, seen in results)))
-    assert remote == pytest.approx(whole[TRAINED - 1 :], rel=2e-6)
-    assert [len(remote), len(whole)] == [1, TRAINED]
-
-
 def save(path: str, step: int) -> None:
     state = {"w": torch.arange(300_000) + step}
     checkpoint.save(state, path, trainer_state={"global_step": step}, fsync=False, own_disks=True)
@@ -177,8 +156,9 @@ def step_at(path: str) -> int:
     return step
 
 
-def on_one_disk(folder: str) -> str:
-    """One rank's file is damaged: each rank's error."""
+@ranks(2)
+def test_damage_that_one_rank_finds_is_raised_on_every_rank_and_passed_over_by_all(tmp_path: Path) -> None:
+    folder = tmp_path
     tier, path = LocalTier.at(f"{folder}/disk", {}), f"{folder}/store/last.ckpt"
     save(tier.copy_of(path), 1)
     tier.carry(path, Ranks.of(), fsync=False)
@@ -189,7 +169,7 @@ def on_one_disk(folder: str) -> str:
         (own,) = Path(tier.copy_of(path)).glob("model/rank-00001-*")
         own.write_bytes(own.read_bytes()[:-1] + b"\x55")
     dist.barrier()
-    with pytest.raises(CheckpointError) as raised:
+    with pytest.raises(CheckpointError, match="differ from their digest"):
         tier.carry(path, Ranks.of(), fsync=False)
     assert step_at(path) == 1
     passed_over = tier.source(path, Ranks.of(), fsync=False)
@@ -212,28 +192,25 @@ def on_one_disk(folder: str) -> str:
     found = tier.source(path, Ranks.of(), fsync=False)
     assert (found.local, found.worse) == (True, False)
     assert step_at(path) == 3
-    return str(raised.value)
 
 
-def test_damage_that_one_rank_finds_is_raised_on_every_rank_and_passed_over_by_all(tmp_path: Path) -> None:
-    for error in run_ranks(on_one_disk, 2, str(tmp_path)):
-        assert "differ from their digest" in error
-
-
-def on_disks_of_their_own(folder: str) -> None:
-    rank, ranks = dist.get_rank(), Ranks.of()
+@ranks(2)
+def test_on_disks_of_their_own_what_is_whole_together_is_carried_and_a_lost_one_costs_the_copy_alone(
+    tmp_path: Path,
+) -> None:
+    folder, rank, both = str(tmp_path), dist.get_rank(), Ranks.of()
     tier, path = tier_of(folder, rank), f"{folder}/store/last.ckpt"
     copy = Path(tier.copy_of(path))
 
     def source() -> Source:
         dist.barrier()
-        found = tier.source(path, ranks, fsync=False)
+        found = tier.source(path, both, fsync=False)
         assert (found.path, found.local) == (path, False)
         return found
 
     save(str(copy), 1)
     assert checkpoint.exists(copy) == (rank == 0)
-    tier.carry(path, ranks, fsync=False)
+    tier.carry(path, both, fsync=False)
     assert checkpoint.exists(copy)
     assert len(list(copy.glob("model/*"))) == 1
     assert step_at(path) == 1
@@ -265,12 +242,6 @@ def on_disks_of_their_own(folder: str) -> None:
         shutil.rmtree(tier.root)
     assert source().worse
     assert step_at(path) == 3
-
-
-def test_on_disks_of_their_own_what_is_whole_together_is_carried_and_a_lost_one_costs_the_copy_alone(
-    tmp_path: Path,
-) -> None:
-    run_ranks(on_disks_of_their_own, 2, str(tmp_path))
 
 
 def a_store_that_refuses(folder: str) -> tuple[str, str, list[float], list[float]]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint.store import as_path, local_path, parted
 from lightning_shard.errors import CheckpointError
 
 NAMES = ["A::A", "run::B", "epoch=1::loss", "x::memory", "5²", "①", "ü #%3f?&*[1]", "a\\b", "line\nfeed", "[bold]", "~"]
@@ -35,23 +34,46 @@ def test_a_name_on_the_local_disk_is_a_place_of_its_own(name: str, tmp_path: Pat
     assert [entry.name for entry in checkpoint.list(tmp_path / "folder")] == [others[-1]]
 
 
-@pytest.mark.parametrize(
-    ("path", "local"),
-    [
-        ("a", "a"),
-        ("a/b::c", "a/b::c"),
-        ("run::1", "run::1"),
-        ("file:///a/b::c", "/a/b::c"),
-        ("local://a", "a"),
-        ("file:///", "/"),
-        ("s3://bucket/run", None),
-        ("memory://", None),
-        ("simplecache::s3://bucket/run", None),
-        ("zip://inner::file:///a.zip", None),
-    ],
-)
-def test_urls_are_told_from_local_paths(path: str, local: str | None) -> None:
-    assert local_path(path) == local
+KINDS = [
+    *("plain", "deep/er", Path("as") / "path", "slash/", "slashes//", "run::1", "a/b::c"),
+    *("local://HERE/own", "file://HERE/url", "memory://box/a.ckpt"),
+]
+
+
+@pytest.mark.parametrize("path", KINDS, ids=str)
+def test_a_path_of_any_kind_is_saved_to_read_and_removed(
+    path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = path.replace("HERE", str(tmp_path)) if isinstance(path, str) else path
+    for step in (1, 2):
+        checkpoint.save({"t": torch.arange(4 + step)}, path, trainer_state={"x": step})
+    plain = os.fspath(path).rstrip("/")
+    for where in (path, f"{plain}/manifest.json"):
+        stored = checkpoint.read(where)
+        assert checkpoint.exists(where)
+        assert torch.equal(stored["t"].full(), torch.arange(6))
+        assert stored["t"][2:4].tolist() == [2, 3]
+        assert stored.trainer_state() == {"x": 2}
+    assert checkpoint.verify(path).ok
+    assert len(stored.store.names()) == 4, "leftovers of the first save"
+    checkpoint.gather(path, f"{plain}.safetensors")
+    for _ in range(2):
+        checkpoint.remove(path)
+        assert not checkpoint.exists(path)
+        assert stored.store.names() == []
+    if "memory:" not in plain:
+        local = plain.rpartition("://")[2]
+        assert (tmp_path / f"{local}.safetensors").exists()
+        assert not (tmp_path / local).exists()
+
+
+def test_a_manifest_in_the_working_directory_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save({"t": torch.ones(2)}, tmp_path / "c")
+    monkeypatch.chdir(tmp_path / "c")
+    assert checkpoint.read("manifest.json")["t"].full().tolist() == [1, 1]
+    assert [entry.name for entry in checkpoint.list("..")] == ["c"]
+    assert checkpoint.exists("local://../c")
 
 
 @pytest.mark.parametrize(
@@ -62,27 +84,6 @@ def test_a_url_that_fsspec_would_cut_is_refused(path: str) -> None:
         CheckpointError, match=r"'::', which joins URLs|'://' in its middle|joins the local disk|can't be opened"
     ):
         checkpoint.save({"t": torch.ones(1)}, path)
-
-
-@pytest.mark.parametrize(
-    ("path", "normal", "parts"),
-    [
-        ("a/", "a", ("a", "")),
-        ("a//", "a", ("a", "")),
-        ("/a", "/a", ("/", "a")),
-        ("/", "/", ("/", "")),
-        ("manifest.json", ".", (".", "manifest.json")),
-        ("/manifest.json", "/", ("/", "manifest.json")),
-        ("a/manifest.json", "a", ("a", "manifest.json")),
-        ("memory://", "memory://", ("memory://", "")),
-        ("memory://a", "memory://a", ("memory://", "a")),
-        ("memory://manifest.json", "memory://", ("memory://", "manifest.json")),
-        ("s3://bucket/a/", "s3://bucket/a", ("s3://bucket/a", "")),
-    ],
-)
-def test_paths_are_normalised(path: str, normal: str, parts: tuple[str, str]) -> None:
-    assert as_path(path) == normal
-    assert parted(path) == parts
 
 
 def test_a_leading_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
