@@ -8,7 +8,8 @@ on the same input, gradient and random numbers, and what it returns and the grad
 have the same modules with the same settings; of a model's own plan, but for layers' numbers. What runs without training
 before, in an evaluation or as a frozen network, is compared then.
 
-Outside of blocks, where nothing is compared, a user's plan may have layers that are given and return whole features.
+Modules beside the blocks are compared likewise where a user's plan splits layers of theirs, with one stage. Elsewhere
+it may have layers that are given and return whole features.
 
 During the comparison, trained parameters that are small everywhere have other values (``whole_layers.py``).
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from typing import Any
@@ -45,6 +46,7 @@ from lightning_shard.parallel.block_probe import (
     is_cache,
     outcome,
 )
+from lightning_shard.parallel.containers import has_forward
 from lightning_shard.parallel.fsdp.units import is_unit
 from lightning_shard.parallel.rank_compare import differing, exchanged, fingerprints
 from lightning_shard.parallel.tensor.styles import REPLICATED, ScatterSequence, Split
@@ -66,36 +68,45 @@ _SMALL_GRADIENT = {True: 1e-3, False: 5e-2}
 _Outcome = tuple[Sequence[Result], bytes]
 
 
-def refuse_parts_around(blocks: Iterable[str], styles: Mapping[str, ParallelStyle]) -> None:
-    """Refuse that a user's plan splits features between layers outside of blocks.
+def holders_around(
+    root: nn.Module, blocks: Collection[str], styles: Mapping[str, ParallelStyle], *, has_stages: bool
+) -> set[str]:
+    """The names of the modules that hold layers which a user's plan splits outside of blocks: compared as blocks are.
 
     Args:
         blocks: The names of all blocks. One that is a layer itself, as in a list of linear layers, counts as outside.
         styles: Styles of split modules, by name.
 
     Raises:
-        PlanError: It does.
+        PlanError: Such a layer is in no module of its own, or several stages may run what holds it.
     """
     if any(isinstance(style, ScatterSequence) for style in styles.values()):
-        return
-    within = tuple(f"{name}." for name in blocks)
+        return set()
+    within, found = tuple(f"{name}." for name in blocks), set()
     for name, style in styles.items():
         takes_and_returns_whole = _is_whole(style, "input_layout") and _is_whole(style, "output_layout")
-        if not (takes_and_returns_whole or name.startswith(within)):
+        if takes_and_returns_whole or name.startswith(within):
+            continue
+        holder = name.rpartition(".")[0]
+        holds_blocks = any(block.startswith(f"{holder}.") for block in blocks)
+        if has_stages or not holder or holds_blocks or not has_forward(root.get_submodule(holder)):
             raise PlanError(
                 f"tensor_parallel_plan: {name} would take or return a part of all features on each rank, and is in no"
-                " block: only blocks are compared with themselves whole, since code between split layers may need all"
-                " features. Choose 'colwise_gather_output', 'rowwise_split_input' or 'embedding_rowwise', or name a"
-                " module that holds it and what it works with by pipeline_blocks, beside the blocks."
+                " block: only blocks, and modules beside them, are compared with themselves whole, since code between"
+                " split layers may need all features. Choose 'colwise_gather_output', 'rowwise_split_input' or"
+                " 'embedding_rowwise', or name a module that holds it and what it works with by pipeline_blocks,"
+                " beside the blocks."
             )
+        found.add(holder)
+    return found
 
 
 class PlanCheck:
-    """Compares one block of each kind.
+    """Compares one block of each kind, and modules beside the blocks.
 
     Args:
         root: The whole model, before anything wraps it.
-        held: Names of this rank's blocks.
+        held: Names of this rank's blocks, and of these modules.
         styles: Styles of split modules, by name.
         trial_runs: A context for runs of a module; its :class:`RunChanges` restore what a run has changed.
         is_own: Whether the plan is the model's own.

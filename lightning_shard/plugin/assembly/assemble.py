@@ -29,7 +29,7 @@ from lightning_shard.parallel.fsdp.shard import Sharding, apply_fully_sharded, p
 from lightning_shard.parallel.fsdp.units import leave_gathers_uncounted, remember_units, sharded_units
 from lightning_shard.parallel.fsdp.unsharded import unsharded_of
 from lightning_shard.parallel.init import Attributes, agree_on_weights, attributes_of, materialize
-from lightning_shard.parallel.tensor.check_plan import PlanCheck, refuse_parts_around
+from lightning_shard.parallel.tensor.check_plan import PlanCheck, holders_around
 from lightning_shard.parallel.tensor.plan import apply_tensor_parallel, resolve_plan
 from lightning_shard.pipeline.dataflow.taint import Hollow
 from lightning_shard.pipeline.placement import Placement
@@ -152,7 +152,7 @@ def assemble(
     blocks = blocks_of(module, settings, layout.pipeline_parallel_size)
     listed = list(dict.fromkeys(name for names in block_lists(module).values() for name in names))
     experts = resolve_experts(module, settings.expert_parallel_plan, layout.expert_parallel_size)
-    styles = _styles(module, {*listed, *(blocks.names if blocks else ())}, settings, layout, experts)
+    styles, beside = _styles(module, {*listed, *(blocks.names if blocks else ())}, settings, layout, experts)
     placement, schedule = None, schedules[0]
     if blocks:
         blocks, placement, schedule = place_blocks(module, blocks, layout, settings, schedules, groups, device)
@@ -162,7 +162,7 @@ def assemble(
     held_blocks = _held_blocks(blocks, placement, schedule, layout) if blocks and placement else set()
     plan_check = PlanCheck(
         module,
-        held_blocks,
+        held_blocks | beside,
         {} if settings.compile_blocks else styles,
         partial(trial_runs, device),
         is_own=settings.tensor_parallel_plan is None,
@@ -329,14 +329,14 @@ def _deal(
 
 def _styles(
     module: nn.Module, blocks: Collection[str], settings: Settings, layout: Layout, experts: Collection[str]
-) -> dict[str, ParallelStyle]:
-    """The style of every module that tensor ranks split, by name."""
+) -> tuple[dict[str, ParallelStyle], set[str]]:
+    """The style of every module that tensor ranks split, by name; and modules beside the blocks that hold such ones."""
     if layout.tensor_parallel_size == 1:
-        return {}
+        return {}, set()
     styles = resolve_plan(module, settings.tensor_parallel_plan, layout.tensor_parallel_size, without=experts)
-    if settings.tensor_parallel_plan is not None:
-        refuse_parts_around(blocks, styles)
-    return styles
+    if settings.tensor_parallel_plan is None:
+        return styles, set()
+    return styles, holders_around(module, blocks, styles, has_stages=layout.pipeline_parallel_size > 1)
 
 
 def _recomputed(module: nn.Module, blocks: Blocks | None, settings: Settings) -> set[str]:

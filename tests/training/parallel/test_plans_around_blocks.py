@@ -1,4 +1,4 @@
-"""A plan that splits layers which a module holds beside its blocks: whole ones, or named as a block of their own."""
+"""A plan that splits layers beside the blocks: in a module of their own, compared as a block, or whole ones."""
 
 from __future__ import annotations
 
@@ -116,10 +116,30 @@ def test_a_module_that_holds_them_is_a_block_if_it_is_named() -> None:
         assert_trains_alike(partial(OfBackbone, "all"), batches, "tp2", **named)
 
 
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("dp2 x tp2", marks=pytest.mark.long)])
+def test_a_module_beside_the_blocks_that_holds_split_layers_is_compared(layout: str) -> None:
+    plan = {**PLAN, **OF_CODER}
+    assert_trains_alike(partial(OfBackbone, "each"), batches, layout, tensor_parallel_plan=plan)
+    with pytest.raises(PlanError, match=r"net\.coder computes something else when it is split.* net\.coder\.leave"):
+        assert_trains_alike(partial(OfBackbone, "all"), batches, layout, tensor_parallel_plan=plan)
+
+
+class OfItsOwn(OfBackbone):
+    """Its own code is between the layers."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__(between)
+        self.enter, self.leave = self.net.coder.enter, self.net.coder.leave
+        del self.net
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self.head(self.leave(F.gelu(self.enter(batch["x"])))), batch["y"])
+
+
 def refusals() -> list[str]:
     found = []
-    for kind in (OfBackbone, InADict):
-        strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=OF_CODER)
+    for kind, plan in ((OfItsOwn, {"enter": "colwise", "leave": "rowwise"}), (InADict, OF_CODER)):
+        strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
         trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
         with pytest.raises(PlanError) as error:
             trainer.fit(kind("each"), DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
@@ -129,5 +149,5 @@ def refusals() -> list[str]:
 
 def test_parts_of_features_outside_of_blocks_are_refused() -> None:
     for found in run_ranks(refusals, 2, elastic=True):
-        for said, where in zip(found, ["net.coder.enter", "coder.enter"], strict=True):
+        for said, where in zip(found, ["enter", "coder.enter"], strict=True):
             assert said.startswith(f"tensor_parallel_plan: {where} would take or return a part of all features")
