@@ -228,7 +228,8 @@ class LateState:
         """The first of the step's blocks is called."""
         if self._in_step and self._before is None:
             with torch._C.DisableTorchFunction():  # looks are none of the step's operations
-                self._before = self._look()
+                held = {path: _attributes_and_buffers(module) for path, module in self._modules.items()}
+                self._before = _Look(held, self._look_inside())
 
     def _network_ends(self) -> None:
         """In a search: the network's last block returns."""
@@ -259,10 +260,8 @@ class LateState:
                     breaks=6,
                 )
 
-    def _looked_into(self) -> dict[Name, int]:
-        """How deep each attribute is looked into: in a search all of them are; what may change in place always is."""
-        if not self._searching:
-            return self._depths
+    def _all_deeply(self) -> dict[Name, int]:
+        """In a search all attributes are looked into; what may change in place is in later runs too."""
         own = {(path, name): value for path, module in self._modules.items() for name, value in _own(module)}
         marked = (Tensor, np.ndarray, *CONTAINERS)
         for key in own.keys() - self._hollow:
@@ -272,29 +271,31 @@ class LateState:
 
     def _outlines(self) -> dict[Name, Outline]:
         """Of containers and objects that the batch may change inside."""
-        held = {key: (self._held(key), depth) for key, depth in self._looked_into().items()}
+        depths = self._all_deeply() if self._searching else self._depths
+        held = {key: (self._held(key), depth) for key, depth in depths.items()}
         return {key: Outline.of(value, max(depth, 1)) for key, (value, depth) in held.items() if has_contents(value)}
 
-    def _look(self) -> _Look:
-        outlines = {
+    def _look_inside(self) -> dict[Name, Outline]:
+        """Of what may change in place."""
+        depths = self._all_deeply() if self._searching else self._depths
+        return {
             key: Outline.of(self._held(key), depth, by_value=self._searching or key in self._by_value)
-            for key, depth in self._looked_into().items()
+            for key, depth in depths.items()
         }
-        return _Look({path: _attributes_and_buffers(module) for path, module in self._modules.items()}, outlines)
 
     def _since(self, before: _Look) -> set[Name]:
         """The names of what has changed."""
-        now = self._look()
+        now = self._look_inside() if before.outlines else {}
         exchanged = {
             (path, name)
             for path, held in before.held.items()
-            if not hold_same(held, later := now.held[path])
+            if not hold_same(held, later := _attributes_and_buffers(self._modules[path]))
             for name, value in (held | later).items()
             if (held.get(name, held) is not value or name not in later) and _is_own(name, value)
         }
         changed = set()
         for key, outline in before.outlines.items():
-            look = now.outlines.get(key)  # not of what was removed
+            look = now.get(key)  # not of what was removed
             if key in exchanged or look is None or outline.is_as(look):
                 continue
             changed.add(key)
