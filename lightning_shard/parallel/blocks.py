@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.containers import has_forward
-from lightning_shard.parallel.running_order import LISTS, children_of, first_names, held_by, lay_out, names_used, trains
+from lightning_shard.parallel.running_order import (
+    LISTS,
+    children_of,
+    first_names,
+    held_by,
+    lay_out,
+    names_used,
+    run_in_turn,
+    trains,
+)
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _SMALL = 0.1
@@ -210,6 +219,8 @@ def _chain(root: nn.Module, lists: dict[str, list[str]], calls: Sequence[str]) -
         held = [root.get_submodule(name) for name in lists[other]]
         does = trains(root.get_submodule(other))
         if does != trains(root.get_submodule(path)) or not runs_beside(other.partition(".")[0]):
+            return False
+        if run_in_turn(root, path, other):
             return False
         if any(type(block) in classes for block in held):
             return True

@@ -98,6 +98,17 @@ def lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tupl
     return names, parts
 
 
+def run_in_turn(root: nn.Module, one: str, other: str) -> bool:
+    """Whether code uses two lists of one length in turn: ``for a, f in zip(self.attentions, self.feedforwards)``."""
+    parent, _, name = one.rpartition(".")
+    other_parent, _, other_name = other.rpartition(".")
+    if parent != other_parent or len(children_of(root, one)) != len(children_of(root, other)):
+        return False
+    both = (name, other_name)
+    used = [each for each in names_used(type(root.get_submodule(parent)), both.__contains__) if each in both]
+    return used != sorted(used, key=used.index)
+
+
 def _is_part(module: nn.Module, *, outside: bool, beside: bool) -> bool:
     """Whether a stage holds a module for all; else it belongs to the code around the blocks, which all stages run.
 
@@ -121,7 +132,7 @@ def _counts_only(module: nn.Module) -> bool:
 def _running_order(
     cls: type, bare: list[str], children: list[str], carriers: list[str], runs: Callable[[str, str], bool]
 ) -> list[str]:
-    """A module's bare parameters and children: by the first place where its code names them, carriers by the last.
+    """A module's bare parameters and children as its code names them, each part before the carriers named after it.
 
     Of those that the code doesn't name, bare parameters come first, and a child keeps its registration order relative
     to the carriers.
@@ -130,7 +141,8 @@ def _running_order(
         carriers: The children that contain blocks.
         runs: Whether code that names attribute ``rest`` of a carrier may run blocks in it.
     """
-    places: dict[str, int] = {}
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
 
     def runs_carrier(full: str) -> bool:
         name, _, rest = full.partition(".")
@@ -138,11 +150,13 @@ def _running_order(
 
     for place, full in enumerate(names_used(cls, runs_carrier)):
         name = full.partition(".")[0]
-        if runs_carrier(full):
-            places[name] = place
-        elif name in bare or (name in children and name not in carriers):
-            places.setdefault(name, place)
-    order = sorted(places, key=places.__getitem__)
+        if runs_carrier(full) or (name not in carriers and name in {*bare, *children}):
+            first.setdefault(name, place)
+            last[name] = place
+    order = [name for name in first if name in carriers]
+    for name in [name for name in first if name not in carriers]:
+        later = (at for at, each in enumerate(order) if each in carriers and last[each] > first[name])
+        order.insert(next(later, len(order)), name)
     order += [name for name in carriers if name not in order]
     for name in reversed([child for child in children if child not in order]):
         earlier = [order.index(carrier) for carrier in carriers if children.index(carrier) < children.index(name)]
