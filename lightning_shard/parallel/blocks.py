@@ -154,15 +154,15 @@ def find_blocks(
     if path is None:
         groups = _found(root, lists, calls())
     else:
-        found = [_resolve(root, name, lists) for name in ([path] if isinstance(path, str) else path)]
-        groups = {name: children_of(root, name) for name in found}
+        named = [_resolve(root, name, lists) for name in ([path] if isinstance(path, str) else path)]
+        groups = {name: children_of(root, name) for name in named}
     network = _network(groups)
-    names, parts = _with_called(root, *lay_out(root, groups, network))
+    names, parts = lay_out(root, groups, network)
+    if path is not None and not isinstance(path, str):
+        names = [name for one in named for name in groups[one]]  # each as often as it is named
+    names, parts = _with_called(root, names, parts)
     around = {name: place for name, place in reversed(parts) if name not in names}  # reversed: the first place wins
-    blocks = Blocks(tuple(names), network, tuple(reversed(around.items())))
-    if path is None or isinstance(path, str):
-        return blocks
-    return blocks.ordered([called for one in found for name in groups[one] for called in _called(root, name)])
+    return Blocks(tuple(names), network, tuple(reversed(around.items())))
 
 
 def names_of_parameters(root: nn.Module) -> list[tuple[str, ...]]:

@@ -56,15 +56,20 @@ def lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tupl
     """All blocks in running order, and the parts around them with the indices of the blocks that they run before."""
     names: list[str] = []
     parts: list[tuple[str, int]] = []
+    turns: list[tuple[str, str]] = []
     named = first_names(root)
     blocks = {id(root.get_submodule(name)) for group in groups.values() for name in group}
 
     def add(name: str) -> None:
-        if isinstance(root.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
-            for child in children_of(root, name):
-                add(child)
-        else:
+        if not isinstance(root.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
             parts.append((name, len(names)))
+            return
+        beside = next((path for path in groups if run_in_turn(root, path, name)), None)
+        if beside is not None:
+            turns.extend(zip(children_of(root, name), groups[beside]))
+            return
+        for child in children_of(root, name):
+            add(child)
 
     def holds_listed(module: nn.Module) -> bool:
         """Whether it holds blocks that are listed elsewhere: a level of a U, which holds the next level too."""
@@ -95,7 +100,7 @@ def lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tupl
                 add(named[id(children[name])] if listed_elsewhere else prefix + name)
 
     visit("")
-    return names, parts
+    return names, [*parts, *((part, names.index(block)) for part, block in turns)]
 
 
 def run_in_turn(root: nn.Module, one: str, other: str) -> bool:
@@ -222,7 +227,8 @@ def _names_used(nodes: Iterable[ast.AST]) -> Iterator[tuple[bool, str]]:
         if names:
             inner = [base]
         elif isinstance(node, ast.Call):
-            inner = [*node.args, *node.keywords, node.func]
+            # what is passed on runs after what other arguments call: ``run(self.blocks, self.embed(x))``
+            inner = [*sorted([*node.args, *node.keywords], key=_calls_nothing), node.func]
         elif isinstance(node, _ASSIGNMENTS) and node.value is not None:
             inner = [node.value]
         else:
@@ -233,6 +239,10 @@ def _names_used(nodes: Iterable[ast.AST]) -> Iterator[tuple[bool, str]]:
             yield _is_call_of("super", base), ".".join(names)
         elif _is_call_of("self", node):
             yield False, "forward"
+
+
+def _calls_nothing(node: ast.AST) -> bool:
+    return not any(isinstance(each, ast.Call) for each in ast.walk(node))
 
 
 def _is_call_of(name: str, node: ast.AST) -> bool:
