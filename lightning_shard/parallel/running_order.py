@@ -224,8 +224,8 @@ def _names_used(nodes: Iterable[ast.AST]) -> Iterator[tuple[bool, str]]:
         while isinstance(base, ast.Attribute):
             names.insert(0, base.attr)
             base = base.value
-        if names:
-            inner = [base]
+        if names:  # self.layers[0].weight runs no layer
+            inner = [base.slice] if isinstance(base, ast.Subscript) and names[-1] != "forward" else [base]
         elif isinstance(node, ast.Call):
             # what is passed on runs after what other arguments call: ``run(self.blocks, self.embed(x))``
             inner = [*sorted([*node.args, *node.keywords], key=_calls_nothing), node.func]
