@@ -13,13 +13,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 
 from torch import Tensor, nn
 
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.containers import has_forward
-from lightning_shard.parallel.running_order import LISTS, children_of, first_names, held_by, lay_out, names_used, trains
+from lightning_shard.parallel.running_order import (
+    LISTS,
+    children_of,
+    first_names,
+    held_by,
+    lay_out,
+    names_used,
+    run_in_turn,
+    trains,
+)
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _SMALL = 0.1
@@ -136,24 +146,25 @@ def find_blocks(
         path: A list of blocks, by its name in ``root`` or the end of that name: ``"layers"`` finds ``"model.layers"``
             if no other list's name ends so. Or several names of lists or modules in running order, each as often as
             it runs.
-        calls: Runs the network on an example, and returns the names of all called modules in order; none without one.
+        calls: Runs the network on an example, and returns the names of all called modules in order. Called only if
+            there are several lists or none, or if all chosen lists seem to be inside of a loop.
 
     Raises:
         PlacementError: There is no list, or none of this name; the message names the lists that there are.
     """
     lists = block_lists(root, mixed=True)
     if path is None:
-        groups = _found(root, lists, calls())
+        groups = _found(root, lists, cache(calls))
     else:
-        found = [_resolve(root, name, lists) for name in ([path] if isinstance(path, str) else path)]
-        groups = {name: children_of(root, name) for name in found}
+        named = [_resolve(root, name, lists) for name in ([path] if isinstance(path, str) else path)]
+        groups = {name: children_of(root, name) for name in named}
     network = _network(groups)
-    names, parts = _with_called(root, *lay_out(root, groups, network))
+    names, parts = lay_out(root, groups, network)
+    if path is not None and not isinstance(path, str):
+        names = [name for one in named for name in groups[one]]  # each as often as it is named
+    names, parts = _with_called(root, names, parts)
     around = {name: place for name, place in reversed(parts) if name not in names}  # reversed: the first place wins
-    blocks = Blocks(tuple(names), network, tuple(reversed(around.items())))
-    if path is None or isinstance(path, str):
-        return blocks
-    return blocks.ordered([called for one in found for name in groups[one] for called in _called(root, name)])
+    return Blocks(tuple(names), network, tuple(reversed(around.items())))
 
 
 def names_of_parameters(root: nn.Module) -> list[tuple[str, ...]]:
@@ -172,14 +183,18 @@ def tied_parameters(root: nn.Module) -> list[tuple[str, ...]]:
 # -- which blocks
 
 
-def _found(root: nn.Module, lists: dict[str, list[str]], calls: Sequence[str]) -> dict[str, list[str]]:
+def _found(root: nn.Module, lists: dict[str, list[str]], calls: Callable[[], Sequence[str]]) -> dict[str, list[str]]:
     """The lists and modules that are cut, without a path; see :func:`find_blocks`."""
-    groups = _chain(root, _run_by(root, lists, set(calls)), calls)
-    often = _run_often(root, calls)
-    if all(any(path.startswith(f"{name}.") for name in often) for path in groups):
-        groups = often or groups or _sequential(root)
+    if len(lists) > 1:
+        lists = _run_by(root, lists, set(calls()))
+    groups = _chain(root, lists, calls)
+    if all(_is_looped(root, path) for path in groups):
+        often = _run_often(root, calls())
+        if all(any(path.startswith(f"{name}.") for name in often) for path in groups):
+            groups = often or groups
+        groups = groups or _sequential(root)
     if _carries_little(root, groups) and _largest_share(root, groups) > _USELESS:
-        opened = _opened(root, calls)
+        opened = _opened(root, calls())
         if _largest_share(root, opened) < _USELESS:
             groups = opened
     if not groups:
@@ -187,7 +202,7 @@ def _found(root: nn.Module, lists: dict[str, list[str]], calls: Sequence[str]) -
     return groups
 
 
-def _chain(root: nn.Module, lists: dict[str, list[str]], calls: Sequence[str]) -> dict[str, list[str]]:
+def _chain(root: nn.Module, lists: dict[str, list[str]], calls: Callable[[], Sequence[str]]) -> dict[str, list[str]]:
     """The longest list, a trained one if there is one, and the lists that are cut with it."""
     if not lists:
         return {}
@@ -204,12 +219,14 @@ def _chain(root: nn.Module, lists: dict[str, list[str]], calls: Sequence[str]) -
     def runs_beside(other: str) -> bool:
         """Whether a step calls both networks once: two towers that the LightningModule compares, say."""
         both = [network, other]
-        return other == network or _called_once(root, both, calls) == both
+        return other == network or _called_once(root, both, calls()) == both
 
     def belongs(other: str) -> bool:
         held = [root.get_submodule(name) for name in lists[other]]
         does = trains(root.get_submodule(other))
         if does != trains(root.get_submodule(path)) or not runs_beside(other.partition(".")[0]):
+            return False
+        if run_in_turn(root, path, other):
             return False
         if any(type(block) in classes for block in held):
             return True
@@ -289,6 +306,14 @@ def _run_often(root: nn.Module, calls: Sequence[str]) -> dict[str, list[str]]:
         return {}
     kind = type(root.get_submodule(largest))
     return {name: [name] for name in outermost if type(root.get_submodule(name)) is kind}
+
+
+def _is_looped(root: nn.Module, path: str) -> bool:
+    """Whether some class's code uses a module that contains ``path`` in a loop, or more than once."""
+    names = path.split(".")
+    levels = [(root.get_submodule(".".join(names[:depth])), name) for depth, name in enumerate(names[:-1])]
+    owners = ((type(level), name) for level, name in levels if not isinstance(level, LISTS))
+    return any(names_used(kind, name.__eq__).count(name) > 1 for kind, name in owners)
 
 
 def _carries_little(root: nn.Module, groups: dict[str, list[str]]) -> bool:

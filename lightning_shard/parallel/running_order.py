@@ -55,15 +55,20 @@ def lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tupl
     """All blocks in running order, and the parts around them with the indices of the blocks that they run before."""
     names: list[str] = []
     parts: list[tuple[str, int]] = []
+    turns: list[tuple[str, str]] = []
     named = first_names(root)
     blocks = {id(root.get_submodule(name)) for group in groups.values() for name in group}
 
     def add(name: str) -> None:
-        if isinstance(root.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
-            for child in children_of(root, name):
-                add(child)
-        else:
+        if not isinstance(root.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
             parts.append((name, len(names)))
+            return
+        beside = next((path for path in groups if run_in_turn(root, path, name)), None)
+        if beside is not None:
+            turns.extend(zip(children_of(root, name), groups[beside]))
+            return
+        for child in children_of(root, name):
+            add(child)
 
     def holds_listed(module: nn.Module) -> bool:
         """Whether it holds blocks that are listed elsewhere: a level of a U, which holds the next level too."""
@@ -94,7 +99,18 @@ def lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tupl
                 add(named[id(children[name])] if listed_elsewhere else prefix + name)
 
     visit("")
-    return names, parts
+    return names, [*parts, *((part, names.index(block)) for part, block in turns)]
+
+
+def run_in_turn(root: nn.Module, one: str, other: str) -> bool:
+    """Whether code uses two lists of one length in turn: ``for a, f in zip(self.attentions, self.feedforwards)``."""
+    parent, _, name = one.rpartition(".")
+    other_parent, _, other_name = other.rpartition(".")
+    if parent != other_parent or len(children_of(root, one)) != len(children_of(root, other)):
+        return False
+    both = (name, other_name)
+    used = [each for each in names_used(type(root.get_submodule(parent)), both.__contains__) if each in both]
+    return used != sorted(used, key=used.index)
 
 
 def _is_part(module: nn.Module, *, outside: bool, beside: bool) -> bool:
@@ -120,7 +136,7 @@ def _counts_only(module: nn.Module) -> bool:
 def _running_order(
     cls: type, bare: list[str], children: list[str], carriers: list[str], runs: Callable[[str, str], bool]
 ) -> list[str]:
-    """A module's bare parameters and children: by the first place where its code names them, carriers by the last.
+    """A module's bare parameters and children as its code names them, each part before the carriers named after it.
 
     Of those that the code doesn't name, bare parameters come first, and a child keeps its registration order relative
     to the carriers.
@@ -129,7 +145,8 @@ def _running_order(
         carriers: The children that contain blocks.
         runs: Whether code that names attribute ``rest`` of a carrier may run blocks in it.
     """
-    places: dict[str, int] = {}
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
 
     def runs_carrier(full: str) -> bool:
         name, _, rest = full.partition(".")
@@ -137,11 +154,13 @@ def _running_order(
 
     for place, full in enumerate(names_used(cls, runs_carrier)):
         name = full.partition(".")[0]
-        if runs_carrier(full):
-            places[name] = place
-        elif name in bare or (name in children and name not in carriers):
-            places.setdefault(name, place)
-    order = sorted(places, key=places.__getitem__)
+        if runs_carrier(full) or (name not in carriers and name in {*bare, *children}):
+            first.setdefault(name, place)
+            last[name] = place
+    order = [name for name in first if name in carriers]
+    for name in [name for name in first if name not in carriers]:
+        later = (at for at, each in enumerate(order) if each in carriers and last[each] > first[name])
+        order.insert(next(later, len(order)), name)
     order += [name for name in carriers if name not in order]
     for name in reversed([child for child in children if child not in order]):
         earlier = [order.index(carrier) for carrier in carriers if children.index(carrier) < children.index(name)]
@@ -204,10 +223,11 @@ def _names_used(nodes: Iterable[ast.AST]) -> Iterator[tuple[bool, str]]:
         while isinstance(base, ast.Attribute):
             names.insert(0, base.attr)
             base = base.value
-        if names:
-            inner = [base]
+        if names:  # self.layers[0].weight runs no layer
+            inner = [base.slice] if isinstance(base, ast.Subscript) and names[-1] != "forward" else [base]
         elif isinstance(node, ast.Call):
-            inner = [*node.args, *node.keywords, node.func]
+            # what is passed on runs after what other arguments call: ``run(self.blocks, self.embed(x))``
+            inner = [*sorted([*node.args, *node.keywords], key=_calls_nothing), node.func]
         elif isinstance(node, _ASSIGNMENTS) and node.value is not None:
             inner = [node.value]
         else:
@@ -218,6 +238,10 @@ def _names_used(nodes: Iterable[ast.AST]) -> Iterator[tuple[bool, str]]:
             yield _is_call_of("super", base), ".".join(names)
         elif _is_call_of("self", node):
             yield False, "forward"
+
+
+def _calls_nothing(node: ast.AST) -> bool:
+    return not any(isinstance(each, ast.Call) for each in ast.walk(node))
 
 
 def _is_call_of(name: str, node: ast.AST) -> bool:
