@@ -16,8 +16,9 @@ node names, as of torch 2.13. If a torch version names nodes otherwise, no gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,6 +145,7 @@ def backward_but_products(
     received: Iterable[Tensor],
     *,
     checks: bool,
+    seen: Callable[[Product], None] | None = None,
 ) -> list[Product]:
     """Run the first part of a backward, which gives received tensors their gradients.
 
@@ -153,6 +155,7 @@ def backward_but_products(
         received: The leaves received from the previous stage.
         checks: Run a whole backward instead, and compare the weight gradient of each product that could be deferred
             with torch's.
+        seen: Called with each product that can be deferred, once its ``dy`` has been computed.
 
     Returns:
         The products that are left for the second part.
@@ -162,6 +165,8 @@ def backward_but_products(
     """
     plan = _Plan.of(_nodes_of(outputs), _nodes_of(received))
     handles = [node.register_prehook(product.see) for node, product in plan.products.items()]
+    if seen is not None:
+        handles += [node.register_prehook(partial(_tell, seen, product)) for node, product in plan.products.items()]
     if checks:
         handles += [node.register_hook(_checking(product)) for node, product in plan.products.items()]
     inputs = [GradientEdge(leaf, 0) for leaf in plan.leaves] if plan.products and not checks else None
@@ -227,6 +232,10 @@ def _way(node: Node) -> tuple[Node, ...] | None:
     if leaf.variable._backward_hooks or leaf.variable._post_accumulate_grad_hooks:
         return None
     return tuple(way)
+
+
+def _tell(seen: Callable[[Product], None], product: Product, _: Any) -> None:
+    seen(product)
 
 
 def _memory_of_gradients(leaves: Iterable[Node]) -> Iterator[int]:
