@@ -99,6 +99,18 @@ class Timeline:
         ranks = len(self.schedule.rows)
         return sum(map(self.idle, range(ranks))) / (ranks * self.duration) if self.duration else 0.0
 
+    @cached_property
+    def in_flight(self) -> float:
+        """The most microbatches whose activations any rank keeps at once: forwards in flight / stages of the rank."""
+        schedule = self.schedule
+        return max(schedule.in_flight(rank) / len(schedule.stages_of(rank)) for rank in range(len(schedule.rows)))
+
+    def __str__(self) -> str:
+        """A summary without the duration, whose unit only the caller knows."""
+        return (
+            f"{self.schedule.name}: {100 * self.bubble:.1f} % idle, at most {self.in_flight:g} microbatches in flight"
+        )
+
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Compute when each action starts and ends.

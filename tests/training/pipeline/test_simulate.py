@@ -42,6 +42,8 @@ def test_two_stages_by_hand() -> None:
     assert timeline.duration == 17
     assert (timeline.idle(0), timeline.idle(1)) == (9, 5)
     assert timeline.bubble == pytest.approx(14 / 34)
+    assert timeline.in_flight == 2
+    assert str(timeline) == "1F1B: 41.2 % idle, at most 2 microbatches in flight"
 
 
 @some
