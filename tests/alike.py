@@ -33,10 +33,11 @@ class Trains:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float = TOLERANCE
+    seed: int = 0
 
     @property
     def run(self) -> Run:
-        return Run(self.make, self.batches, self.steps, 0, self.trainer)
+        return Run(self.make, self.batches, self.steps, self.seed, self.trainer)
 
 
 def assert_train_alike(cases: Mapping[str, Trains]) -> None:

@@ -17,6 +17,7 @@ from lightning_shard import HybridShardStrategy, checkpoint
 from lightning_shard.errors import PlanError
 from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.parity import GLOBAL_BATCH, QUIET, Seen, combine, largest_difference, layout, loader, train, world
+from tests.refusals import Refusal, assert_refused
 from tests.training.mixtures import MixtureModel, OnMeta, assert_alike, trained
 from tests.training.parallel.small import Descends
 
@@ -100,14 +101,18 @@ def many_tokens() -> list[Tensor]:
     return [torch.randn(32, 8, generator=torch.Generator().manual_seed(1))]
 
 
-def test_experts_whose_rows_depend_on_each_other_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"blocks\.0\.experts computes something else for a row among others"):
-        assert_trains_alike(OfCapped, many_tokens, "ep2", expert_parallel_plan={"blocks.*.experts": "experts"})
+DEALT = {"expert_parallel_plan": {"blocks.*.experts": "experts"}}
 
 
-def test_tokens_of_no_expert_are_refused_on_all_ranks() -> None:
-    with pytest.raises(PlanError, match=r"blocks.0.experts was called with \d+ indices that aren't of its 4 experts"):
-        assert_trains_alike(OfDropped, tokens, "ep2", expert_parallel_plan={"blocks.*.experts": "experts"})
+def test_experts_whose_rows_depend_on_each_other_and_tokens_of_no_expert_are_refused_on_all_ranks() -> None:
+    capped = r"blocks\.0\.experts computes something else for a row among others"
+    dropped = r"blocks.0.experts was called with \d+ indices that aren't of its 4 experts"
+    assert_refused(
+        {
+            "capped": Refusal(EP2, OfCapped, PlanError, capped, DEALT, many_tokens),
+            "dropped": Refusal(EP2, OfDropped, PlanError, dropped, DEALT, tokens),
+        }
+    )
 
 
 class Selecting(nn.Module):
@@ -136,8 +141,7 @@ def samples_of_the_first_data_rank() -> list[Tensor]:
 
 
 def test_a_data_rank_may_have_no_tokens() -> None:
-    plan = {"blocks.*.experts": "experts"}
-    assert_trains_alike(OfSelecting, samples_of_the_first_data_rank, "ep2", expert_parallel_plan=plan)
+    assert_trains_alike(OfSelecting, samples_of_the_first_data_rank, "ep2", **DEALT)
 
 
 @pytest.mark.long

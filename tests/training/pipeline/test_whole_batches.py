@@ -17,6 +17,7 @@ from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import BatchError
 from lightning_shard.pipeline.runtime import known_crossings
 from lightning_shard.testing import assert_trains_alike, run_ranks
+from tests.alike import Trains, assert_train_alike
 from tests.parity import QUIET
 from tests.training.pipeline.test_modules_as_written import INTERLEAVED, WIDTH, Layer, Trained
 
@@ -153,16 +154,6 @@ def graphs() -> list[Any]:
     return [graph(nodes) for nodes in (9, 12, 7, 9, 15)]
 
 
-@pytest.mark.parametrize(
-    ("module", "batches"),
-    [(OverTheBatch, tensors), (CarriesOn, tensors), (Images, images), (OfGraphs, graphs)],
-)
-def test_whole_batches_are_right_whatever_a_step_does_with_them(module: type[Base], batches: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "(?s).*microbatch")
-        assert_trains_alike(module, batches, layouts=LAYOUTS if module is OverTheBatch else [PP2])
-
-
 class FewShapesKnown(Images):
     def on_fit_start(self) -> None:
         self.known, known_crossings._KNOWN = known_crossings._KNOWN, 2
@@ -171,8 +162,19 @@ class FewShapesKnown(Images):
         known_crossings._KNOWN = self.known
 
 
+def test_whole_batches_are_right_whatever_a_step_does_with_them() -> None:
+    assert_train_alike(
+        {
+            "over the batch": Trains(OverTheBatch, tensors, LAYOUTS),
+            "carrying on": Trains(CarriesOn, tensors, PP2),
+            "images": Trains(Images, images, PP2),
+            "ever new shapes": Trains(FewShapesKnown, images, PP2),
+            "graphs": Trains(OfGraphs, graphs, PP2),
+        }
+    )
+
+
 def test_ever_new_shapes_take_no_ever_more_memory() -> None:
-    assert_trains_alike(FewShapesKnown, images, PP2)
     crossings: Any = {("train", (i,)): None for i in range(known_crossings._KNOWN + 1)}
     known_crossings._forget_oldest(crossings, [("train", (0,))])
     assert len(crossings) == known_crossings._KNOWN

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, loader
+from tests.parity import VOCABULARY, Model, layout, train
 
 WIDTH = 8
 LOSSES: list[Tensor] = []
@@ -36,13 +34,14 @@ class Block(nn.Module):
         pass
 
 
-class Model(L.LightningModule):
-    kind: type[Block] = Block
+class OfBlocks(Model):
+    block: type[Block] = Block
 
     def __init__(self) -> None:
         super().__init__()
+        del self.model
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(self.kind() for _ in range(4))
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def between(self, hidden: Tensor) -> None:
@@ -51,15 +50,12 @@ class Model(L.LightningModule):
     def beside(self) -> Any:
         return 0.0
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
         hidden = self.embed(batch["x"])
         for block in self.blocks:
             hidden = block(hidden)
             self.between(hidden)
         return F.cross_entropy(self.head(hidden).flatten(0, 1), batch["y"].flatten()) + self.beside()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class TellsGlobal(Block):
@@ -71,8 +67,8 @@ def add_loss(loss: Tensor) -> None:
     LOSSES.append(loss)
 
 
-class GlobalList(Model):
-    kind = TellsGlobal
+class GlobalList(OfBlocks):
+    block = TellsGlobal
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         LOSSES.clear()
@@ -82,7 +78,7 @@ class GlobalList(Model):
         return sum(LOSSES)
 
 
-class GlobalTable(Model):
+class GlobalTable(OfBlocks):
     def between(self, hidden: Tensor) -> None:
         TABLE["sum"] = TABLE["sum"] + hidden.detach().square().mean()
 
@@ -115,8 +111,8 @@ class Loads(OrderedDict[str, Any]):
 MODELS = Loads()
 
 
-class Fine(Model):
-    kind = Caches
+class Fine(OfBlocks):
+    block = Caches
     models = MODELS
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -150,33 +146,22 @@ def count(sizes: dict[str, Any]) -> tuple[list[float], int, list[float]]:
     return losses, STEPS, SEEN
 
 
-class Losses(L.Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.seen.append(float(outputs["loss"]))
-
-
-def fit(kind: type[Model], sizes: dict[str, int] | None) -> tuple[list[float], int]:
+def fit(kind: type[OfBlocks], sizes: dict[str, Any] | None) -> tuple[list[float], int]:
     """The losses, and how often blocks said that they were called."""
-    L.seed_everything(3)
-    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
-    losses = Losses()
-    options = {**QUIET, "callbacks": [losses]}
-    trainer = L.Trainer(strategy=strategy, devices=2 if sizes else 1, max_steps=2, **options)
-    trainer.fit(kind(), loader(GLOBAL_BATCH))
-    return losses.seen, CALLS
+    settings, options = {"limit_val_batches": 0, "val_check_interval": 1.0}, {}
+    if sizes is not None:
+        sizes, options = layout(pipeline=2), sizes
+    return train("gpt", sizes, steps=2, module=kind, trainer=settings, **options).losses, CALLS
 
 
-STAGES = {"pipeline_parallel_size": 2, "microbatches": 2}
+STAGES = {"microbatches": 2}
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [(GlobalList, "changes the list .*LOSSES"), (GlobalTable, "what the step before has left")],
 )
-def test_what_other_stages_do_not_see_is_refused(kind: type[Model], said: str) -> None:
+def test_what_other_stages_do_not_see_is_refused(kind: type[OfBlocks], said: str) -> None:
     with pytest.raises(RanksFailed, match=said):
         run_ranks(fit, 2, kind, STAGES, elastic=True)
 
