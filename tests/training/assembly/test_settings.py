@@ -44,6 +44,17 @@ PP2 = {"pipeline_parallel_size": 2}
             PlacementError,
             'has 3 numbers, and schedule="auto" .* has 2 or 4 stages',
         ),
+        ({"placement": [1, 3]}, PlacementError, r"has 2 numbers, and pipeline_parallel_size=1 has one stage: set"),
+        (
+            {**PP2, "placement": [1, 3], "schedule": "DualPipeV"},
+            PlacementError,
+            r"has 2 numbers, and schedule='DualPipeV' .* has 4 stages: give one for each",
+        ),
+        (
+            {**PP2, "microbatches": 2, "schedule": "ZBVZeroBubble"},
+            ConfigurationError,
+            r"at least 2 × pipeline_parallel_size \(2\).*use 4 or more",
+        ),
         ({"pipeline_blocks": 3}, PlacementError, "pipeline_blocks=3 must be the name of a list"),
         ({"tensor_parallel_plan": "colwise"}, PlanError, "tensor_parallel_plan='colwise' must be a mapping"),
         (
@@ -63,6 +74,19 @@ PP2 = {"pipeline_parallel_size": 2}
 def test_what_cannot_work_is_refused_at_once(settings: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         HybridShardStrategy(**settings)
+
+
+@pytest.mark.parametrize("strategy", [HybridShardStrategy, lambda: "hybrid_shard"], ids=["instance", "name"])
+@pytest.mark.parametrize(
+    ("precision", "says"),
+    [
+        ("transformer-engine", "'transformer-engine' isn't supported by HybridShardStrategy"),
+        ("16-mixed", "'16-mixed' isn't done on the CPU .* use precision='bf16-mixed'"),
+    ],
+)
+def test_precisions_are_refused_by_name_where_a_trainer_is_made(precision: Any, says: str, strategy: Any) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        L.Trainer(strategy=strategy(), precision=precision, accelerator="cpu", devices=1, logger=False)
 
 
 @pytest.mark.parametrize(
@@ -88,28 +112,6 @@ def test_compiled_blocks_on_stages_and_tensor_ranks_need_a_newer_torch(monkeypat
         HybridShardStrategy(**sizes, compile_blocks=True)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.0"))
     HybridShardStrategy(**sizes, compile_blocks=True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            {"placement": [1, 3]},
-            r"placement \(\[1, 3\]\) has 2 numbers, and pipeline_parallel_size=1 has one stage: set",
-        ),
-        (
-            {"placement": [1, 3], "schedule": "DualPipeV", "pipeline_parallel_size": 2},
-            r"placement \(\[1, 3\]\) has 2 numbers, and schedule='DualPipeV' .* has 4 stages: give one for each",
-        ),
-        (
-            {"microbatches": 2, "schedule": "ZBVZeroBubble", "pipeline_parallel_size": 2},
-            r"at least 2 × pipeline_parallel_size \(2\).*use 4 or more",
-        ),
-    ],
-)
-def test_numbers_of_stages_and_microbatches_that_do_not_fit_are_refused(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
-        HybridShardStrategy(**arguments)
 
 
 def test_another_trainer_with_other_settings_is_told_which_differ() -> None:

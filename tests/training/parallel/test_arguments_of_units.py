@@ -1,25 +1,25 @@
-"""Units of FSDP2's get the objects that they are given: containers of any class, and tensors."""
+"""Blocks that FSDP2 gathers get the objects that they are given: containers of any class, and tensors, to be changed.
+
+FSDP2 gives its units copies of containers, and views of tensors, whose changes in place autograd would refuse.
+"""
 
 from __future__ import annotations
 
-import copy
-import os
-import socket
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_state as states
+from torch.nn import functional as F
 
-from lightning_shard.parallel.fsdp.arguments import watch_calls
-from lightning_shard.parallel.fsdp.bypassed_units import BypassedUnits
-from lightning_shard.sharding import full_tensor
+from tests.alike import Trains, assert_train_alike
+from tests.parity import layout
+from tests.refusals import Refusal, assert_refused
+from tests.training.parallel.small import Descends
 from tests.training.pipeline.test_crossing import (
     Appends,
     Block,
@@ -31,22 +31,21 @@ from tests.training.pipeline.test_crossing import (
     PassesState,
     batches,
     loss,
-    seeded,
 )
-from tests.training.pipelines import Root
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """One rank: FSDP2 copies what it hands to its units there too."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+class OfNet(Descends):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.net = make()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return loss(self, batch)
+
+
+def samples() -> list[Tensor]:
+    """Equal ones in each batch, so that a mean over a rank's is one over all."""
+    return [x[:1].repeat(4, 1) for x in batches()]
 
 
 class AppendingWithin(Block):
@@ -70,46 +69,6 @@ class AppendsWithin(Net):
         assert state["means"] is means
         assert len(means) == 4
         return self.head(self.norm(hidden)) * sum(means)
-
-
-class Sharded(Root):
-    def forward(self, x: Tensor) -> Tensor:
-        return loss(self, x)
-
-
-def sharded(network: type[Net]) -> tuple[Sharded, Sharded]:
-    """A network in units, and the plain one."""
-    plain = Sharded(seeded(network)())
-    root = copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", (1,))
-    blocks = list(root.net.blocks)  # type: ignore[arg-type]
-    fully_shard(root, mesh=mesh, ignored_params={p for block in blocks for p in block.parameters()})
-    for block in blocks:
-        fully_shard(block, mesh=mesh)
-    watch_calls([root, *blocks])
-    return root, plain
-
-
-def assert_step_alike(root: Sharded, plain: Sharded, x: Tensor) -> None:
-    """The loss of a batch and all gradients, which are added to earlier ones, are those of the plain network."""
-    bypassed = BypassedUnits(root, dist.group.WORLD, torch.device("cpu"))
-    with bypassed.watched():
-        values = [each(x) for each in (root, plain)]
-    torch.testing.assert_close(*values)
-    bypassed.gather(values[0])
-    for value in values:
-        value.backward()
-    for (name, own), expected in zip(root.named_parameters(), plain.parameters()):
-        assert own.grad is not None
-        assert expected.grad is not None
-        torch.testing.assert_close(full_tensor(own.grad), expected.grad, msg=name)
-
-
-def test_what_is_changed_is_seen_around_them() -> None:
-    for network in (PassesDict, PassesList, PassesState, ChangesDict, ChangesState, Appends, AppendsWithin):
-        root, plain = sharded(network)
-        [x, *_] = batches()
-        assert_step_alike(root, plain, x)
 
 
 class Slots:
@@ -156,7 +115,7 @@ class Notes(Block):
         elif isinstance(given, list):
             given[0] = new * 2
         elif isinstance(given, tuple):
-            given.sums.append(new.sum())  # type: ignore[attr-defined]
+            given.sums.append(new.mean())  # type: ignore[attr-defined]
         else:
             given.hidden = new * 2
         return new
@@ -173,52 +132,157 @@ KINDS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def noting(kind: str) -> type[Net]:
-    """A class of networks whose blocks write into one object of this kind."""
+class Noting(Net):
+    """Its blocks write into one object of a kind."""
 
-    class Noting(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Notes() for _ in range(4))
+    block = Notes
 
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.embed(x)
-            given = KINDS[kind](hidden * 1)
-            for block in self.blocks:
-                returned = block(given, hidden)
-                assert block.seen[0] is given
-                assert block.seen[1] is hidden
-                hidden = returned
-            rest = sum(given.sums) if isinstance(given, Named) else 0
-            return self.head(self.norm(hidden + hidden_of(given))) + rest
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
 
-    return Noting
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_unit_is_given_the_object_itself_of_whatever_class(kind: str) -> None:
-    root, plain = sharded(noting(kind))
-    for x in batches()[:2]:
-        assert_step_alike(root, plain, x)
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        given = KINDS[self.kind](hidden * 1)
+        for block in self.blocks:
+            returned = block(given, hidden)
+            assert block.seen[0] is given
+            assert block.seen[1] is hidden
+            hidden = returned
+        rest = sum(given.sums) if isinstance(given, Named) else 0
+        return self.head(self.norm(hidden + hidden_of(given))) + rest
 
 
-def test_arguments_are_moved_as_torch_moves_them_to_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.fsdp._fully_shard import _fsdp_state as states
+# -- changed in place
 
-    as_on_a_cpu = states.FSDPState._root_pre_forward
-    calls = []
 
-    def moving(state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What torch 2.11 does with a device: its first argument's place has to be there."""
-        is_root_call = state._state_ctx.iter_forward_root is None
-        args, kwargs = as_on_a_cpu(state, module, args, kwargs)
-        if is_root_call:
-            calls.append(module)
-            ((args, *_), (kwargs, *_)) = states._to_kwargs(args, kwargs, torch.device("cpu"), False)
-        return args, kwargs
+class BeginsWithReLU(Block):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(F.relu(x, inplace=True))
 
-    monkeypatch.setattr(states.FSDPState, "_root_pre_forward", moving)
-    root, plain = sharded(PassesDict)
-    for x in batches()[:2]:
-        assert_step_alike(root, plain, x)
-    assert calls == [root, root]
+
+class Adds(Block):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x += super().forward(x * 1)
+        return x
+
+
+class InPlace(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.through(self.embed(x)))
+
+
+class InPlaceReLU(InPlace):
+    block = BeginsWithReLU
+
+
+class InPlaceSum(InPlace):
+    block = Adds
+
+
+class UsesWhatItGave(InPlaceSum):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            given = hidden * 1
+            hidden = block(given) + given
+        return self.head(self.norm(hidden))
+
+
+class Flow(Block):
+    def forward(self, x: Tensor, state: list[Tensor]) -> Tensor:  # type: ignore[override]
+        moved = super().forward(x)
+        state[0] += moved.tanh().sum(-1)
+        return moved
+
+
+class Flows(InPlace):
+    """A sum that no block returns, in a list."""
+
+    block = Flow
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        state = [torch.zeros(hidden.shape[:-1])]
+        for block in self.blocks:
+            hidden = block(hidden, state)
+        return self.head(self.norm(hidden)) * state[0].unsqueeze(-1)
+
+
+class AddsLater(Block):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        self.calls += 1
+        if self.calls > 1:
+            x += 1
+        return super().forward(x * 1)
+
+
+class ChangesLater(InPlace):
+    block = AddsLater
+
+
+class OfTwo(Block):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+        x += super().forward(other * 1)
+        return x
+
+
+class GivesAView(InPlace):
+    block = OfTwo
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden, hidden.view_as(hidden))
+        return self.head(self.norm(hidden))
+
+
+class Saves(InPlaceSum):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.through(self.embed(x).exp()))  # which its backward needs
+
+
+# -- as on a device
+
+MOVED: list[nn.Module] = []
+as_on_a_cpu = states.FSDPState._root_pre_forward
+
+
+def moving(state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What torch 2.11 does with a device: its first argument's place has to be there."""
+    is_root_call = state._state_ctx.iter_forward_root is None
+    args, kwargs = as_on_a_cpu(state, module, args, kwargs)
+    if is_root_call:
+        MOVED.append(module)
+        ((args, *_), (kwargs, *_)) = states._to_kwargs(args, kwargs, torch.device("cpu"), False)
+    return args, kwargs
+
+
+class AsOnADevice(OfNet):
+    def on_fit_start(self) -> None:
+        states.FSDPState._root_pre_forward = moving  # type: ignore[method-assign]
+
+    def on_fit_end(self) -> None:
+        states.FSDPState._root_pre_forward = as_on_a_cpu  # type: ignore[method-assign]
+        assert MOVED or self.trainer.world_size == 1
+
+
+GIVEN = (PassesDict, PassesList, PassesState, ChangesDict, ChangesState, Appends, AppendsWithin)
+CHANGED = (InPlaceReLU, UsesWhatItGave, Flows, ChangesLater, GivesAView)
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    **{network.__name__: network for network in (*GIVEN, *CHANGED)},
+    **{kind: partial(Noting, kind) for kind in KINDS},
+}
+
+
+def test_what_units_change_in_what_they_are_given_is_seen_around_them() -> None:
+    cases = {name: Trains(partial(OfNet, network), samples, "dp2") for name, network in NETWORKS.items()}
+    assert_train_alike({**cases, "as on a device": Trains(partial(AsOnADevice, PassesDict), samples, "dp2")})
+
+
+def test_what_is_saved_for_backwards_is_still_guarded() -> None:
+    make = partial(OfNet, Saves)
+    in_place = "modified by an inplace operation"
+    assert_refused({"saved": Refusal(layout(data=2), make, RuntimeError, in_place, batches=samples)})

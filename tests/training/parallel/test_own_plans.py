@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.data import DataLoader
 
+from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import PlanError
+from lightning_shard.testing import run_ranks
 from tests.alike import Trains, assert_train_alike
-from tests.parity import VOCABULARY, layout
+from tests.parity import QUIET, VOCABULARY, layout
 from tests.refusals import Refusal, assert_refused
 from tests.training.mixtures import NETWORKS, assert_alike
 from tests.training.parallel.small import Descends, random_batches
@@ -78,6 +82,14 @@ class OfFused(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
 batches = partial(random_batches, 8, 6, 16, count=2)
 RIGHT = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
 WRONG = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
@@ -98,6 +110,35 @@ class Hidden(OfFused):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)  # Adam's first steps would be of the size of rounding too
+
+
+class Noisy(Fused):
+    """Draws from global generators, and from one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = torch.rand(x.shape, generator=self.generator)
+        return F.dropout(super().forward(x), 0.5) + torch.randn_like(x) * own * random.random()
+
+
+class OfNoisy(OfFused):
+    block = Noisy
+
+
+def noisy_losses(ranks: int) -> list[float]:
+    module, losses = OfNoisy(), Losses()
+    strategy = HybridShardStrategy(tensor_parallel_size=ranks, tensor_parallel_plan=RIGHT)
+    trainer = L.Trainer(strategy=strategy, devices=ranks, max_epochs=1, callbacks=[losses], **QUIET)
+    trainer.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
+    return losses.seen
+
+
+def test_the_look_at_a_plan_leaves_generators_where_they_were() -> None:
+    [alone] = run_ranks(noisy_losses, 1, 1, elastic=True)
+    assert run_ranks(noisy_losses, 2, 2, elastic=True) == [pytest.approx(alone, rel=1e-5)] * 2
 
 
 class Sharpened(nn.Module):
@@ -178,6 +219,7 @@ def test_plans_that_take_one_thing_for_another_are_refused() -> None:
             "nearly hidden": refused(partial(Hidden, 1e-6), DIFFERS),
             "in blocks that a step recomputes": refused(Checkpointed, DIFFERS),
             "in one of blocks that differ by a setting": refused(ByNumber, DIFFERS.replace("0", "3"), two),
+            "beside noise": refused(OfNoisy, DIFFERS),
             "too few parts are left": refused(
                 OfFusedBySize, "The first step fails with tensor_parallel_plan: not enough values to unpack"
             ),

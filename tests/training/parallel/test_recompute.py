@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.activation_checkpointing import _policy, chosen, leave_out_caches, recompute
 from lightning_shard.plugin.steps import randomness
-from tests.training.parallel.test_arguments_of_units import KINDS, hidden_of, noting
+from tests.training.parallel.test_arguments_of_units import KINDS, Noting, hidden_of
 from tests.training.pipeline.test_crossing import batches
 
 WIDTH, SAMPLES, BLOCKS = 8, 16, 3
@@ -190,7 +190,7 @@ def test_a_block_that_changes_an_argument_is_refused(selective: bool) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_second_run_finds_what_the_first_was_given_as_it_was_then(kind: str) -> None:
-    nets = [noting(kind)() for _ in range(3)]
+    nets = [Noting(kind) for _ in range(3)]
     for net, selective in zip(nets[1:], (False, True)):
         net.load_state_dict(nets[0].state_dict())
         for block in net.blocks:

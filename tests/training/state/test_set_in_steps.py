@@ -111,3 +111,13 @@ def test_hooks_on_sums_of_gradients_are_refused_where_batches_are_accumulated() 
     """They were called once for all of these, and on one process after each."""
     with pytest.raises(ConfigurationError, match=r"gradient hook .* on one process it runs after each batch"):
         fit("accumulated late", HybridShardStrategy(), accumulate_grad_batches=2)
+
+
+def test_a_snapshot_of_all_parameters_stays_when_they_change() -> None:
+    """Where nothing has to be gathered."""
+    module, strategy = Setting("once"), HybridShardStrategy()
+    trainer = L.Trainer(strategy=strategy, devices=1, max_steps=1, **QUIET)
+    trainer.fit(module, DataLoader(torch.ones(1, 4), batch_size=1))
+    snapshot = strategy.gather_full_parameters()
+    nn.init.zeros_(module.head.weight)
+    assert snapshot["head.weight"].any()

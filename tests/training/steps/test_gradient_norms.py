@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from functools import partial
 from typing import Any, cast
 
@@ -202,3 +203,51 @@ def walk(kind: Any) -> None:
 def test_going_over_a_stages_parameters_as_if_they_were_all_is_refused(kind: Any, said: str) -> None:
     with pytest.raises(RanksFailed, match=f"StepError: .*{said}"):
         run_ranks(walk, 2, kind, elastic=True)
+
+
+class Walks(Model):
+    """Takes its part for all, where that does no harm by itself; what treats each parameter by itself takes nothing."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.state_dict()
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        assert next(self.parameters()).device == self.device
+        self.requires_grad_(True).zero_grad()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        dict(self.named_parameters())
+
+
+class LooksUp(Model):
+    def on_train_batch_end(self, *_: Any) -> None:
+        dict(self.named_parameters())["1.weight"]
+
+
+def walked() -> list[str]:
+    module, sizes = Walks(), layout(pipeline=2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train("gpt", sizes, module=lambda: module, steps=2)
+        next(module.parameters())
+        sum(p.numel() for p in module.parameters())
+        module.state_dict()
+    with pytest.raises(KeyError) as caught:
+        train("gpt", sizes, module=LooksUp, steps=2)
+    assert "iterates over named_parameters() of the LightningModule" in caught.value.__notes__[0]
+    return [text for each in said if "iterates over" in (text := str(each.message))]
+
+
+def test_what_takes_a_part_for_all_is_told_once_a_hook_and_after_a_run_and_its_errors_have_it_in_a_note() -> None:
+    first, other = run_ranks(walked, 2, elastic=True)
+    assert [text.partition(". ")[0] for text in first if not text.startswith("Recorder.")] == [
+        f"{who} iterates over {what} of the LightningModule"
+        for who, what in (
+            ("Walks.on_train_batch_start", "state_dict()"),
+            ("Walks.on_train_batch_end", "named_parameters()"),
+            ("Code after a run", "parameters()"),
+            ("Code after a run", "state_dict()"),
+        )
+    ]
+    assert all("strategy.gather_full_parameters()" in text for text in first)
+    assert not other
