@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from lightning_shard import checkpoint
 from lightning_shard.testing import run_ranks
 from tests.parity import VOCABULARY, Model, Seen, combine, largest_difference, like_llama, train, world
+from tests.training.parallel.small import SaveAtEnd
 from tests.training.routing import Routed, Routing, assert_routed_alike
 
 EXPERTS = 4
@@ -254,14 +255,6 @@ class OnMeta(L.LightningModule):
     configure_optimizers = MixtureModel.configure_optimizers
 
 
-class SaveAtEnd(L.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(str(self.path))
-
-
 @dataclass
 class Mixed(Seen):
     """And which experts were chosen."""
@@ -280,7 +273,7 @@ def trained(
     seen = {}
     for kind in kinds:
         routed = Routed()
-        callbacks = [Routing(routed), *([SaveAtEnd(folder / kind)] if folder is not None else [])]
+        callbacks = [Routing(routed), *([SaveAtEnd(str(folder / kind))] if folder is not None else [])]
         plans = OWN_PLANS if sizes and kind.startswith(("own", "list")) else {}
         name, _, how = kind.partition(": ")
         made = partial(Sloped if how == "sloped" else MixtureModel, name)

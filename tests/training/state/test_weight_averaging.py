@@ -22,7 +22,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from lightning_shard import HybridShardStrategy, checkpoint
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.parity import GLOBAL_BATCH, PLANS, QUIET, Model, layout, loader, world
+from tests.parity import GLOBAL_BATCH, QUIET, Model, layout, loader, train, world
 
 EPOCHS, STEPS, SAVED = 3, 2, 4  # the checkpoint is of the second epoch's end
 
@@ -77,9 +77,6 @@ class Watch(L.Callback):
         self.seen.average = {name.removeprefix("module."): value for name, value in whole(average).items()}
         self.seen.current = whole(module.state_dict())
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.seen.losses.append(float(trainer.callback_metrics["train_loss"]))
-
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.seen.validated.append(float(trainer.callback_metrics["val_loss"]))
 
@@ -89,25 +86,20 @@ def whole(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def fit(kind: str, sizes: dict[str, int] | None, folder: str, resume: bool = False) -> Seen:
-    L.seed_everything(3)
     averaging: Any = CALLBACKS[kind]()
-    watch = Watch(averaging)
-    saves = sizes is not None and not resume
+    watch, module, saves = Watch(averaging), Buffered(), sizes is not None and not resume
     keep = ModelCheckpoint(folder, filename=kind, every_n_epochs=2, save_on_train_epoch_end=True)
-    strategy: Any = "auto" if sizes is None else HybridShardStrategy(**sizes, tensor_parallel_plan=PLANS["gpt"])
-    data, devices = (1, 1) if sizes is None else (sizes["data_parallel_size"], world(sizes))
-    trainer = L.Trainer(
-        strategy=strategy,
-        devices=devices,
-        max_epochs=EPOCHS,
-        max_steps=SAVED if saves else -1,
+    ran = train(
+        "gpt",
+        sizes,
+        module=lambda: module,
+        steps=SAVED if saves else -1,
+        samples=STEPS * GLOBAL_BATCH,
         callbacks=[averaging, watch, *([keep] if saves else [])],
-        **{**QUIET, "enable_checkpointing": saves},
+        trainer={"max_epochs": EPOCHS, "val_check_interval": 1.0, "enable_checkpointing": saves},
+        resume=f"{folder}/{kind}.ckpt" if resume else None,
     )
-    module = Buffered()
-    batch = GLOBAL_BATCH // data
-    path = f"{folder}/{kind}.ckpt" if resume else None
-    trainer.fit(module, loader(batch, samples=STEPS * GLOBAL_BATCH), loader(batch, samples=16), ckpt_path=path)
+    watch.seen.losses = ran.losses
     watch.seen.final = whole(module.state_dict())
     watch.seen.extra = module.extra
     return watch.seen
@@ -161,34 +153,31 @@ def test_averages_are_those_of_one_process_and_go_on_elsewhere(
 
 def in_mid_epoch(sizes: dict[str, int] | None, folder: str, steps: int, resume: int = 0) -> tuple[list[Any], Any]:
     """Rates and losses of each batch, and the final weights; a checkpoint of every step is saved."""
-    L.seed_everything(3)
-    seen: list[Any] = []
+    rates: list[list[float]] = []
 
     class Note(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
-            seen.append((*rates, float(trainer.callback_metrics["train_loss"])))
+            rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
 
     class Scheduled(Model):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
             return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
-    averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=2)
+    averaging, module = StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=2), Scheduled()
     keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer = L.Trainer(
-        strategy="auto" if sizes is None else HybridShardStrategy(**sizes),
-        devices=1 if sizes is None else world(sizes),
-        max_epochs=EPOCHS,
-        max_steps=steps,
+    settings = {"max_epochs": EPOCHS, "limit_val_batches": 0, "val_check_interval": 1.0, "enable_checkpointing": True}
+    ran = train(
+        "gpt",
+        sizes,
+        module=lambda: module,
+        steps=steps,
+        samples=3 * GLOBAL_BATCH,
         callbacks=[averaging, Note(), keep],
-        **{**QUIET, "enable_checkpointing": True},
+        trainer=settings,
+        resume=f"{folder}/step={resume}.ckpt" if resume else None,
     )
-    module = Scheduled()
-    batch = GLOBAL_BATCH // (1 if sizes is None else sizes["data_parallel_size"])
-    path = f"{folder}/step={resume}.ckpt" if resume else None
-    trainer.fit(module, loader(batch, samples=3 * GLOBAL_BATCH), ckpt_path=path)
-    return seen, whole(module.state_dict())
+    return [(*each, loss) for each, loss in zip(rates, ran.losses, strict=True)], whole(module.state_dict())
 
 
 def test_a_schedule_of_averaging_goes_on_in_mid_epoch(tmp_path: Path) -> None:

@@ -141,54 +141,6 @@ def test_all_gather_is_over_the_data_ranks() -> None:
     assert stages[:2] == ([row[-2:] for row in expected],) * 2
 
 
-class Drops(L.LightningModule):
-    """Every block notes the mask that it drew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 8)
-        self.layers = nn.ModuleList(NotesMask() for _ in range(4))
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        x = self.embed(batch["x"])
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class NotesMask(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(8, 8)
-        self.masks: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.nn.functional.dropout(torch.ones_like(x), 0.5)
-        self.masks.append(mask)
-        return self.mix(x) * mask
-
-
-def drop() -> list[Tensor]:
-    L.seed_everything(3)
-    module = Drops()
-    strategy = HybridShardStrategy(pipeline_parallel_size=2)
-    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
-    trainer.fit(module, loader(16))
-    assert not any(isinstance(part, FSDPModule) for part in module.modules())
-    noted = [mask for layer in module.layers if isinstance(layer, NotesMask) for mask in layer.masks]
-    return [mask for mask in noted if type(mask) is Tensor]  # those of the other stage are unknown
-
-
-@pytest.mark.long
-def test_no_two_blocks_or_microbatches_draw_the_same_mask() -> None:
-    masks = [mask for masks in run_ranks(drop, 2, elastic=True) for mask in masks]
-    assert len(masks) == 4 * 4
-    assert len({mask.cpu().numpy().tobytes() for mask in masks}) == len(masks)
-
-
 BY_SEQUENCE = {
     "blocks.0": "scatter_sequence",
     "blocks.*.attention_norm": "sequence",
@@ -254,11 +206,25 @@ def test_a_hook_of_the_module_that_stops_one_rank_stops_all(sizes: dict[str, int
     assert run_ranks(stop, 2, sizes, hooks, 9, settings, elastic=True) == [[1, 2, 3]] * 2
 
 
+class NotesMask(nn.Module):
+    """Every block notes the masks that it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(32, 32)
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.nn.functional.dropout(torch.ones_like(x), 0.5)
+        self.masks.append(mask)
+        return self.mix(x) * mask
+
+
 class Dropping(nn.Module):
     def __init__(self, recomputes: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 32)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(4))
+        self.layers = nn.ModuleList(NotesMask() for _ in range(4))
         self.head = nn.Linear(32, 64)
         self.recomputes = recomputes
 
@@ -293,3 +259,18 @@ def test_blocks_that_are_recomputed_draw_the_dropout_masks_of_their_forward() ->
         assert recomputed.losses == kept.losses
         assert largest_difference(recomputed.gradients, kept.gradients) < 1e-7
         assert largest_difference(recomputed.parameters, kept.parameters) < 1e-6
+
+
+def drop() -> list[Tensor]:
+    module = DropsOut(recomputes=False)
+    train("gpt", layout(pipeline=2), steps=1, module=lambda: module, trainer={"limit_val_batches": 0})
+    assert not any(isinstance(part, FSDPModule) for part in module.modules())
+    noted = [mask for layer in module.model.layers for mask in getattr(layer, "masks", ())]
+    return [mask for mask in noted if type(mask) is Tensor]  # those of the other stage are unknown
+
+
+@pytest.mark.long
+def test_no_two_blocks_or_microbatches_draw_the_same_mask() -> None:
+    masks = [mask for masks in run_ranks(drop, 2, elastic=True) for mask in masks]
+    assert len(masks) == 4 * 4
+    assert len({mask.cpu().numpy().tobytes() for mask in masks}) == len(masks)
