@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import lightning as L
 import pytest
@@ -16,6 +16,7 @@ from lightning_shard.testing import assert_trains_alike
 from tests.training.parallel.small import Descends, random_batches
 
 WIDTH = 8
+T = TypeVar("T")
 INTERLEAVED = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
 
 
@@ -68,23 +69,71 @@ def test_parameters_of_a_class_of_ones_own_are_refused() -> None:
         assert_trains_alike(OfMarked, batches, layouts=["dp2"])
 
 
-class OfRegistry(nn.Linear):
+REGISTERED: dict[str, type] = {}
+
+
+class OfRegistry(L.LightningModule):
     def __init_subclass__(cls, key: str) -> None:
-        cls.key = key
+        assert key not in REGISTERED
+        REGISTERED[key] = cls
 
 
-class Registered(OfRegistry, key="layer"):
+class Registered(OfRegistry, key="net"):
+    """Its counter is watched by a class that is made for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Layer() for _ in range(4))
+        self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH), Norm(WIDTH))
+        self.steps = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert all(REGISTERED[key] is kind for key, kind in (("net", Registered), ("layer", Layer), ("norm", Norm)))
+        x = self.first(batch) * (1 + self.steps)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        self.steps += 1
+        return (self.last(x) - batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OfLayers(nn.Linear):
+    def __init_subclass__(cls, key: str) -> None:
+        assert key not in REGISTERED
+        REGISTERED[key] = cls
+
+
+class Layer(OfLayers, key="layer"):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+
+class OfNorms(nn.BatchNorm1d):
+    def __init_subclass__(cls, key: str) -> None:
+        assert key not in REGISTERED
+        REGISTERED[key] = cls
+
+
+class Norm(OfNorms, key="norm"):
     pass
 
 
-class OfBases(ABC, nn.Linear):
+@pytest.mark.long
+def test_registries_of_subclasses_know_the_users_classes_only() -> None:
+    whole = {"pipeline_parallel_size": 2, "microbatches": 1}
+    assert_trains_alike(Registered, batches, layouts=[whole])
+    assert_trains_alike(Registered, batches, layouts=["dp2"], trainer={"sync_batchnorm": True})
+
+
+class OfBases(ABC, Descends):
     """Objects of a class whose first base is another than a module have another memory layout in Python."""
 
-
-class OfOwn(Descends):
-    def __init__(self, kind: type[nn.Linear]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(kind(WIDTH, WIDTH) for _ in range(4))
+        self.blocks = nn.ModuleList(Typed() for _ in range(4))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = batch
@@ -93,7 +142,15 @@ class OfOwn(Descends):
         return (x - batch).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Registered, OfBases])
-def test_classes_of_which_there_can_be_no_subclass_are_refused(kind: type[nn.Linear]) -> None:
-    with pytest.raises(ConfigurationError, match=rf"can't shard a {kind.__name__}.*name nn\.Module.* first"):
-        assert_trains_alike(partial(OfOwn, kind), batches, layouts=["dp2"], steps=1)
+class Typed(Generic[T], nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(self) is Typed
+        return self.layer(x)
+
+
+def test_classes_whose_first_base_is_no_module_train_alike() -> None:
+    assert_trains_alike(OfBases, batches, layouts=["dp2"])

@@ -35,13 +35,13 @@ class Block(nn.Module):
 
 
 class OfBlocks(Model):
-    kind: type[Block] = Block
+    block: type[Block] = Block
 
     def __init__(self) -> None:
         super().__init__()
         del self.model
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(self.kind() for _ in range(4))
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def between(self, hidden: Tensor) -> None:
@@ -68,7 +68,7 @@ def add_loss(loss: Tensor) -> None:
 
 
 class GlobalList(OfBlocks):
-    kind = TellsGlobal
+    block = TellsGlobal
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         LOSSES.clear()
@@ -112,7 +112,7 @@ MODELS = Loads()
 
 
 class Fine(OfBlocks):
-    kind = Caches
+    block = Caches
     models = MODELS
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
