@@ -26,7 +26,7 @@ GROUND = {
         "processors",
         "sharding",
     ),
-    *("state", "torch_private", "tree", "user_hooks", "versions"),
+    *("state", "subclasses", "torch_private", "tree", "user_hooks", "versions"),
 }
 ROOMS: dict[str, set[str]] = {
     "arguments": {"errors"},
@@ -38,6 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "namespaces": set(),
     "processors": set(),
     "sharding": {"errors"},
+    "subclasses": set(),
     "torch_private": set(),
     "tree": {"errors"},
     "user_hooks": set(),

@@ -37,6 +37,7 @@ ELSEWHERE = {
     "parallel/compiled_blocks.py": {"torch._dynamo"},
     "parallel/fsdp/units.py": {
         f"{FULLY_SHARD}._fsdp_state._get_module_fsdp_state",
+        f"{FULLY_SHARD}._fully_shard",
         "torch.distributed.fsdp.FSDPModule._apply",
     },
     "parallel/collectives.py": {"torch.distributed._functional_collectives"},

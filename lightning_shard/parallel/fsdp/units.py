@@ -4,9 +4,9 @@ FSDP2 makes each unit an object of a class that it derives from the module's own
 nn.Linear``, or a module for its name, would do something else then. So units have their own class back, and FSDP2's
 while FSDP2's methods run.
 
-Private (torch 2.11 to 2.14): the units' parameter groups (before 2.13 at most one), the states of their parameters,
-the handles of the hooks around their forward, the hook that begins their backward (``_pre_backward``), and the order of
-forwards by which they prefetch.
+Private (torch 2.11 to 2.14): the classes that FSDP2 has derived, the units' parameter groups (before 2.13 at most one),
+the states of their parameters, the handles of the hooks around their forward, the hook that begins their backward
+(``_pre_backward``), and the order of forwards by which they prefetch.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 from lightning_shard import tree
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.containers import called_below
+from lightning_shard.subclasses import unannounced_base
 
 Returned = TypeVar("Returned")
 _UNITS: WeakKeyDictionary[nn.Module, list[ref[nn.Module]]] = WeakKeyDictionary()
@@ -41,18 +43,11 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def make_unit(module: nn.Module, **options: Any) -> None:
-    """Apply FSDP2 to a module.
-
-    Raises:
-        ConfigurationError: Python can't make FSDP2's subclass of the module's class, or the module one of its objects.
-    """
-    try:
-        fully_shard(module, **options)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"FSDP2 can't shard a {type(module).__name__}, of which it makes a subclass ({error}): name nn.Module, or a"
-            " class of it, first among its bases, and give the arguments of its __init_subclass__ defaults."
-        ) from error
+    """Apply FSDP2 to a module, in a class that the user's classes aren't told of, and whose memory layout fits."""
+    own = cast(Any, type(module))
+    if own not in cls_to_fsdp_cls:
+        cls_to_fsdp_cls[own] = type(own)(f"FSDP{own.__name__}", (unannounced_base(own), FSDPModule, own), {})
+    fully_shard(module, **options)
 
 
 def leave_gathers_uncounted(root: nn.Module) -> None:
