@@ -17,7 +17,7 @@ from torch.nn.modules import module as of_all_modules
 
 from lightning_shard.errors import WHOLE_BATCHES, StepError
 
-_OF_ALL = of_all_modules._global_backward_hooks, of_all_modules._global_backward_pre_hooks
+HOOKS_OF_ALL = of_all_modules._global_backward_hooks, of_all_modules._global_backward_pre_hooks
 """The dicts into which torch registers hooks of all modules."""
 
 
@@ -26,7 +26,7 @@ def refuse_hooks(name: str, module: nn.Module) -> None:
     Raises:
         StepError: The module has a backward hook or pre-hook, or all modules have.
     """
-    if any((module._backward_hooks, module._backward_pre_hooks, *_OF_ALL)):
+    if any((module._backward_hooks, module._backward_pre_hooks, *HOOKS_OF_ALL)):
         of_all = "" if module._backward_hooks or module._backward_pre_hooks else ", of all modules"
         raise StepError(
             f"{name} has a backward hook (register_full_backward_hook or …_pre_hook{of_all}), which with several"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
-from lightning_shard.pipeline.dataflow.backward_hooks import refuse_hooks
+from lightning_shard.pipeline.dataflow.backward_hooks import HOOKS_OF_ALL, refuse_hooks
 from lightning_shard.pipeline.dataflow.crossing import (
     Crossing,
     LateValue,
@@ -340,7 +340,8 @@ class Stage:
                 " in running order and as often as they run, or use pipeline_parallel_size=1."
             )
         self.running_places.append(index)
-        if passage.differentiates and index is not None:
+        hooks = block._backward_hooks, block._backward_pre_hooks, *HOOKS_OF_ALL
+        if any(hooks) and index is not None and passage.differentiates:
             refuse_hooks(name, block)
         if self.trace is not None:
             self.trace.suspend()
