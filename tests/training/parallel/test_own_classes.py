@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.testing import assert_trains_alike
-from tests.alike import Trains, assert_train_alike
 from tests.training.parallel.small import Descends, random_batches
 
 WIDTH = 8
@@ -59,6 +58,10 @@ class OfMarked(Module):
 
 
 batches = partial(random_batches, 8, WIDTH)
+
+
+def test_code_that_asks_for_classes_does_what_it_does_on_one_process() -> None:
+    assert_trains_alike(Module, batches, layouts=["dp2", INTERLEAVED])
 
 
 def test_parameters_of_a_class_of_ones_own_are_refused() -> None:
@@ -121,8 +124,8 @@ class Norm(OfNorms, key="norm"):
 @pytest.mark.long
 def test_registries_of_subclasses_know_the_users_classes_only() -> None:
     whole = {"pipeline_parallel_size": 2, "microbatches": 1}
-    synchronized = Trains(Registered, batches, "dp2", trainer={"sync_batchnorm": True})
-    assert_train_alike({"on stages": Trains(Registered, batches, whole), "on data ranks": synchronized})
+    assert_trains_alike(Registered, batches, layouts=[whole])
+    assert_trains_alike(Registered, batches, layouts=["dp2"], trainer={"sync_batchnorm": True})
 
 
 class OfBases(ABC, Descends):
@@ -149,6 +152,5 @@ class Typed(Generic[T], nn.Module):
         return self.layer(x)
 
 
-def test_code_that_asks_for_classes_does_what_it_does_on_one_process() -> None:
-    asks, of_bases = Trains(Module, batches, ["dp2", INTERLEAVED]), Trains(OfBases, batches, "dp2")
-    assert_train_alike({"by groups, names and types": asks, "whose first base is no module": of_bases})
+def test_classes_whose_first_base_is_no_module_train_alike() -> None:
+    assert_trains_alike(OfBases, batches, layouts=["dp2"])

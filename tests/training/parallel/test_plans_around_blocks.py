@@ -5,16 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
+from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import PlanError
-from tests.alike import Trains, assert_train_alike
-from tests.parity import layout as sizes
-from tests.refusals import Refusal, assert_refused
+from lightning_shard.testing import assert_trains_alike, run_ranks
+from tests.parity import QUIET
 from tests.training.parallel.small import Descends
 
 WIDTH = 16
@@ -135,6 +137,68 @@ def batches() -> list[dict[str, Tensor]]:
     return [{name: torch.randn(8, WIDTH, generator=generator) for name in "xy"} for _ in range(2)]
 
 
+@pytest.mark.parametrize(
+    ("kind", "plan", "layout"),
+    [
+        (OfItself, PLAN, "tp2"),
+        (InADict, OF_A_DICT, "tp2"),
+        pytest.param(OfBackbone, PLAN, "dp2 x tp2", marks=pytest.mark.long),
+    ],
+)
+def test_layers_beside_blocks_with_code_for_each_feature_between_them_train_alike(
+    kind: type[OfBackbone], plan: dict[str, str], layout: str
+) -> None:
+    assert_trains_alike(partial(kind, "each"), batches, layout, tensor_parallel_plan=plan)
+
+
+@pytest.mark.long
+def test_a_split_head_behind_a_norm_of_the_first_stage() -> None:
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "out": "colwise_gather_output"}
+    assert_trains_alike(NormFirst, batches, "pp2 x tp2", tensor_parallel_plan=plan)
+
+
+def refusals() -> list[str]:
+    found = []
+    for kind, between in ((OfBackbone, "all"), (OfItself, "softmax"), (InADict, "all")):
+        plan = OF_A_DICT if kind is InADict else PLAN
+        strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
+        trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+        with pytest.raises(PlanError) as error:
+            trainer.fit(kind(between), DataLoader([{"x": torch.ones(WIDTH), "y": torch.ones(WIDTH)}] * 8, batch_size=8))
+        found.append(str(error.value))
+    return found
+
+
+def test_code_between_them_that_needs_all_features_is_refused_by_the_name_of_what_holds_them() -> None:
+    for found in run_ranks(refusals, 2, elastic=True):
+        for said, where in zip(found, ["net.leave", "leave", "coder.leave"], strict=True):
+            assert said.startswith("tensor_parallel_plan: training_step computes something else when it is split")
+            assert f"first in what {where} returns" in said
+
+
+def without_training() -> list[str]:
+    found = []
+    loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    for kind, between in [(Predicts, "all"), (Frozen, "softmax")]:
+        strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
+        trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+        with pytest.raises(PlanError) as error:
+            trainer.fit(kind(between), loader) if kind is Frozen else trainer.predict(kind(between), loader)
+        found.append(str(error.value))
+    return found
+
+
+def test_it_is_refused_too_where_it_is_only_evaluated_or_runs_without_gradients() -> None:
+    for found in run_ranks(without_training, 2, elastic=True):
+        for said, who in zip(found, ["predict_step", "training_step"], strict=True):
+            assert said.startswith(f"tensor_parallel_plan: {who} computes something else when it is split")
+
+
+@pytest.mark.parametrize("kind", [Predicts, pytest.param(Frozen, marks=pytest.mark.long)])
+def test_what_is_right_is_evaluated_alike(kind: type[OfBackbone]) -> None:
+    assert_trains_alike(partial(kind, "each"), batches, ["tp2"], tensor_parallel_plan=PLAN)
+
+
 class TakesGradients(OfItself):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         x = batch["x"].requires_grad_()
@@ -145,26 +209,11 @@ class TakesGradients(OfItself):
         return F.mse_loss(self.head(y), batch["y"]) + slope.square().mean()
 
 
-def split(kind: type[OfBackbone], plan: dict[str, str] = PLAN, layout: str = "tp2") -> Trains:
-    """With code for each feature between the layers."""
-    return Trains(partial(kind, "each"), batches, layout, options={"tensor_parallel_plan": plan})
-
-
-HEAD = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "out": "colwise_gather_output"}
-ALIKE = {"the module's": split(OfItself), "a dict's": split(InADict, OF_A_DICT), "evaluated": split(Predicts)}
-ALIKE_TOO = {
-    "on data ranks": split(OfBackbone, PLAN, "dp2 x tp2"),
-    "without gradients": split(Frozen),
-    "with gradients of its own": split(TakesGradients),
-    "a split head behind a norm of the first stage": Trains(
-        NormFirst, batches, "pp2 x tp2", options={"tensor_parallel_plan": HEAD}
-    ),
-}
-
-
-@pytest.mark.parametrize("cases", [ALIKE, pytest.param(ALIKE_TOO, marks=pytest.mark.long)], ids=["some", "others"])
-def test_layers_beside_blocks_train_alike(cases: dict[str, Trains]) -> None:
-    assert_train_alike(cases)
+@pytest.mark.long
+def test_a_step_that_takes_gradients_is_compared_too() -> None:
+    assert_trains_alike(partial(TakesGradients, "each"), batches, ["tp2"], tensor_parallel_plan=PLAN)
+    with pytest.raises(PlanError, match="training_step computes something else when it is split"):
+        assert_trains_alike(partial(TakesGradients, "softmax"), batches, ["tp2"], tensor_parallel_plan=PLAN)
 
 
 class OfOneRank(OfBackbone):
@@ -175,28 +224,15 @@ class OfOneRank(OfBackbone):
         return F.mse_loss(self.head(self.net.leave(halves.flatten(1))), batch["y"])
 
 
-def refused(kind: type[OfBackbone], between: str, says: str, plan: dict[str, str] = PLAN, **more: Any) -> Refusal:
-    options = {"tensor_parallel_plan": plan}
-    return Refusal(sizes(tensor=2), partial(kind, between), PlanError, says, options, batches, **more)
+def refused_for_its_sizes() -> str:
+    strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
+    loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    with pytest.raises(PlanError) as error:
+        L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET).fit(OfOneRank("each"), loader)
+    return str(error.value)
 
 
-def differs(who: str, where: str = "") -> str:
-    return rf"^tensor_parallel_plan: {who} computes something else when it is split.*first in what {where}"
-
-
-def test_code_between_them_that_needs_all_features_is_refused_by_the_name_of_what_holds_them() -> None:
-    """Also where it is only evaluated, runs without gradients, or takes some."""
-    step = "training_step"
-    assert_refused(
-        {
-            "the network's": refused(OfBackbone, "all", differs(step, "net.leave returns")),
-            "the module's": refused(OfItself, "softmax", differs(step, "leave returns")),
-            "a dict's": refused(InADict, "all", differs(step, "coder.leave returns"), OF_A_DICT),
-            "predicting": refused(Predicts, "all", differs("predict_step"), method="predict"),
-            "without gradients": refused(Frozen, "softmax", differs(step)),
-            "with gradients of its own": refused(TakesGradients, "softmax", differs(step)),
-            "written for the size of a part": refused(
-                OfOneRank, "each", r"training_step runs as it is split, but not with whole layers.*x\.size\(-1\)"
-            ),
-        }
-    )
+def test_code_that_is_written_for_the_size_of_a_part_is_refused() -> None:
+    for said in run_ranks(refused_for_its_sizes, 2, elastic=True):
+        assert "training_step runs as it is split, but not with whole layers" in said
+        assert "x.size(-1)" in said

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.alike import Trains, assert_train_alike
+from lightning_shard.testing import assert_trains_alike
 
 WIDTH = 8
 WHOLE = {"pipeline_parallel_size": 2, "microbatches": 1}
@@ -93,11 +93,13 @@ def batches() -> list[Tensor]:
     return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
 
 
-def test_what_stages_draw_and_count_is_as_on_one_process() -> None:
-    assert_train_alike(
-        {
-            "generators that a step makes": Trains(Denoises, batches),
-            "numpy's global one, around blocks that draw too": Trains(Jitters, batches),
-            "the class of a helper counts the first batch once": Trains(Annealed, batches, WHOLE),
-        }
-    )
+def test_stages_draw_the_same_from_generators_that_a_step_makes() -> None:
+    assert_trains_alike(Denoises, batches, layouts=["pp2"])
+
+
+def test_stages_draw_the_same_from_numpys_global_generator_around_blocks_that_draw_too() -> None:
+    assert_trains_alike(Jitters, batches, layouts=["pp2"])
+
+
+def test_the_first_batch_counts_once_in_the_class_of_a_helper() -> None:
+    assert_trains_alike(Annealed, batches, layouts=[WHOLE])
