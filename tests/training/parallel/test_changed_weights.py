@@ -472,13 +472,12 @@ class LooksUp(Plain):
         return loss + self.get_parameter("net.first.weight").square().sum()
 
 
+CHANGED = "was changed in place in a step, which runs once for each microbatch"
 ON_STAGES = {
     Teaches: r"iterates over parameters\(\) of net",
     TeachesByName: "another one holds",
     # what is assigned to ``data`` was taken over after each microbatch
-    **dict.fromkeys(
-        (ChangesDataLater, ChangesLater, AssignsLater), "was changed in place in a step, which runs once for"
-    ),
+    **dict.fromkeys((ChangesDataLater, ChangesLater, AssignsLater), CHANGED),
 }
 
 
