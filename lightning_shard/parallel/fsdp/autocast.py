@@ -7,6 +7,8 @@ hold weights and from the names in the code that a block runs.
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
 from types import CodeType, FunctionType
@@ -17,6 +19,7 @@ from torch import nn
 
 from lightning_shard.namespaces import package_of
 from lightning_shard.parallel.blocks import tied_parameters
+from lightning_shard.parallel.running_order import code_of
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _SWITCHES = {"autocast", "maybe_autocast", "decorate_autocast", "decorate_fwd"}
@@ -39,7 +42,7 @@ def cast_units(root: nn.Module, units: Iterable[nn.Module], besides: Collection[
       they belong to no layer, and may need all 32 bits;
     - parameters aren't float32, or are tied;
     - layers aren't torch's own, linear or convolutions, or transformers' ``Conv1D``, or other code names their weights;
-    - code that sets autocast itself uses them, directly or not, in the unit or around it.
+    - code sets autocast itself, in the unit or around it.
 
     Args:
         root: The model.
@@ -111,13 +114,36 @@ def _is_known(module: nn.Module) -> bool:
 
 @lru_cache(maxsize=1024)
 def _names_in_code(cls: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """All names that a class's forward and steps use, and those in functions that set autocast, or that these call.
+    """All names that a class's forward and steps use, and those used where the code has set autocast itself.
 
     Follows calls of the class's methods and of functions, but not into torch.
     """
-    used = _functions_of(cls)
-    beside = {each for function in used if _SWITCHES & _names(function) for each in _functions(function, cls, set())}
-    return frozenset().union(*map(_names, used)), frozenset().union(*map(_names, beside))
+    seen = _functions_of(cls)
+    beside: set[str] = set()
+    for function in seen:
+        names = _where_autocast_is_set(function)
+        beside.update(names)
+        for found in _called(names, function, cls):
+            beside.update(*map(_names, _functions(found, cls, set())))
+    return frozenset(name for function in seen for name in _names(function)), frozenset(beside)
+
+
+def _where_autocast_is_set(function: FunctionType) -> set[str]:
+    """Names used under a ``with`` that sets autocast; all names of the function if it sets autocast in another way."""
+    if not _SWITCHES & _names(function):
+        return set()
+    nodes = [node for statement in code_of(function) for node in ast.walk(statement)]
+    setting = [node for node in nodes if isinstance(node, ast.With) and _SWITCHES & _of_nodes(node.items)]
+    if function.__code__.co_name in _SWITCHES or not setting:
+        return {*_names(function), *_names(inspect.unwrap(function))}
+    return {name for node in setting for name in _of_nodes(node.body)}
+
+
+def _of_nodes(nodes: Iterable[ast.AST]) -> set[str]:
+    inner = [node for outer in nodes for node in ast.walk(outer)]
+    return {node.attr for node in inner if isinstance(node, ast.Attribute)} | {
+        node.id for node in inner if isinstance(node, ast.Name)
+    }
 
 
 def _functions_of(cls: Any) -> set[FunctionType]:
@@ -132,17 +158,17 @@ def _functions(function: Any, cls: type, seen: set[FunctionType]) -> Iterator[Fu
         return
     seen.add(function)
     yield function
-    for found in _called(function, cls):
+    for found in _called(_names(function), function, cls):
         yield from _functions(found, cls, seen)
     yield from _functions(getattr(function, "__wrapped__", None), cls, seen)
 
 
-def _called(function: FunctionType, cls: type) -> Iterator[Any]:
+def _called(names: Iterable[str], function: FunctionType, cls: type) -> Iterator[Any]:
     """The methods and globals that names in a function's code refer to, as far as that is known."""
-    names = _names(function)
+    inherits = "super" in names or "super" in _names(inspect.unwrap(function))
     for name in names:
         of_bases = [vars(base)[name] for base in cls.__mro__ if name in vars(base)]
-        yield from (of_bases if "super" in names else of_bases[:1]) or [function.__globals__.get(name)]
+        yield from (of_bases if inherits else of_bases[:1]) or [function.__globals__.get(name)]
 
 
 @lru_cache(maxsize=4096)
