@@ -189,7 +189,7 @@ def _names_in(cls: type, method: str, depth: int, after: type | None = None) -> 
     """
     bases = cls.__mro__[cls.__mro__.index(after) + 1 if after else 0 :]
     owner = next((base for base in bases if method in vars(base)), None)
-    for of_super, name in _names_used(_code_of(vars(owner)[method])) if owner is not None else ():
+    for of_super, name in _names_used(code_of(vars(owner)[method])) if owner is not None else ():
         if depth and of_super:
             yield from _names_in(cls, name, depth - 1, owner)
         elif depth and name != method and _is_own_method(inspect.getattr_static(cls, name, None)):
@@ -203,7 +203,7 @@ def _is_own_method(value: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _code_of(function: Any) -> list[ast.stmt]:
+def code_of(function: Any) -> list[ast.stmt]:
     """The statements of a function's body; empty if its source isn't available."""
     try:
         definition = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]

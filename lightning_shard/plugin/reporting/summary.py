@@ -1,8 +1,8 @@
 """Makes Lightning's ModelSummary and ThroughputMonitor report the whole model.
 
-A summary, plain or rich, is of the module as it was before it was laid out. The module isn't run on its example, so
-input and output sizes and operations are left out. Where summaries are on, the table of what each stage has is printed
-too.
+A summary, plain or rich, is of the module as it was before it was laid out. Sizes and operations are those of a run on
+fake tensors; where the example can't run on these, they are left out. Where summaries are on, the table of what each
+stage has is printed too.
 
 ThroughputMonitor's rates over all devices are rank 0's times the world size, and the ranks of a pipeline and of a
 tensor group work on one batch together: so each device's rates, and its utilisation (MFU), are set to its share.
@@ -26,7 +26,9 @@ from lightning.pytorch.utilities.model_summary import summarize
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_shard.layout import Layout
+from lightning_shard.pipeline.cost import on_fake_tensors
 from lightning_shard.pipeline.placement import Placement
+from lightning_shard.plugin.assembly.probe import restoring_state
 
 _BEFORE = "_lightning_shard_summary"
 """The attribute under which a module that was laid out keeps its summaries from before."""
@@ -45,14 +47,9 @@ class WholeSummary:
 
     @classmethod
     def of(cls, module: pl.LightningModule, depth: int) -> WholeSummary:
-        example, module.example_input_array = module.example_input_array, None
-        try:
-            found = summarize(module, max_depth=depth)
-            data = [(title, each) for title, each in found._get_summary_data() if title != "FLOPs" or example is None]
-        finally:
-            module.example_input_array = example
+        found = summarize(module, max_depth=depth)
         counts = (found.total_parameters, found.trainable_parameters, found.model_size)
-        return cls(data, *counts, found.total_training_modes, found.total_flops)
+        return cls(found._get_summary_data(), *counts, found.total_training_modes, found.total_flops)
 
     def _get_summary_data(self) -> list[tuple[str, list[str]]]:
         return self.data
@@ -67,7 +64,36 @@ class _Before:
     """Summaries by their depth; in an object of ours, as a dict would be taken for the module's state."""
 
     def __init__(self, module: pl.LightningModule, depths: set[int]) -> None:
-        self.by_depth = {depth: WholeSummary.of(module, depth) for depth in depths or {1}}
+        self.by_depth = {
+            depth: (_on_fake_tensors(module, depth) if depths else None) or _without_a_run(module, depth)
+            for depth in depths or {1}
+        }
+
+
+def _on_fake_tensors(module: pl.LightningModule, depth: int) -> WholeSummary | None:
+    """The summary of a run on the module's example, computing nothing; ``None`` if there is none, or it fails."""
+    if module.example_input_array is None:
+        return None
+    modes = {part: part.training for part in module.modules()}
+    try:
+        with restoring_state(module), on_fake_tensors(module.parameters()):
+            return WholeSummary.of(module, depth)
+    except Exception:
+        return None  # finding the blocks warns of the reason
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def _without_a_run(module: pl.LightningModule, depth: int) -> WholeSummary:
+    example, module.example_input_array = module.example_input_array, None
+    try:
+        found = WholeSummary.of(module, depth)
+    finally:
+        module.example_input_array = example
+    if example is not None:
+        found.data = [(title, column) for title, column in found.data if title != "FLOPs"]
+    return found
 
 
 def report_whole(callbacks: Iterable[pl.Callback], module: pl.LightningModule) -> None:

@@ -205,8 +205,8 @@ class Seeds:
             _numpy.set_bit_generator(_numpy.get_bit_generator())
             return None
         calls = stage.calls.count if stage.calls is not None else 0
-        put_back = self.remember(self._numpys[index])
-        self.seed(stage.seed ^ _of_block(index, calls))
+        put_back = remember(self._device, self._own, self._numpys[index])
+        seed_all(stage.seed ^ _of_block(index, calls), self._own)
         return put_back
 
 

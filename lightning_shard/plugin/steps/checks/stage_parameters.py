@@ -112,7 +112,7 @@ class StageParameters:
                 of_users[action] = _is_users(trainer, action)
             if of_users[action]:
                 return self.hook(action.partition("]")[2], profile(action))
-            return self._beside(profile(action)) if self.is_in_hook else profile(action)
+            return self._beside(profile(action)) if any(self._calls[-1:]) else profile(action)
 
         own["profile"] = watched
         try:
