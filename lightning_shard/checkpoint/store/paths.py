@@ -162,10 +162,10 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def parted(path: str) -> tuple[str, str]:
-    """A path's folder and the name in it. The folder of ``memory://a`` is ``memory://``, and that of ``a`` is ``.``."""
+    """A path's folder and the name in it. That of ``memory://a`` is ``memory://``; of ``a``, and ``file://a``, ``.``."""
     folder, slash, name = path.rpartition("/")
     if folder.endswith(":/"):
-        return f"{folder}/", name
+        return "." if folder[:-2] in _LOCAL else f"{folder}/", name
     return _without_slashes(folder + slash) if slash else ".", name
 
 

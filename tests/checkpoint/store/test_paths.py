@@ -36,7 +36,7 @@ def test_a_name_on_the_local_disk_is_a_place_of_its_own(name: str, tmp_path: Pat
 
 KINDS = [
     *("plain", "deep/er", Path("as") / "path", "slash/", "slashes//", "run::1", "a/b::c"),
-    *("local://HERE/own", "file://HERE/url", "memory://box/a.ckpt"),
+    *("local://HERE/own", "file://HERE/url", "local://beside", "memory://box/a.ckpt"),
 ]
 
 
