@@ -6,8 +6,9 @@ Also one rank's tensor to a group.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from math import prod
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +19,22 @@ from lightning_shard import tree
 from lightning_shard.tree import as_bytes
 
 _INLINE_BYTES = 512
-"""Host tensors of up to this many bytes in all are sent with the object."""
+"""Host tensors of up to this many bytes in all are sent within the first message."""
+_NEW, _SAME, _SAME_INLINE = range(3)
+_IMMUTABLE = (
+    FunctionType,
+    BuiltinFunctionType,
+    str,
+    bytes,
+    bool,
+    int,
+    float,
+    complex,
+    type,
+    type(None),
+    torch.dtype,
+    torch.device,
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +52,8 @@ class _TensorSlot(tree.Leaf):
 class Broadcaster:
     """Broadcasts a value from a pipeline's first rank, which holds the last stage, to its other ranks.
 
+    From step to step usually only the tensors differ. Then one short message says so, and nothing is pickled.
+
     Args:
         control: The pipeline's ranks, host to host.
         values: The same ranks, for tensors.
@@ -44,6 +62,8 @@ class Broadcaster:
     def __init__(self, control: dist.ProcessGroup, values: dist.ProcessGroup) -> None:
         self._control = control
         self._values = values
+        self._last: Any = None
+        self._slots: list[_TensorSlot] = []
 
     def broadcast(self, value: Any, device: torch.device) -> Any:
         """Return the first rank's value on all ranks; a collective call. On the first rank it is the same object.
@@ -72,26 +92,38 @@ class Broadcaster:
 
         skeleton = tree.map_leaves(slot_or_leaf, value)
         flat = _concatenated(sent)
-        inline = None
-        if flat is not None and device.type == "cpu" and len(flat) <= _INLINE_BYTES:
-            inline, flat = flat.numpy().tobytes(), None
-        dist.broadcast_object_list([(skeleton, inline)], group=self._control, group_src=0)
+        message = torch.zeros(1 + _INLINE_BYTES, dtype=torch.uint8)
+        if _is_equal_and_immutable(self._last, skeleton):
+            message[0] = _SAME
+            if flat is not None and device.type == "cpu" and len(flat) <= _INLINE_BYTES:
+                message[0] = _SAME_INLINE
+                message[1 : 1 + len(flat)] = flat
+                flat = None
+            dist.broadcast(message, group=self._control, group_src=0)
+        else:
+            dist.broadcast(message, group=self._control, group_src=0)
+            dist.broadcast_object_list([skeleton], group=self._control, group_src=0)
+        self._last = skeleton
         if flat is not None:
             dist.broadcast(flat, group=self._values, group_src=0)
 
     def _receive(self, device: torch.device) -> Any:
-        box: list[Any] = [None]
-        dist.broadcast_object_list(box, group=self._control, group_src=0)
-        skeleton, inline = box[0]
-        slots = tree.leaves(skeleton, _TensorSlot)
-        if inline is not None:
-            flat = torch.frombuffer(bytearray(inline), dtype=torch.uint8)
+        message = torch.empty(1 + _INLINE_BYTES, dtype=torch.uint8)
+        dist.broadcast(message, group=self._control, group_src=0)
+        if message[0] == _NEW:
+            box: list[Any] = [None]
+            dist.broadcast_object_list(box, group=self._control, group_src=0)
+            self._last = box[0]
+            self._slots = [leaf for _, leaf in tree.walk(self._last) if isinstance(leaf, _TensorSlot)]
+        size = sum(slot.bytes for slot in self._slots)
+        if message[0] == _SAME_INLINE:
+            flat = message[1 : 1 + size]
         else:
-            flat = torch.empty(sum(slot.bytes for slot in slots), dtype=torch.uint8, device=device)
-            if len(flat):
+            flat = torch.empty(size, dtype=torch.uint8, device=device)
+            if size:
                 dist.broadcast(flat, group=self._values, group_src=0)
-        tensors = _split(flat, slots)
-        return tree.map_leaves(lambda leaf: next(tensors) if isinstance(leaf, _TensorSlot) else leaf, skeleton)
+        tensors = _split(flat, self._slots)
+        return tree.map_leaves(lambda leaf: next(tensors) if isinstance(leaf, _TensorSlot) else leaf, self._last)
 
 
 def values_of(source: int, tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
@@ -122,3 +154,16 @@ def _split(flat: Tensor, slots: list[_TensorSlot]) -> Iterator[Tensor]:
     """Split into tensors with memory of their own: keeping one alive keeps no other."""
     for slot, part in zip(slots, flat.split([slot.bytes for slot in slots])):
         yield part.clone().view(slot.dtype).reshape(slot.shape)
+
+
+def _is_equal_and_immutable(one: Any, other: Any) -> bool:
+    """Whether two trees are equal and all their leaves immutable, so that the earlier object can be returned again."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(map(_is_equal_and_immutable, one.values(), other.values()))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_equal_and_immutable, one, other))
+    if is_dataclass(one):
+        return all(_is_equal_and_immutable(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
+    return isinstance(one, _IMMUTABLE) and bool(one == other)

@@ -38,10 +38,10 @@ def told() -> list[Any]:
     said = [
         value(),
         [torch.tensor(1.5), 3],
-        [torch.tensor(2.5), 3],
+        [torch.tensor(2.5), 3],  # but for the tensors as before, which goes in one message
         [torch.tensor(2.5), 4],
         [torch.arange(999.0), True],
-        [torch.arange(999.0) + 1, True],
+        [torch.arange(999.0) + 1, True],  # as before, and too large for it
         [torch.arange(999), True],
         {},
     ]
