@@ -162,7 +162,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def parted(path: str) -> tuple[str, str]:
-    """A path's folder and the name in it. That of ``memory://a`` is ``memory://``; of ``a``, and ``file://a``, ``.``."""
+    """A path's folder, and the name in it. ``memory://a`` is in ``memory://``; ``a``, and ``file://a``, in ``.``."""
     folder, slash, name = path.rpartition("/")
     if folder.endswith(":/"):
         return "." if folder[:-2] in _LOCAL else f"{folder}/", name
