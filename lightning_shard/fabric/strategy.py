@@ -38,7 +38,7 @@ from lightning_shard.parallel.tensor.plan import Plan
 from lightning_shard.plugin.assembly.assemble import Assembly, assemble
 from lightning_shard.plugin.assembly.prepared import make_steps
 from lightning_shard.plugin.limits import refuse_network
-from lightning_shard.plugin.optimizers import trials
+from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.optimizers.sharded import Built, prepare
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO, sharded
 from lightning_shard.plugin.saving.drift import on_several_stages
@@ -330,7 +330,7 @@ class HybridShardStrategy(FabricRanks):
                 with as_tensors.step():
                     result = super().optimizer_step(optimizer, **kwargs)
             finally:
-                trials.end()
+                whole_tensors.end()
             if pipelined is not None:
                 pipelined.first_checks.after_update()
         return result

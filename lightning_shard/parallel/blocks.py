@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 
 from torch import Tensor, nn
@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.containers import has_forward
 from lightning_shard.parallel.running_order import (
-    LISTS,
+    attributes_used,
     children_of,
     first_names,
     held_by,
+    is_list,
     lay_out,
-    names_used,
+    loops,
     run_in_turn,
     trains,
 )
@@ -108,7 +109,7 @@ def block_lists(root: nn.Module, *, mixed: bool = False) -> dict[str, list[str]]
     found: dict[str, list[str]] = {}
     named = first_names(root)
     for path, module in root.named_modules():
-        if not path or not isinstance(module, LISTS) or any(path.startswith(f"{outer}.") for outer in found):
+        if not path or not is_list(module) or any(path.startswith(f"{outer}.") for outer in found):
             continue
         names = [named[id(child)] for child in held_by(module)]
         classes = [type(child) for child in map(root.get_submodule, names) if _holds(child)]
@@ -147,21 +148,37 @@ def find_blocks(
             if no other list's name ends so. Or several names of lists or modules in running order, each as often as
             it runs.
         calls: Runs the network on an example, and returns the names of all called modules in order. Called only if
-            there are several lists or none, or if all chosen lists seem to be inside of a loop.
+            there are several lists or none, or if all chosen lists are inside of a loop.
 
     Raises:
         PlacementError: There is no list, or none of this name; the message names the lists that there are.
     """
     lists = block_lists(root, mixed=True)
     if path is None:
-        groups = _found(root, lists, cache(calls))
+        calls = cache(calls)
+        if len(lists) > 1:
+            lists = _run_by(root, lists, set(calls()))
+        groups = _chain(root, lists, calls)
+        if all(_is_looped(root, path) for path in groups):
+            often = _run_often(root, calls())
+            if all(any(path.startswith(f"{name}.") for name in often) for path in groups):
+                groups = often or groups
+            groups = groups or _sequential(root)
+        if _carries_little(root, groups) and _largest_share(root, groups) > _USELESS:
+            opened = _opened(root, partial(_called_once, root, calls=calls()))
+            if _largest_share(root, opened) < _USELESS:
+                groups = opened
+        if not groups:
+            raise PlacementError(_nothing_to_cut(root))
+        network = _network(groups)
+        names, parts = lay_out(root, groups, network)
     else:
-        named = [_resolve(root, name, lists) for name in ([path] if isinstance(path, str) else path)]
-        groups = {name: children_of(root, name) for name in named}
-    network = _network(groups)
-    names, parts = lay_out(root, groups, network)
-    if path is not None and not isinstance(path, str):
-        names = [name for one in named for name in groups[one]]  # each as often as it is named
+        found = [_resolve(root, name, lists) for name in ([path] if isinstance(path, str) else path)]
+        groups = {name: children_of(root, name) for name in found}
+        network = _network(groups)
+        names, parts = lay_out(root, groups, network)
+        if not isinstance(path, str):
+            names = [name for one in found for name in groups[one]]
     names, parts = _with_called(root, names, parts)
     around = {name: place for name, place in reversed(parts) if name not in names}  # reversed: the first place wins
     return Blocks(tuple(names), network, tuple(reversed(around.items())))
@@ -183,25 +200,6 @@ def tied_parameters(root: nn.Module) -> list[tuple[str, ...]]:
 # -- which blocks
 
 
-def _found(root: nn.Module, lists: dict[str, list[str]], calls: Callable[[], Sequence[str]]) -> dict[str, list[str]]:
-    """The lists and modules that are cut, without a path; see :func:`find_blocks`."""
-    if len(lists) > 1:
-        lists = _run_by(root, lists, set(calls()))
-    groups = _chain(root, lists, calls)
-    if all(_is_looped(root, path) for path in groups):
-        often = _run_often(root, calls())
-        if all(any(path.startswith(f"{name}.") for name in often) for path in groups):
-            groups = often or groups
-        groups = groups or _sequential(root)
-    if _carries_little(root, groups) and _largest_share(root, groups) > _USELESS:
-        opened = _opened(root, calls())
-        if _largest_share(root, opened) < _USELESS:
-            groups = opened
-    if not groups:
-        raise PlacementError(_nothing_to_cut(root))
-    return groups
-
-
 def _chain(root: nn.Module, lists: dict[str, list[str]], calls: Callable[[], Sequence[str]]) -> dict[str, list[str]]:
     """The longest list, a trained one if there is one, and the lists that are cut with it."""
     if not lists:
@@ -216,10 +214,11 @@ def _chain(root: nn.Module, lists: dict[str, list[str]], calls: Callable[[], Seq
     classes = {type(root.get_submodule(name)) for name in lists[path]}
     network = path.partition(".")[0]
 
+    @cache
     def runs_beside(other: str) -> bool:
         """Whether a step calls both networks once: two towers that the LightningModule compares, say."""
         both = [network, other]
-        return other == network or _called_once(root, both, calls()) == both
+        return other == network or _called_once(root, both, calls=calls()) == both
 
     def belongs(other: str) -> bool:
         held = [root.get_submodule(name) for name in lists[other]]
@@ -309,11 +308,11 @@ def _run_often(root: nn.Module, calls: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _is_looped(root: nn.Module, path: str) -> bool:
-    """Whether some class's code uses a module that contains ``path`` in a loop, or more than once."""
+    """Whether a loop in some class's code uses a module that contains ``path``."""
     names = path.split(".")
     levels = [(root.get_submodule(".".join(names[:depth])), name) for depth, name in enumerate(names[:-1])]
-    owners = ((type(level), name) for level, name in levels if not isinstance(level, LISTS))
-    return any(names_used(kind, name.__eq__).count(name) > 1 for kind, name in owners)
+    owners = ((level, name) for level, name in levels if not is_list(level))
+    return any(name in loop for level, name in owners for loop in loops(type(level)))
 
 
 def _carries_little(root: nn.Module, groups: dict[str, list[str]]) -> bool:
@@ -334,20 +333,24 @@ def _largest_share(root: nn.Module, groups: dict[str, list[str]]) -> float:
     return max(sizes) / max(1, sum(sizes))
 
 
-def _opened(root: nn.Module, calls: Sequence[str]) -> dict[str, list[str]]:
-    """The lists and modules that carry most of the size; those above :data:`_FINE` are replaced by what they call."""
+def _opened(root: nn.Module, called_once: Callable[[list[str]], list[str]]) -> dict[str, list[str]]:
+    """The lists and modules that carry most of the size; those above :data:`_FINE` are replaced by what they call.
+
+    Args:
+        called_once: Of the names of one module's children, those that it calls once.
+    """
     whole, found = _size(root, ""), dict[str, list[str]]()
 
     def visit(path: str) -> None:
         module = root.get_submodule(path)
-        if path and isinstance(module, LISTS):
+        if path and is_list(module):
             found[path] = children_of(root, path)
             return
         prefix = f"{path}." if path else ""
         children = [prefix + name for name, child in module.named_children() if trains(child)]
         large = [name for name in children if _size(root, name) > _SMALL / 2 * whole]
         if not path or _size(root, path) > _FINE * whole:
-            once = _called_once(root, large, calls)
+            once = called_once(large)
             if once and once == large:
                 for name in once:
                     visit(name)
@@ -359,15 +362,23 @@ def _opened(root: nn.Module, calls: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _called_once(root: nn.Module, names: list[str], calls: Sequence[str]) -> list[str]:
+def _called_once(root: nn.Module, names: list[str], *, calls: Sequence[str]) -> list[str]:
     """Of one module's children, those that it calls once: in an example's run, or else by its source."""
     path = names[0].rpartition(".")[0] if names else ""
     if path in calls:
         return [name for name in names if all(calls.count(each) == 1 for each in _called(root, name))]
-    own = {name.rpartition(".")[2]: name for name in names}
-    uses = Counter(names_used(type(root.get_submodule(path)), own.__contains__))
-    lists = {key for key, name in own.items() if isinstance(root.get_submodule(name), nn.ModuleList)}
-    return [name for key, name in own.items() if uses[key] == 1 or (key in lists and key in uses)]
+    level, own = type(root.get_submodule(path)), [name.rpartition(".")[2] for name in names]
+    for method in ("training_step", "forward"):
+        uses = Counter(attributes_used(level, method, depth=4))
+        if any(name in uses for name in own):
+            break
+    looped = set[str]().union(*loops(level))
+    return [
+        name
+        for name, key in zip(names, own)
+        if key in uses
+        and (isinstance(root.get_submodule(name), nn.ModuleList) or (uses[key] == 1 and key not in looped))
+    ]
 
 
 def _nothing_to_cut(root: nn.Module) -> str:
@@ -403,7 +414,7 @@ def _network(groups: dict[str, list[str]]) -> str:
 
 def _resolve(root: nn.Module, path: str, lists: dict[str, list[str]]) -> str:
     modules = [name for name, _ in root.named_modules() if name == path or name.endswith(f".{path}")]
-    matches = [name for name in modules if isinstance(root.get_submodule(name), LISTS)] or modules
+    matches = [name for name in modules if is_list(root.get_submodule(name))] or modules
     exact = [name for name in matches if name == path]
     if len(exact or matches) == 1:
         return (exact or matches)[0]

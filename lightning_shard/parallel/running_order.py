@@ -1,9 +1,7 @@
 """In which order a network's modules run: a guess from the source of their classes, where they can't be run.
 
-A part runs before blocks if the code names it before it names these for the last time. So in doubt it is placed too
-early, and its parameters are sent to the stage that runs it. A part that is placed too late is refused there. Neither
-can give wrong numbers: a value that a stage doesn't hold is unknown there (``pipeline/dataflow/taint.py``), and a part
-may not change buffers there.
+A wrong guess costs communication or is refused, but can't give wrong numbers: a value that a stage doesn't hold is
+unknown there (``pipeline/dataflow/taint.py``), and a part may not change buffers there.
 """
 
 from __future__ import annotations
@@ -11,8 +9,8 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from functools import cache, lru_cache
 from typing import Any
 
 from torch import nn
@@ -21,17 +19,16 @@ from torchmetrics import Metric, MetricCollection
 from lightning_shard.parallel.containers import has_forward
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_LIBRARIES = ("torch.", "lightning.")
-_LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.GeneratorExp)
-_ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
-_DEPTH = 4
-"""How many levels of calls are followed."""
+
+
+def is_list(module: nn.Module) -> bool:
+    return isinstance(module, LISTS) or loops_over_children(module)
 
 
 def children_of(root: nn.Module, path: str) -> list[str]:
     """Names of a list's modules, each by its first name in ``root``; for any other module, its own name."""
     module = root.get_submodule(path)
-    if not isinstance(module, LISTS):
+    if not is_list(module):
         return [path]
     named = first_names(root)
     return [named[id(child)] for child in held_by(module)]
@@ -46,29 +43,194 @@ def held_by(listed: nn.Module) -> Iterator[nn.Module]:
     return (module for module in listed._modules.values() if module is not None)
 
 
+def run_in_turn(root: nn.Module, one: str, other: str) -> bool:
+    """Whether one loop runs two lists of one length: ``for a, f in zip(self.attentions, self.feedforwards)``."""
+    parent, _, name = one.rpartition(".")
+    other_parent, _, other_name = other.rpartition(".")
+    if parent != other_parent or len(children_of(root, one)) != len(children_of(root, other)):
+        return False
+    inside = loops(type(root.get_submodule(parent)))
+    return any(name in used and other_name in used for used in inside)
+
+
 def trains(module: nn.Module) -> bool:
     """Whether a module has trained parameters; used since a frozen teacher may have more blocks than the network."""
     return any(parameter.requires_grad for parameter in module.parameters())
+
+
+_SELF = ("self",)
+_SUPER = "super()."
+_LIBRARIES = ("torch.", "lightning.")
+_CHILDREN = {"children", "named_children", "_modules"}
+_QUESTIONS = {"callable", "hasattr", "id", "isinstance", "len", "setattr", "type"}
+"""Builtins that don't run their arguments."""
+
+
+def attributes_used(cls: type, method: str, depth: int, after: type | None = None) -> Iterator[str]:
+    """Names of attributes in the order in which a method's code uses them, with a user's methods inlined.
+
+    A call comes after its arguments: ``self.head(self.blocks(x))`` uses the blocks first.
+
+    Args:
+        depth: How many levels of calls are inlined.
+        after: For ``super()``: look the method up in the classes after this one in the method resolution order.
+    """
+    bases = cls.__mro__[cls.__mro__.index(after) + 1 if after else 0 :]
+    owner = next((base for base in bases if method in vars(base)), None)
+    if owner is None:
+        return
+    for name in _names_used(code_of(vars(owner)[method])):
+        inherited = name.removeprefix(_SUPER)
+        if depth and inherited != name:
+            yield from attributes_used(cls, inherited, depth - 1, owner)
+        elif depth and name != method and _is_own_method(inspect.getattr_static(cls, name, None)):
+            yield from attributes_used(cls, name, depth - 1)
+        else:
+            yield name
+
+
+def _is_own_method(value: Any) -> bool:
+    return inspect.isfunction(value) and not value.__module__.startswith(_LIBRARIES)
+
+
+def _dotted(node: ast.Attribute) -> Iterator[str]:
+    """A chain of attributes as one name: ``"model.embed"`` for ``self.model.embed``."""
+    names = [node.attr]
+    inner = node.value
+    while isinstance(inner, ast.Attribute):
+        names.append(inner.attr)
+        inner = inner.value
+    is_of_element = isinstance(inner, ast.Subscript) and names[-1] != "forward"  # self.layers[0].weight runs no layer
+    yield from _names_used([inner.slice if is_of_element and isinstance(inner, ast.Subscript) else inner])
+    is_inherited = isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "super"
+    yield _SUPER * is_inherited + ".".join(reversed(names))
+
+
+def loops(cls: type) -> list[set[str]]:
+    """For each ``for`` loop in a class's methods and inherited forwards, the names of the attributes that it uses."""
+    inherited = (vars(base).get("forward") for base in cls.__mro__[1:])
+    methods = [value for value in (*vars(cls).values(), *inherited) if inspect.isfunction(value)]
+    nodes = (node for method in methods for statement in code_of(method) for node in ast.walk(statement))
+    return [{*_names_used([node])} for node in nodes if isinstance(node, ast.For)]
+
+
+def loops_first(cls: type, used: Sequence[str], carriers: Collection[str], names: Set[str]) -> list[str]:
+    """``used`` with modules that the loop over the blocks calls, or takes a parameter of, moved before the blocks.
+
+    They run between all blocks, so the earliest stage that needs one holds it.
+
+    Args:
+        used: Names of attributes, in order.
+        carriers: Those that contain blocks.
+        names: Of all modules and parameters below; what else a loop names (``self.norm.parameters()``) isn't used so.
+    """
+    order = list(used)
+    for loop in loops(cls):
+        within = {name.partition(".")[0] for name in loop & names}
+        places = [order.index(name) for name in carriers if name in within and name in order]
+        for name in (
+            [name for name in order[min(places) :] if name in within and name not in carriers] if places else ()
+        ):
+            order.remove(name)
+            order.insert(min(places), name)
+    return order
+
+
+def loops_over_children(module: nn.Module) -> bool:
+    """Whether a module runs what it holds as a list does: ``for block in self.children(): x = block(x)``."""
+    kind: Any = type(module)
+    return bool(_loops_over_children(kind))
+
+
+@cache
+def _loops_over_children(cls: type) -> bool:
+    nodes = (node for statement in code_of(cls.__dict__.get("forward")) for node in ast.walk(statement))
+    iterated = (each for node in nodes if isinstance(node, ast.For) for each in _names_used([node.iter]))
+    return any(name.partition(".")[0] in _CHILDREN for name in iterated)
+
+
+@lru_cache(maxsize=4096)
+def code_of(function: Any) -> list[ast.stmt]:
+    """The statements of a function's body; empty if its source isn't available."""
+    try:
+        definition = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return []
+    return definition.body if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) else []
+
+
+def _names_used(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Names of attributes in order of evaluation; ``"forward"`` for a call of ``self`` itself."""
+    for node in nodes:
+        if _only_asks(node):
+            continue
+        if isinstance(node, ast.Call):
+            # what is handed on runs after what the other arguments call: ``run(self.blocks, self.embed(x))``
+            yield from _names_used([*sorted([*node.args, *node.keywords], key=_calls_nothing), node.func])
+            if isinstance(node.func, ast.Name) and node.func.id in _SELF:
+                yield "forward"
+        elif isinstance(node, ast.Attribute):
+            yield from _dotted(node)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value is not None:
+            yield from _names_used([node.value])
+        elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
+            loops = [each for each in node.generators if _runs_elements(each.target, [*node.generators, node.elt])]
+            yield from _names_used([*loops, node.elt])
+        elif isinstance(node, ast.For):
+            is_run = _runs_elements(node.target, node.body)
+            yield from _names_used([*([node.iter] if is_run else ()), *node.body, *node.orelse])
+        else:
+            yield from _names_used(ast.iter_child_nodes(node))
+
+
+def _calls_nothing(node: ast.AST) -> bool:
+    return not any(isinstance(each, ast.Call) for each in ast.walk(node))
+
+
+def _runs_elements(target: ast.AST, body: Sequence[ast.AST]) -> bool:
+    """Whether a loop may run what it loops over, and doesn't only reset it, as by ``block.loss = None``."""
+    names = {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+    def taken(node: ast.AST) -> Sequence[ast.AST]:
+        """The parts of code that compute with what they name."""
+        if isinstance(node, ast.Call) and not _only_asks(node):
+            given = [*node.args, *node.keywords]
+            is_reset = isinstance(node.func, ast.Attribute) and not given
+            return given if is_reset else [*given, node.func]
+        if isinstance(node, (ast.For, ast.comprehension)):
+            return [node.iter]
+        return [node.left, node.right] if isinstance(node, ast.BinOp) else []
+
+    parts = [part for each in body for node in ast.walk(each) for part in taken(node)]
+    return any(isinstance(node, ast.Name) and node.id in names for part in parts for node in ast.walk(part))
+
+
+def _only_asks(node: ast.AST) -> bool:
+    """Whether code doesn't run what it names: ``isinstance(self.layers, Decoder)``."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _QUESTIONS
 
 
 def lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tuple[list[str], list[tuple[str, int]]]:
     """All blocks in running order, and the parts around them with the indices of the blocks that they run before."""
     names: list[str] = []
     parts: list[tuple[str, int]] = []
-    turns: list[tuple[str, str]] = []
-    named = first_names(root)
-    blocks = {id(root.get_submodule(name)) for group in groups.values() for name in group}
 
     def add(name: str) -> None:
-        if not isinstance(root.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
+        module = root.get_submodule(name) if name not in own else None
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             parts.append((name, len(names)))
             return
         beside = next((path for path in groups if run_in_turn(root, path, name)), None)
-        if beside is not None:
-            turns.extend(zip(children_of(root, name), groups[beside]))
-            return
-        for child in children_of(root, name):
-            add(child)
+        for child, block in zip(children_of(root, name), groups.get(beside or "", [""] * len(module))):
+            if beside is None:
+                add(child)
+            else:
+                turns.append((child, block))
+
+    own = {name for name, _ in root.named_parameters()}
+    turns: list[tuple[str, str]] = []
+    named = first_names(root)
+    blocks = {id(root.get_submodule(name)) for group in groups.values() for name in group}
 
     def holds_listed(module: nn.Module) -> bool:
         """Whether it holds blocks that are listed elsewhere: a level of a U, which holds the next level too."""
@@ -80,37 +242,30 @@ def lay_out(root: nn.Module, groups: dict[str, list[str]], network: str) -> tupl
             return
         level = root.get_submodule(path)
         prefix = f"{path}." if path else ""
-        children = dict(level.named_children())
-        own_lists = [n for n in children if any(f"{g}.".startswith(f"{prefix}{n}.") for g in groups)]
-        carriers = [n for n, child in children.items() if n in own_lists or holds_listed(child)]
-        bare = [n for n, _ in level.named_parameters(recurse=False)]
+        children = [name for name, _ in level.named_children()]
+        bare = [name for name, _ in level.named_parameters(recurse=False)]
+        own_lists = [n for n in children if any(g == prefix + n or g.startswith(f"{prefix}{n}.") for g in groups)]
+        carriers = [n for n in children if n in own_lists or holds_listed(level.get_submodule(n))]
 
         def runs(name: str, rest: str) -> bool:
-            """Whether code that names ``name.rest`` may run blocks in it: not so for ``self.model.embed(x)``."""
+            """Whether code that uses ``name.rest`` may run it, or blocks in it: not so for ``self.model.embed(x)``."""
+            if name in children and rest in dict(level.get_submodule(name).named_buffers()):
+                return False  # all stages have buffers
             full = f"{prefix}{name}.{rest}"
             return name not in own_lists or not rest or any(g.startswith(full) or full.startswith(g) for g in groups)
 
-        for name in _running_order(type(level), bare, [*children], carriers, runs):
+        for name in _running_order(level, children, bare, carriers, runs):
             if name in carriers:
                 visit(prefix + name, listed_elsewhere=listed_elsewhere or name not in own_lists)
             elif name in bare:
-                parts.append((prefix + name, len(names)))
-            elif id(children[name]) not in blocks and _is_part(children[name], outside=not path, beside=bool(network)):
-                add(named[id(children[name])] if listed_elsewhere else prefix + name)
+                add(prefix + name)
+            elif id(child := level.get_submodule(name)) in blocks:
+                continue
+            elif _is_part(child, outside=not path, beside=bool(network)):
+                add(named[id(child)] if listed_elsewhere else prefix + name)
 
     visit("")
     return names, [*parts, *((part, names.index(block)) for part, block in turns)]
-
-
-def run_in_turn(root: nn.Module, one: str, other: str) -> bool:
-    """Whether code uses two lists of one length in turn: ``for a, f in zip(self.attentions, self.feedforwards)``."""
-    parent, _, name = one.rpartition(".")
-    other_parent, _, other_name = other.rpartition(".")
-    if parent != other_parent or len(children_of(root, one)) != len(children_of(root, other)):
-        return False
-    both = (name, other_name)
-    used = [each for each in names_used(type(root.get_submodule(parent)), both.__contains__) if each in both]
-    return used != sorted(used, key=used.index)
 
 
 def _is_part(module: nn.Module, *, outside: bool, beside: bool) -> bool:
@@ -134,115 +289,36 @@ def _counts_only(module: nn.Module) -> bool:
 
 
 def _running_order(
-    cls: type, bare: list[str], children: list[str], carriers: list[str], runs: Callable[[str, str], bool]
+    level: nn.Module,
+    children: list[str],
+    bare: list[str],
+    carriers: list[str],
+    runs: Callable[[str, str], bool],
 ) -> list[str]:
-    """A module's bare parameters and children as its code names them, each part before the carriers named after it.
+    """A module's children and bare parameters, in the order in which its code first uses them.
 
     Of those that the code doesn't name, bare parameters come first, and a child keeps its registration order relative
-    to the carriers.
+    to the children with blocks.
 
     Args:
         carriers: The children that contain blocks.
-        runs: Whether code that names attribute ``rest`` of a carrier may run blocks in it.
+        runs: Whether a use of attribute ``rest`` of a child counts as running it.
     """
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-
-    def runs_carrier(full: str) -> bool:
-        name, _, rest = full.partition(".")
-        return name in carriers and runs(name, rest)
-
-    for place, full in enumerate(names_used(cls, runs_carrier)):
-        name = full.partition(".")[0]
-        if runs_carrier(full) or (name not in carriers and name in {*bare, *children}):
-            first.setdefault(name, place)
-            last[name] = place
-    order = [name for name in first if name in carriers]
-    for name in [name for name in first if name not in carriers]:
-        later = (at for at, each in enumerate(order) if each in carriers and last[each] > first[name])
-        order.insert(next(later, len(order)), name)
-    order += [name for name in carriers if name not in order]
+    held = {*children, *bare}
+    used: list[str] = []
+    for method in ("training_step", "forward"):
+        names = (name.partition(".") for name in attributes_used(type(level), method, depth=4))
+        used = list(dict.fromkeys(name for name, _, rest in names if name in held and runs(name, rest)))
+        if any(name in carriers for name in used):
+            break
+    else:
+        used = []
+    below = {*dict(level.named_modules(remove_duplicate=False)), *dict(level.named_parameters(remove_duplicate=False))}
+    order = loops_first(type(level), used, carriers, below)
+    for name in [child for child in carriers if child not in order]:
+        order.append(name)
+    place = {name: index for index, name in enumerate(children)}
     for name in reversed([child for child in children if child not in order]):
-        earlier = [order.index(carrier) for carrier in carriers if children.index(carrier) < children.index(name)]
+        earlier = [order.index(carrier) for carrier in carriers if place[carrier] < place[name]]
         order.insert(max(earlier) + 1 if earlier else 0, name)
     return [*(name for name in bare if name not in order), *order]
-
-
-def names_used(cls: type, wanted: Callable[[str], bool]) -> list[str]:
-    """Names of attributes as a class's step uses them, or its forward: the first of these that uses a wanted one.
-
-    What it uses in a loop comes twice.
-    """
-    for method in ("training_step", "forward"):
-        names = [*_names_in(cls, method, _DEPTH)]
-        if any(map(wanted, names)):
-            return names
-    return []
-
-
-def _names_in(cls: type, method: str, depth: int, after: type | None = None) -> Iterator[str]:
-    """Names of attributes in the order in which a method's code uses them, with a user's methods inlined.
-
-    Args:
-        depth: How many levels of calls are inlined.
-        after: For ``super()``: look the method up in the classes after this one in the method resolution order.
-    """
-    bases = cls.__mro__[cls.__mro__.index(after) + 1 if after else 0 :]
-    owner = next((base for base in bases if method in vars(base)), None)
-    for of_super, name in _names_used(code_of(vars(owner)[method])) if owner is not None else ():
-        if depth and of_super:
-            yield from _names_in(cls, name, depth - 1, owner)
-        elif depth and name != method and _is_own_method(inspect.getattr_static(cls, name, None)):
-            yield from _names_in(cls, name, depth - 1)
-        else:
-            yield name
-
-
-def _is_own_method(value: Any) -> bool:
-    return inspect.isfunction(value) and not value.__module__.startswith(_LIBRARIES)
-
-
-@lru_cache(maxsize=4096)
-def code_of(function: Any) -> list[ast.stmt]:
-    """The statements of a function's body; empty if its source isn't available."""
-    try:
-        definition = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return []
-    return definition.body if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) else []
-
-
-def _names_used(nodes: Iterable[ast.AST]) -> Iterator[tuple[bool, str]]:
-    """Whether an attribute is of ``super()``, and its name: ``"model.embed"`` for ``self.model.embed``.
-
-    A call comes after its arguments: ``self.head(self.blocks(x))`` uses the blocks first. What a loop uses comes twice,
-    since all of it runs before the last of the blocks.
-    """
-    for node in nodes:
-        names, base = list[str](), node
-        while isinstance(base, ast.Attribute):
-            names.insert(0, base.attr)
-            base = base.value
-        if names:  # self.layers[0].weight runs no layer
-            inner = [base.slice] if isinstance(base, ast.Subscript) and names[-1] != "forward" else [base]
-        elif isinstance(node, ast.Call):
-            # what is passed on runs after what other arguments call: ``run(self.blocks, self.embed(x))``
-            inner = [*sorted([*node.args, *node.keywords], key=_calls_nothing), node.func]
-        elif isinstance(node, _ASSIGNMENTS) and node.value is not None:
-            inner = [node.value]
-        else:
-            inner = [*ast.iter_child_nodes(node)]
-        for _ in range(1 + isinstance(node, _LOOPS)):
-            yield from _names_used(inner)
-        if names:
-            yield _is_call_of("super", base), ".".join(names)
-        elif _is_call_of("self", node):
-            yield False, "forward"
-
-
-def _calls_nothing(node: ast.AST) -> bool:
-    return not any(isinstance(each, ast.Call) for each in ast.walk(node))
-
-
-def _is_call_of(name: str, node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name

@@ -28,7 +28,7 @@ from lightning_shard.plugin.assembly.parameters import gather_parameters
 from lightning_shard.plugin.assembly.prepared import PreparedStrategy
 from lightning_shard.plugin.data.loader import iterates_collectively, shard_dataloader
 from lightning_shard.plugin.data.resume import batches_trained, resume_data, run_epoch_start
-from lightning_shard.plugin.optimizers import trials
+from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.reporting.memory import HeldMemory, held_memory
 from lightning_shard.plugin.saving.averaging import postpone_copies
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
@@ -304,7 +304,7 @@ class HybridShardStrategy(PreparedStrategy):
             with as_tensors.step():
                 result = super().optimizer_step(*args, **kwargs)
         finally:
-            trials.end()
+            whole_tensors.end()
         assert self._first_checks is not None
         self._first_checks.after_update()
         return result

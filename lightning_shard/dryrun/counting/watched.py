@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from lightning_shard import tree
 from lightning_shard.dryrun.counting.counts import AROUND, EXPERT, LOSS, TENSOR, Cost, Ledger, TwoParts, Work
@@ -25,6 +24,7 @@ from lightning_shard.pipeline.dataflow.masks import nothing_packed
 from lightning_shard.pipeline.runtime.split_backward import Product, backward_but_products, backward_of_products
 from lightning_shard.plugin.assembly.probe import part_of
 from lightning_shard.sharding import local_tensor
+from lightning_shard.torch_private import replaced
 
 Way = Literal["plain", "recomputed", "selective"]
 Key = str | int
@@ -104,7 +104,7 @@ class Watched:
             given = tree.map_leaves(_without_data, batch)
             asked = stack.enter_context(nothing_packed(given))
             if self.model.device_type != "cpu":
-                stack.enter_context(_AsOnDevices())
+                stack.enter_context(_as_on_devices())
             stack.enter_context(ledger)
             ledger.around = ("forward", AROUND)
             self._begin_forward(AROUND if self.places else LOSS)
@@ -279,17 +279,19 @@ def accumulators(module: nn.Module) -> list[tuple[Tensor, Node]]:
     return [(p, get_gradient_edge(p).node) for p in module.parameters() if p.requires_grad]
 
 
-class _AsOnDevices(TorchFunctionMode):
-    """As on a GPU, dropout saves a mask of bytes, and attention with dropout only the random generator's state."""
+def _as_on_devices() -> AbstractContextManager[None]:
+    """As on a GPU, dropout saves a mask of bytes, and attention with dropout only the random generator's state.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is functional.scaled_dot_product_attention:
-            kwargs.pop("dropout_p", None)
-            args = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:])
-        elif func is functional.dropout:
-            return _dropout(*args, **kwargs)
-        return func(*args, **kwargs)
+    Not by a mode: a mode is off while a backward, which recomputes blocks, is a call that it handles.
+    """
+    attend = functional.scaled_dot_product_attention
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        kwargs.pop("dropout_p", None)
+        return attend(*args[:4], *(0.0 for _ in args[4:5]), *args[5:], **kwargs)
+
+    fused = ("dropout", _dropout), (attend.__name__, attention)
+    return replaced(*((functional, name, function) for name, function in fused))
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

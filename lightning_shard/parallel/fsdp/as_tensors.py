@@ -29,9 +29,8 @@ its dispatcher, in C++, refuses plain tensors before it asks anything that could
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -249,33 +248,11 @@ def _refusing_lost_writes(ends: Any) -> Any:
     return end
 
 
-_supporting_all = ContextVar("supporting_all", default=False)
-
-
-@contextmanager
-def all_operations() -> Iterator[None]:
-    """Inside, what DTensors don't support is computed from full tensors, and plain tensors are taken for such."""
-    before = _supporting_all.set(True)
-    try:
-        with implicit_replication():
-            yield
-    finally:
-        _supporting_all.reset(before)
-
-
 def _over_meshes(plan: Any) -> Any:
     """Wrap the planning of operations: handle those that mix meshes, write to ``out=``, or reduce partial norms."""
 
     @wraps(plan)
     def planned(dispatcher: Any, operation: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
-        try:
-            return planned_or_done(dispatcher, operation, args, kwargs, *rest)
-        except RuntimeError:
-            if not _supporting_all.get():
-                raise
-            return _on_full(operation, args, kwargs)
-
-    def planned_or_done(dispatcher: Any, operation: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
         written = [place for place, _ in written_by(operation)]
         if written not in ([], [0]):
             out = kwargs.get("out")

@@ -69,13 +69,19 @@ _Outcome = tuple[Sequence[Result], bytes]
 
 
 def holders_around(
-    root: nn.Module, blocks: Collection[str], styles: Mapping[str, ParallelStyle], *, has_stages: bool
+    root: nn.Module,
+    blocks: Collection[str],
+    styles: Mapping[str, ParallelStyle],
+    *,
+    has_stages: bool,
+    calls_root: bool,
 ) -> set[str]:
     """The names of the modules that hold layers which a user's plan splits outside of blocks: compared as blocks are.
 
     Args:
         blocks: The names of all blocks. One that is a layer itself, as in a list of linear layers, counts as outside.
         styles: Styles of split modules, by name.
+        calls_root: Whether a step's calls are of ``root``, as in Fabric's loops.
 
     Raises:
         PlanError: Such a layer is in no module of its own, or several stages may run what holds it.
@@ -83,13 +89,14 @@ def holders_around(
     if any(isinstance(style, ScatterSequence) for style in styles.values()):
         return set()
     within, found = tuple(f"{name}." for name in blocks), set()
+    composed = [name for name in blocks if any(True for _ in root.get_submodule(name).children())]
     for name, style in styles.items():
         takes_and_returns_whole = _is_whole(style, "input_layout") and _is_whole(style, "output_layout")
         if takes_and_returns_whole or name.startswith(within):
             continue
         holder = name.rpartition(".")[0]
-        holds_blocks = any(block.startswith(f"{holder}.") for block in blocks)
-        if has_stages or not holder or holds_blocks or not has_forward(root.get_submodule(holder)):
+        is_called = has_forward(root.get_submodule(holder)) and (bool(holder) or calls_root)
+        if has_stages or not is_called or any(block.startswith(_inside(holder)) for block in composed):
             raise PlanError(
                 f"tensor_parallel_plan: {name} would take or return a part of all features on each rank, and is in no"
                 " block: only blocks, and modules beside them, are compared with themselves whole, since code between"
@@ -99,6 +106,11 @@ def holders_around(
             )
         found.add(holder)
     return found
+
+
+def _inside(name: str) -> str:
+    """How the names of a module's submodules begin."""
+    return f"{name}." if name else ""
 
 
 class PlanCheck:
@@ -131,7 +143,7 @@ class PlanCheck:
             inside = {
                 n.removeprefix(name): (type(style), vars(style))
                 for n, style in styles.items()
-                if n.startswith(f"{name}.")
+                if n.startswith(_inside(name))
             }
             if inside:
                 kinds.setdefault(repr((_kind(modules[name], numbered=not is_own), inside)), name)
@@ -145,7 +157,7 @@ class PlanCheck:
         """
         for name, plain in self._blocks.items():
             block = root.get_submodule(name)
-            layers = {each: layer for each, layer in self._layers.items() if each.startswith(f"{name}.")}
+            layers = {each: layer for each, layer in self._layers.items() if each.startswith(_inside(name))}
             _FirstCalls(block, partial(self._compare, block, name, plain, layers)).wrap()
 
     def _compare(self, block: nn.Module, name: str, plain: Forward, layers: Layers, given: tuple[Any, Any]) -> None:

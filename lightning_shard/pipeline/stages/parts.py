@@ -218,7 +218,7 @@ class PartCalls:
                 path = ".".join(filter(None, (name, each.module, each.name)))
                 raise StepError(
                     f"{stage.method} changes the buffer {path} on pipeline stage {stage.index}, and another stage,"
-                    f" which doesn't see it, holds and saves {name}: by where it is registered it seemed to run before"
+                    f" which doesn't see it, holds and saves {name}: by the network's code it seemed to run before"
                     " other blocks than it does. Give the LightningModule an example_input_array, by which the order is"
                     f" seen, name {name} among pipeline_blocks where it runs, or use pipeline_parallel_size=1.",
                     breaks=6,

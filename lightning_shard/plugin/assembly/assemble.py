@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -336,7 +337,8 @@ def _styles(
     styles = resolve_plan(module, settings.tensor_parallel_plan, layout.tensor_parallel_size, without=experts)
     if settings.tensor_parallel_plan is None:
         return styles, set()
-    return styles, holders_around(module, blocks, styles, has_stages=layout.pipeline_parallel_size > 1)
+    calls_root, has_stages = not isinstance(module, pl.LightningModule), layout.pipeline_parallel_size > 1
+    return styles, holders_around(module, blocks, styles, has_stages=has_stages, calls_root=calls_root)
 
 
 def _recomputed(module: nn.Module, blocks: Blocks | None, settings: Settings) -> set[str]:

@@ -22,7 +22,8 @@ from lightning_shard.parallel.fsdp.adam import update_shards
 from lightning_shard.parallel.rank_compare import by_name, unequal
 from lightning_shard.plugin.assembly.parameters import leave_out_elsewhere
 from lightning_shard.plugin.groups import Groups
-from lightning_shard.plugin.optimizers.trials import allow, collective_of, depends_on_others
+from lightning_shard.plugin.optimizers import whole_tensors
+from lightning_shard.plugin.optimizers.trials import collective_of, depends_on_others
 
 
 def prepare(
@@ -57,7 +58,7 @@ def prepare(
     for optimizer in optimizers:
         refuse(optimizer, layout)
         update_shards(optimizer)
-        allow(optimizer)
+        whole_tensors.allow(optimizer)
     return [{name: place for each in of_stages for name, place in each.items()} for of_stages in zip(*given)]
 
 

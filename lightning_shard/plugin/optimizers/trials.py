@@ -1,13 +1,6 @@
 """Steps an optimizer like a given one on a small parameter or two, to find out how it would step the real ones.
 
 A group's settings may choose other code (``use_muon=True``), so groups of each kind are tried.
-
-torch's DTensors don't suffice for some, such as Adafactor and Prodigy. Their code runs as it is, operation by
-operation. One that DTensors don't support is computed from whole tensors, which each rank gathers for it
-(``as_tensors.all_operations``). A plain tensor counts as one that all ranks hold whole, which is so of state that is
-made by a parameter's shape and computed from whole tensors (Adafactor's means over rows and columns), and not of what a
-rank makes of its own part; and what is written to a view of a gathered tensor is lost. So an optimizer has to step
-sharded parameters as it steps plain ones.
 """
 
 from __future__ import annotations
@@ -15,20 +8,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_shard.checkpoint.optimizers.named import NAMES_OF_NOTHING_ELSE
-from lightning_shard.errors import ConfigurationError
-from lightning_shard.parallel.fsdp.as_tensors import all_operations
 from lightning_shard.torch_private import calls_replaced
 
 T = TypeVar("T")
@@ -191,93 +179,3 @@ def collective_of(optimizer: torch.optim.Optimizer) -> str | None:
 
 class _Called(Exception):
     """Ends a trial before a collective: ranks need not make it together."""
-
-
-_TOLERANCE = 0.05
-"""Of a whole update: an optimizer may multiply in 16 bits. What is computed from one rank's part differs by more."""
-_SIZES = (131, 130, 2, 2, 2)
-"""The first sizes of a tried parameter. Ranks share it unevenly, and optimizers factor matrices of sizes above 128."""
-_TRIED_OF_TORCH = (torch.optim.Adafactor, torch.optim.Rprop)
-
-_running = ExitStack()
-
-
-def allow(optimizer: torch.optim.Optimizer) -> None:
-    """Compute from whole tensors what an optimizer needs so; collective over a stage's ranks.
-
-    Raises:
-        ConfigurationError: It steps sharded parameters otherwise than whole ones.
-    """
-    if is_of_torch(optimizer) and not isinstance(optimizer, _TRIED_OF_TORCH):
-        return
-    trials = [*_trials(optimizer)]
-    alike = [is_alike() for is_alike in trials]
-    if all(alike):
-        return
-    with all_operations():
-        then_alike = [is_alike() for is_alike in trials]
-    if all(then_alike):
-        optimizer.register_step_pre_hook(_begin)
-        optimizer.register_step_post_hook(lambda *_: end())
-    elif False in (*alike, *then_alike):
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} steps a parameter of which each rank has a part otherwise than a whole"
-            " one: it computes something from this rank's part that needs all of it, as by to_local(). Compute"
-            " with parameters and gradients as they are given, or use one process, or another strategy.",
-            breaks=11,
-        )
-
-
-def end() -> None:
-    """A step has ended, or failed."""
-    _running.close()
-
-
-def _begin(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hook: of the step's arguments, the closure is the user's code."""
-
-    def outside(closure: Callable[[], Any]) -> Any:
-        end()
-        result = closure()
-        _running.enter_context(all_operations())
-        return result
-
-    _running.enter_context(all_operations())
-    given = (partial(outside, each) if callable(each) else each for each in args)
-    named = {key: partial(outside, each) if callable(each) else each for key, each in kwargs.items()}
-    return tuple(given), named
-
-
-def _trials(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], bool | None]]:
-    """One for each kind of group, number of dims, and way in which ranks share a parameter.
-
-    Each returns whether the optimizer steps a parameter that ranks share as a whole one; ``None`` if it fails. Those of
-    which nothing is known are left out.
-    """
-    for groups in kinds_of_groups(optimizer):
-        parameters = chain.from_iterable(optimizer.param_groups[group]["params"] for group in groups)
-        shared = (p for p in parameters if isinstance(p, DTensor) and p.ndim)
-        for like in {(p.ndim, p.device_mesh, p.placements): p for p in shared}.values():
-            end = _end(optimizer, groups[0], partial(Tensor.to, device=like.device), like.ndim)
-            if end is not None and end.isfinite().all():
-                yield partial(_is_stepped_alike, optimizer, groups[0], like, end)
-
-
-def _is_stepped_alike(optimizer: torch.optim.Optimizer, group: int, like: DTensor, end: Tensor) -> bool | None:
-    shared = _end(optimizer, group, partial(_placed, like=like), like.ndim)
-    if shared is None:
-        return None
-    update = (end - initial(end.shape).to(end)).abs().max()
-    return bool((shared - end).abs().max() <= _TOLERANCE * update)
-
-
-def _end(optimizer: torch.optim.Optimizer, group: int, place: Callable[[Tensor], Tensor], dims: int) -> Tensor | None:
-    end = tried(optimizer, group, lambda make: stepped(make, place=place, shape=_SIZES[:dims]))
-    return end.full_tensor() if isinstance(end, DTensor) else end
-
-
-def _placed(whole: Tensor, like: DTensor) -> Tensor:
-    """A parameter, of which each rank takes its part as it has one of ``like``."""
-    dims = (getattr(each, "dim", None) for each in like.placements)
-    placements = [Replicate() if dim is None else Shard(min(dim, whole.ndim - 1)) for dim in dims]
-    return distribute_tensor(whole.to(like.device), like.device_mesh, placements, src_data_rank=None)

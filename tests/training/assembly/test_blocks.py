@@ -14,7 +14,7 @@ from tests.parity import Model
 
 
 def test_blocks_of_a_gpt() -> None:
-    blocks = find_blocks(Model())
+    blocks = find_blocks(Model("gpt"))
     assert blocks.names == tuple(f"model.blocks.{i}" for i in range(4))
     assert blocks.network == "model"
     assert set(blocks.before) == {"model.token_embedding", "model.position_embedding"}
@@ -136,11 +136,11 @@ def test_transformers_models_bring_their_plans() -> None:
     plan = declared_plan(Model("llama"), "tp")
     assert plan["model.model.layers.*.self_attn.q_proj"] == "colwise"
     assert plan["model.lm_head"] == "colwise_gather_output"
-    assert declared_plan(Model(), "tp") == {}
+    assert declared_plan(Model("gpt"), "tp") == {}
 
 
 def test_a_frozen_teacher_is_not_what_is_cut() -> None:
-    module = Model()
+    module = Model("gpt")
     module.teacher = nn.ModuleList(nn.TransformerEncoderLayer(64, 2, 64) for _ in range(9)).requires_grad_(False)
     assert find_blocks(module).names[0] == "model.blocks.0"
     module.model.requires_grad_(False)
@@ -192,6 +192,37 @@ def test_lists_that_run_one_after_the_other_and_parts_beside_the_network() -> No
     assert (places["before"], places["net.between"], places["net.head"], places["after"]) == (0, 2, 4, 4)
     assert "frozen" not in places
     assert blocks.network == "net"
+
+
+class Stage(nn.Module):
+    """As timm's RegNet has: its blocks are attributes, and it loops over its children."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        for i in range(depth):
+            self.add_module(f"b{i + 1}", nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.children():
+            x = block(x)
+        return x
+
+
+class OfStages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.s1, self.s2, self.head = nn.Linear(8, 8), Stage(2), Stage(3), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.s2(self.s1(self.stem(x))))
+
+
+def test_a_module_that_loops_over_its_children_is_a_list() -> None:
+    module = Holder()
+    module.net = OfStages()
+    blocks = find_blocks(module)
+    assert blocks.names == ("net.s1.b1", "net.s1.b2", "net.s2.b1", "net.s2.b2", "net.s2.b3")
+    assert blocks.parts == (("net.stem", 0), ("net.head", 5))
 
 
 class Holder(nn.Module):
