@@ -232,6 +232,7 @@ def _compared(name: str, whole: Callable[[], _Outcome], split: Callable[[], _Out
     except (OpaqueError, PlanError):
         raise
     except torch.OutOfMemoryError:
+        split()  # with the other ranks, which may have had the memory
         warnings.warn(f"tensor_parallel_plan: {name} isn't compared with itself whole: out of memory.", stacklevel=2)
         raise OpaqueError from None
     except Exception as error:

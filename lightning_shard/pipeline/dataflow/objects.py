@@ -121,6 +121,8 @@ def set_entry(value: Any, key: Any, entry: Any) -> None:
         if key > len(value):
             raise IndexError(key)
         value[key : key + 1] = [entry]
+    elif isinstance(value, dict):
+        value[key] = entry  # by the class's own method: some keep entries as attributes, too
     else:
         put_entry(value, key, entry)
 

@@ -162,11 +162,6 @@ class Stage:
         """The places called so far in this microbatch's step."""
         return [place for name, times in self._times_run.items() for place in self.places[name][:times]]
 
-    @property
-    def place(self) -> int | None:
-        """The place of the block that is being called; ``None`` if another block calls it."""
-        return self.running_places[-1] if self.running_places else None
-
     @contextmanager
     def microbatch(
         self,
