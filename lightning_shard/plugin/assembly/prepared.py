@@ -11,8 +11,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_shard import lightning_private
 from lightning_shard.parallel.batch_norm import synchronize
@@ -201,7 +202,7 @@ class PreparedStrategy(CheckpointedStrategy):
         self._guard_hooks()
 
     def _guard_hooks(self, *, shows_all: bool = True) -> None:
-        if self._guard is not None:
+        if self._guard is not None and self.layout.pipeline_parallel_size > 1:
             self._guard.guard(shows_all=shows_all)
 
     def _report_layout(self, callbacks: Sequence[pl.Callback], module: pl.LightningModule, known: Assembly) -> None:
@@ -263,9 +264,11 @@ class PreparedStrategy(CheckpointedStrategy):
             syncs_batch_norm=self._syncs_over_data_ranks(),
         )
         self._steps, self._gradients, self._first_checks = made.run, made.gradients, made.first_checks
-        self._guard = StageParameters(known.stages.incomplete if known.stages is not None else {}, known.names)
-        if known.stages is not None:
-            self._of_run.enter_context(self._guard.watching(module.trainer))
+        if known.stages is None:
+            self._guard = StageParameters(_sharded(module) if self.layout.world_size > 1 else {}, has_stages=False)
+            return
+        self._guard = StageParameters(known.stages.incomplete, known.names)
+        self._of_run.enter_context(self._guard.watching(module.trainer))
 
     def _syncs_over_data_ranks(self) -> bool:
         return self._layer_sync is not None and self.layout.data_parallel_size > 1
@@ -317,3 +320,9 @@ class PreparedStrategy(CheckpointedStrategy):
             return whole(loss, module)
 
         self.precision_plugin.__dict__["post_backward"] = post_backward
+
+
+def _sharded(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules, by name, that hold shards or contain a module that does."""
+    own = {inner for inner in module.modules() if any(isinstance(p, DTensor) for p in inner.parameters(recurse=False))}
+    return {name: each for name, each in module.named_modules() if not own.isdisjoint(each.modules())}

@@ -9,7 +9,7 @@ A hook that sums over all parameters, takes a norm, or zips them with another mo
 - ``named_parameters()``, mostly used to treat each parameter separately, and ``state_dict()`` warn once for each hook.
 
 Steps have a guard of their own (``pipeline/stages/cut.py``), and so has ``configure_optimizers``
-(``assembly/parameters.py``). After a run all code is warned.
+(``assembly/parameters.py``). After a run all code is warned, on data ranks of ``state_dict()``.
 
 Private in Lightning 2.6, used here: each hook runs inside of ``profiler.profile("[Callback]<its key>.<hook>")``, or of
 ``[LightningModule]<its class>.<hook>``. ``profile`` is replaced on a run's own profiler. What a hook calls of
@@ -37,9 +37,14 @@ _EACH_BY_ITSELF = ("requires_grad_", "zero_grad", "freeze", "unfreeze")
 
 _OF_STAGES = (
     "With pipeline stages each rank has only its own stage's: what treats each parameter by itself is right, as over"
-    " named_parameters(); what is computed over all isn't (in hooks, torch.nn.utils.clip_grad_norm_ and Lightning's"
-    " grad_norm see all, and EMAWeightAveraging averages all; trainer.save_checkpoint saves all, and"
-    " strategy.gather_full_parameters() gives all)."
+    " named_parameters(); what is computed over all isn't"
+)
+_OF_RANKS = (
+    "They are DTensors, of which each rank has a part: the module itself can load them again, but no other has all"
+)
+_WHOLE = (
+    " (in hooks, torch.nn.utils.clip_grad_norm_ and Lightning's grad_norm see all, and EMAWeightAveraging averages all;"
+    " trainer.save_checkpoint saves all, and strategy.gather_full_parameters() gives all)."
 )
 
 Result = TypeVar("Result")
@@ -57,18 +62,26 @@ class StageParameters:
     """The guard over the modules of which this rank lacks parameters.
 
     Args:
-        incomplete: The modules, by name; none with one stage, and for a copy of a module, which isn't guarded.
+        incomplete: The modules, by name; none for a copy of a module, which isn't guarded.
         names: All names of parameters, in the whole module's order.
+        has_stages: Whether other stages hold the rest, and not only other data or tensor ranks.
     """
 
-    def __init__(self, incomplete: Mapping[str, nn.Module], names: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        incomplete: Mapping[str, nn.Module],
+        names: Iterable[str] = (),
+        *,
+        has_stages: bool = True,
+    ) -> None:
         self._incomplete = incomplete
         self._place = {name: place for place, name in enumerate(names)}
+        self._has_stages = has_stages
         self._shows_all = False
         self._is_after_run = False
         self._told: set[str] = set()
         self._calls: list[_HookCall | None] = []  # of hooks that run; None: what these call of Lightning's
-        self._of_stage = {name: _of_stage(name, module) for name, module in incomplete.items()}
+        self._of_stage = {name: _of_stage(name, module) for name, module in incomplete.items()} if has_stages else {}
         self.release()
 
     def guard(self, *, shows_all: bool = False, is_after_run: bool = False) -> None:
@@ -84,9 +97,10 @@ class StageParameters:
             # no closures: code that copies a module copies these along with it
             own = vars(module)
             own["state_dict"] = partial(_state_dict, self, name, module, own.get("state_dict"))
-            own["parameters"] = partial(_parameters, self, name, module)
-            own["named_parameters"] = partial(_named_parameters, self, name, module)
-            own |= {key: partial(_aside, self, module, key) for key in _EACH_BY_ITSELF if hasattr(module, key)}
+            if self._has_stages:
+                own["parameters"] = partial(_parameters, self, name, module)
+                own["named_parameters"] = partial(_named_parameters, self, name, module)
+                own |= {key: partial(_aside, self, module, key) for key in _EACH_BY_ITSELF if hasattr(module, key)}
 
     def release(self) -> None:
         """Remove the guard, also an earlier Trainer's, but keep a ``state_dict`` that the user has set."""
@@ -98,7 +112,8 @@ class StageParameters:
                     del own[key]
                     if guarded.func is _state_dict and guarded.args[-1] is not None:
                         own[key] = guarded.args[-1]
-            own["named_parameters"] = self._of_stage[name]
+            if self._has_stages:
+                own["named_parameters"] = self._of_stage[name]
 
     @contextmanager
     def watching(self, trainer: pl.Trainer) -> Iterator[None]:
@@ -185,7 +200,7 @@ class StageParameters:
             self._call.walked.pop()
 
     def _said(self, name: str, what: str) -> str:
-        return f"{name} iterates over {what}. {_OF_STAGES}"
+        return f"{name} iterates over {what}. {_OF_STAGES if self._has_stages else _OF_RANKS}{_WHOLE}"
 
     def named(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         if self._incomplete.get(name) is module:
