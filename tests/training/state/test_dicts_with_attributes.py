@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_shard.testing import assert_trains_alike
-from tests.training.parallel.small import Descends
+from tests.training.parallel.small import Descends, random_batches
 
 WIDTH = 8
 
@@ -45,9 +45,5 @@ class Module(Descends):
         return F.mse_loss(x, batch) + state.aux
 
 
-def batches() -> list[Tensor]:
-    return [*torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))]
-
-
 def test_later_stages_read_what_blocks_have_set() -> None:
-    assert_trains_alike(Module, batches, layouts=["pp2"])
+    assert_trains_alike(Module, partial(random_batches, 8, WIDTH), layouts=["pp2"])
