@@ -69,6 +69,11 @@ def beside(root: nn.Module) -> tuple[Namespace, ...]:
     return outside
 
 
+def beside_classes(root: nn.Module) -> tuple[Namespace, ...]:
+    """Those of them that the code of its submodules' classes uses, such as steps and forwards."""
+    return namespaces(*_kinds(root))
+
+
 def _kinds(root: nn.Module) -> dict[Any, None]:
     return dict.fromkeys(type(module) for module in root.modules())
 

@@ -34,6 +34,7 @@ from lightning_shard.state.walk import (
     attributes,
     below,
     beside,
+    beside_classes,
     hold_same,
     put_entries,
     reachable,
@@ -99,7 +100,9 @@ class StatesApart:
         if not self._several:
             return
         self._modules = dict(root.named_modules())
-        self._beside = self._found_beside()
+        self._beside: dict[str, Namespace] = {}
+        self._others: set[str] = set()
+        self._find_beside()
         self._holder = {path: self._held_by(path) for path in self._modules}
         within = tuple(f"{name}." for name in (*stages[0].blocks, *stages[0].parts))
         parts = tuple(f"{name}." for name in stages[0].parts)
@@ -165,7 +168,7 @@ class StatesApart:
         before: list[Note] = []
         marks: list[tuple[str, str, Any, int]] = []
         if stage.passage.active and stage.passage.searching:
-            self._beside = self._found_beside()  # the module may hold objects of other classes since
+            self._find_beside()  # the module may hold objects of other classes since
             before += notes([*reachable(self._root), *self._beside.items()])
         else:
             marks += self._marks(stage)
@@ -181,6 +184,8 @@ class StatesApart:
         known = self._versions[stage].keys() | self._of_calls()
         for note in changed:
             module, key = self._place_of(note.path)
+            if self._is_of_all_stages(note, module, key):
+                continue
             is_own = self._holder.get(module) is stage and (key == "_buffers" or not key.startswith("_"))
             if not is_own and id(note.value) not in known:
                 self._places.add((module, key))
@@ -209,8 +214,18 @@ class StatesApart:
             return vars(self._modules[name]).get(key)
         return self._beside[name].held.get(key) if key else self._beside[name]
 
-    def _found_beside(self) -> dict[str, Namespace]:
-        return {each.name: each for each in beside(self._root) if each.name not in self._modules}
+    def _find_beside(self) -> None:
+        self._beside = {each.name: each for each in beside_classes(self._root) if each.name not in self._modules}
+        self._others = {each.name for each in beside(self._root)} - self._beside.keys() - self._modules.keys()
+
+    def _is_of_all_stages(self, note: Note, module: str, key: str) -> bool:
+        """Whether it is of globals that only hooks and objects use."""
+        if isinstance(note.value, Namespace):
+            return note.value is not self._beside.get(note.path)
+        if module in self._beside:
+            names = self._beside[module].names
+            return names is not None and key not in names
+        return not module and any(f"{note.path}.".startswith(f"{name}.") for name in self._others)
 
     def _place_of(self, path: str) -> _Place:
         """The innermost module, or the namespace, on a path, and the name that follows it there."""
