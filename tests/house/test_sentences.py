@@ -27,7 +27,7 @@ AT_SETUP = {
     "plugin/assembly/parameters.py": {9, None},
     "plugin/limits.py": {9, None},
     "plugin/optimizers/sharded.py": {9, 11, None},
-    "plugin/optimizers/trials.py": {11},
+    "plugin/optimizers/whole_tensors.py": {11},
     "plugin/steps/loss_weight.py": {11},
 }
 
