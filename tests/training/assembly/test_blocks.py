@@ -14,7 +14,7 @@ from tests.parity import Model
 
 
 def test_blocks_of_a_gpt() -> None:
-    blocks = find_blocks(Model("gpt"))
+    blocks = find_blocks(Model())
     assert blocks.names == tuple(f"model.blocks.{i}" for i in range(4))
     assert blocks.network == "model"
     assert set(blocks.before) == {"model.token_embedding", "model.position_embedding"}
@@ -136,11 +136,11 @@ def test_transformers_models_bring_their_plans() -> None:
     plan = declared_plan(Model("llama"), "tp")
     assert plan["model.model.layers.*.self_attn.q_proj"] == "colwise"
     assert plan["model.lm_head"] == "colwise_gather_output"
-    assert declared_plan(Model("gpt"), "tp") == {}
+    assert declared_plan(Model(), "tp") == {}
 
 
 def test_a_frozen_teacher_is_not_what_is_cut() -> None:
-    module = Model("gpt")
+    module = Model()
     module.teacher = nn.ModuleList(nn.TransformerEncoderLayer(64, 2, 64) for _ in range(9)).requires_grad_(False)
     assert find_blocks(module).names[0] == "model.blocks.0"
     module.model.requires_grad_(False)

@@ -1,9 +1,6 @@
-"""Blocks are those that carry the cost; a cut that leaves a stage next to nothing is warned of, with a better one."""
+"""Blocks are those that carry the cost."""
 
 from __future__ import annotations
-
-import re
-import warnings
 
 import lightning as L
 import pytest
@@ -12,18 +9,14 @@ from torch import Tensor, nn
 from lightning_shard.errors import PlacementError
 from lightning_shard.parallel.blocks import find_blocks
 from lightning_shard.pipeline.placement import Placement, place
-from lightning_shard.plugin.assembly.placing import costs_of, warn_of_idle_stages
+from lightning_shard.plugin.assembly.placing import costs_of
 from tests.training.models.unets import Diffusion, OfLists, Towers
 
 
-def cut(module: L.LightningModule, stages: int = 2, **options: object) -> tuple[Placement, list[str]]:
-    """The placement that a run would have, and what it warns of."""
-    _, cost = costs_of(module, find_blocks(module, **options), runs=True)  # type: ignore[arg-type]
-    placement = place(cost, stages)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_idle_stages(cost, placement)
-    return placement, [str(warning.message) for warning in caught]
+def cut(module: L.LightningModule, stages: int = 2) -> Placement:
+    """The placement that a run would have."""
+    _, cost = costs_of(module, find_blocks(module), runs=True)
+    return place(cost, stages)
 
 
 def test_a_unet_is_cut_between_its_levels_and_not_along_its_embedding_of_time() -> None:
@@ -32,18 +25,14 @@ def test_a_unet_is_cut_between_its_levels_and_not_along_its_embedding_of_time() 
         (Diffusion(OfLists), ["down.0", "down.1", "middle", "up.0", "up.1"]),
     ):
         assert find_blocks(module).names == tuple(f"unet.{level}" for level in levels)
-        placement, said = cut(module)
-        parameters = [stage.parameters for stage in placement.stages]
+        parameters = [stage.parameters for stage in cut(module).stages]
         assert min(parameters) > 0.3 * sum(parameters)
-        assert not said
 
 
 def test_two_networks_that_a_step_calls_once_each_are_both_cut() -> None:
     towers = [*(f"image.blocks.{i}" for i in range(3)), *(f"text.layers.{i}" for i in range(3))]
     assert find_blocks(Towers()).names == tuple(towers)
-    placement, said = cut(Towers(), 4)
-    assert placement.stages[-1].names[0].startswith("text.layers")
-    assert not said
+    assert cut(Towers(), 4).stages[-1].names[0].startswith("text.layers")
 
 
 class Parts(nn.Module):
@@ -68,16 +57,6 @@ class Looped(Parts):
         return x + self.small(x[..., :4]).sum()
 
 
-class Large(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.small = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-        self.large = nn.LSTM(4, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.large(self.small(x))[0]
-
-
 class Stepping(L.LightningModule):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -93,15 +72,3 @@ def test_modules_that_the_source_calls_once_each_are_cut_between_without_a_list(
     del looped.small
     with pytest.raises(PlacementError, match=r"such as \['network.first', 'network.second', 'network.third'\] if"):
         find_blocks(Stepping(looped))
-
-
-def test_a_useless_cut_is_said_and_the_largest_module_is_named() -> None:
-    module = Stepping(Looped())
-    placement, [said] = cut(module)
-    assert placement.stages[0].names == ("network.small.0",)
-    assert re.search(
-        r"stage 1 \(network\.small\.1 to network\.small\.2\) has 0\.\d % of the network's cost, less than", said
-    )
-    assert cut(module, path=["network.first", "network.second", "network.third"])[1] == []
-    _, [said] = cut(Stepping(Large()))
-    assert "The largest part is network.large: name modules" in said
