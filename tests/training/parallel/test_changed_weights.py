@@ -475,7 +475,7 @@ class LooksUp(Plain):
 CHANGED = "was changed in place in a step, which runs once for each microbatch"
 ON_STAGES = {
     Teaches: r"iterates over parameters\(\) of net",
-    TeachesByName: "another one holds",
+    TeachesByName: r"'[\w.]+weight'",  # a KeyError
     # what is assigned to ``data`` was taken over after each microbatch
     **dict.fromkeys((ChangesDataLater, ChangesLater, AssignsLater), CHANGED),
 }
