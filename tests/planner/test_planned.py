@@ -399,3 +399,27 @@ def with_batch() -> tuple[LanguageModel, Tensor]:
 def _all_parts(made: Plan) -> list[Any]:
     counts = made.counts
     return [*counts.everywhere, *(part for _, part in counts.in_order()), counts.loss]
+
+
+class WithDropout(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True) for _ in range(4)
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters())
+
+
+def test_dropout_counts_as_on_a_gpu_in_blocks_that_are_recomputed_too() -> None:
+    def activations(recomputing: bool | None) -> int:
+        made = plan(WithDropout, torch.zeros(8, 16, 32), layout={}, activation_checkpointing=recomputing)
+        return int(made.stages[0].peak.bytes["activations"])
+
+    assert activations(True) < activations(None) / 4
