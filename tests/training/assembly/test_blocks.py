@@ -105,6 +105,29 @@ def test_what_only_resets_blocks_or_hands_them_on_doesnt_run_them() -> None:
     assert found.parts == (("first", 0), ("last", 3))
 
 
+class Levels(L.LightningModule):
+    """A pyramid: each level's embedding, and then its blocks, which the loop names in a line of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeds = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.levels = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _, level in enumerate(zip(self.embeds, self.levels)):
+            embed, blocks = level
+            x = embed(x)
+            for block in blocks:
+                x = block(x)
+        return x
+
+
+def test_a_list_that_runs_in_turn_with_the_blocks_stands_beside_them() -> None:
+    found = find_blocks(Levels())
+    assert found.names == ("levels.0", "levels.1", "levels.2")
+    assert found.parts == (("embeds.0", 0), ("embeds.1", 1), ("embeds.2", 2))
+
+
 def test_a_path_may_leave_out_its_beginning_where_that_is_clear() -> None:
     assert find_blocks(Model("llama"), "layers").names[1] == "model.model.layers.1"
     assert find_blocks(Model("llama"), "model.layers").names[1] == "model.model.layers.1"
