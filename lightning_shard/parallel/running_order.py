@@ -199,8 +199,8 @@ def _runs_elements(target: ast.AST, body: Sequence[ast.AST]) -> bool:
             return given if is_reset else [*given, node.func]
         if isinstance(node, (ast.For, ast.comprehension)):
             return [node.iter]
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
-            return [node.value]  # under another name: ``embed, blocks = level``
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Name, ast.Tuple)):
+            return [node.value] if isinstance(node.value, ast.Name) else []  # ``embed, blocks = level``
         return [node.left, node.right] if isinstance(node, ast.BinOp) else []
 
     parts = [part for each in body for node in ast.walk(each) for part in taken(node)]

@@ -124,8 +124,8 @@ class Levels(L.LightningModule):
 
 def test_a_list_that_runs_in_turn_with_the_blocks_stands_beside_them() -> None:
     found = find_blocks(Levels())
-    assert found.names == ("levels.0", "levels.1", "levels.2")
-    assert found.parts == (("embeds.0", 0), ("embeds.1", 1), ("embeds.2", 2))
+    assert found.names == tuple(f"levels.{level}.{block}" for level in range(3) for block in range(2))
+    assert found.parts == (("embeds.0", 0), ("embeds.1", 2), ("embeds.2", 4))
 
 
 def test_a_path_may_leave_out_its_beginning_where_that_is_clear() -> None:
