@@ -171,7 +171,6 @@ class HybridShardStrategy(PreparedStrategy):
 
         Only for loops that run their own backwards (manual optimization): otherwise the strategy does it.
         """
-        assert self._gradients is not None
         self._gradients.synchronize()
 
     def watch_actions(self, watch: StopWatch | None) -> str | None:
@@ -246,7 +245,6 @@ class HybridShardStrategy(PreparedStrategy):
             randomness.restore(self._generators, self.root_device)
             self._generators = None
         self._guard_hooks(shows_all=False)
-        assert self._steps is not None
         self._steps.begin("training_step")
 
     def on_train_end(self) -> None:
@@ -255,17 +253,15 @@ class HybridShardStrategy(PreparedStrategy):
         self.checkpoint_io.wait()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        assert self.lightning_module is not None
-        assert self._assembly is not None
         in_groups = [len(group["params"]) for each in self.optimizers for group in each.param_groups]
         if batch_idx == 0 or in_groups != self._in_groups:  # after the start hooks of the run, the epoch and the batch
             self._in_groups = in_groups
-            self._assembly.check_parameters(self.lightning_module, self.groups)
+            self._assembly.check_parameters(self._module, self.groups)
         if batch_idx == 0:
-            self._share_metrics()
+            self._metrics.find(self._module)
         if not isinstance(self._steps, PipelinedSteps):
             return
-        lightning_private.skip_backward(self.lightning_module.trainer)
+        lightning_private.skip_backward(self.lightning_module.trainer)  # type: ignore[union-attr]
         if batch_idx == 0:  # callbacks, and users' hooks, freeze and unfreeze where an epoch begins
             before, self._trains = self._trains, self._what_trains()
             if self._trains != before:
@@ -273,21 +269,17 @@ class HybridShardStrategy(PreparedStrategy):
             self._steps.look_again("training_step")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        assert self._gradients is not None
-        assert self._first_checks is not None
-        draw = randomness.derive(self._seed, "train", lightning_private.batches_started(self.lightning_module.trainer))
+        module: Any = self.lightning_module
+        draw = randomness.derive(self._seed, "train", lightning_private.batches_started(module.trainer))
         self._gradients.begin_step()
         with as_tensors.step(), self._first_checks.at("training_step", args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
-                trainer = self.lightning_module.trainer
-                lightning_private.zero_gradients(trainer, self.optimizers[0])
+                lightning_private.zero_gradients(module.trainer, self.optimizers[0])
                 output = self._steps.train(draw, *args, **kwargs)
-                loss = loss_of(output) / trainer.accumulate_grad_batches
-                self.precision_plugin.pre_backward(loss, self.lightning_module)
-                self.precision_plugin.post_backward(loss, self.lightning_module)
+                loss = loss_of(output) / module.trainer.accumulate_grad_batches
+                self.precision_plugin.pre_backward(loss, module)
+                self.precision_plugin.post_backward(loss, module)
             else:
-                assert self._steps is not None
                 output = self._steps.train(self.precision_plugin, draw, *args, **kwargs)
             shown.output = output
         return output
@@ -305,7 +297,6 @@ class HybridShardStrategy(PreparedStrategy):
                 result = super().optimizer_step(*args, **kwargs)
         finally:
             whole_tensors.end()
-        assert self._first_checks is not None
         self._first_checks.after_update()
         return result
 
@@ -329,26 +320,23 @@ class HybridShardStrategy(PreparedStrategy):
             return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._first_checks is not None
 
         def draw(arguments: tuple[Any, ...]) -> int:
             return randomness.derive(self._seed_of_evaluation, method, *arguments[1:])
 
         if args[1:2] == (0,):
-            self._share_metrics()
+            self._metrics.find(self._module)
         with as_tensors.step(), self._first_checks.at(method, args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
                 upcoming = self._ahead.upcoming() if self._ahead is not None else ()
                 shown.output = self._steps.evaluate(method, draw, upcoming, *args, **kwargs)
             else:
-                assert self._steps is not None
                 shown.output = self._steps.evaluate(method, draw(args), *args, **kwargs)
         return shown.output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Inside, backwards accumulate gradients without reducing them over the data-parallel ranks."""
-        assert self._gradients is not None
         with self._gradients.held():
             yield
 
@@ -361,7 +349,7 @@ class HybridShardStrategy(PreparedStrategy):
     def on_predict_start(self) -> None:
         self._begin_evaluation("predict_step")
         if not self.layout.is_first_of_data_rank:
-            lightning_private.write_no_predictions(self.lightning_module.trainer)  # type: ignore[union-attr]
+            lightning_private.write_no_predictions(self._module.trainer)
 
     def _begin_evaluation(self, method: str) -> None:
         """Let stages run batches ahead, unless user code could notice; all ranks of a pipeline decide alike."""
@@ -373,7 +361,6 @@ class HybridShardStrategy(PreparedStrategy):
         lightning_private.around_end_hooks(loop, self._free_gathered)
         broadcast_statistics(module, self.groups.gradient)
         self._join_copies()
-        assert self._steps is not None
         self._steps.begin(method)
         if self.layout.pipeline_parallel_size == 1:
             return
@@ -390,7 +377,7 @@ class HybridShardStrategy(PreparedStrategy):
         return self.batch_to_device(self.precision_plugin.convert_input(batch), dataloader_idx=dataloader_idx)
 
     def on_predict_end(self) -> None:
-        lightning_private.write_predictions_again(self.lightning_module.trainer)  # type: ignore[union-attr]
+        lightning_private.write_predictions_again(self._module.trainer)
 
     def _free_gathered(self) -> None:
         """Reshard the module after an evaluation: only a backward frees gathered parameters, and there was none.

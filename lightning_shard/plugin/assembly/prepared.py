@@ -48,7 +48,7 @@ from lightning_shard.plugin.reporting.summary import (
 )
 from lightning_shard.plugin.saving.averaging import average_shards
 from lightning_shard.plugin.saving.beside_tensors import warn_of_unstorable_buffers
-from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
+from lightning_shard.plugin.saving.checkpointed import UNTIL_SETUP, CheckpointedStrategy
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.batches import Alike, OwnCalls
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
@@ -67,11 +67,12 @@ from lightning_shard.torch_private import allowing_empty_optimizers, parametriza
 
 @dataclass(frozen=True)
 class Steps:
-    """What runs the steps of one module, its gradients, and the checks of its first steps."""
+    """What runs the steps of one module, its gradients, the checks of its first steps, and its metrics."""
 
     run: PipelinedSteps | SingleStageSteps
     gradients: Gradients
     first_checks: FirstStepChecks
+    metrics: SharedMetrics
 
 
 def make_steps(
@@ -112,7 +113,7 @@ def make_steps(
         bypassed = BypassedUnits(module, groups.data, device) if has_data_ranks else None
         weights, lockstep = shares.weights, known.lockstep
         run = SingleStageSteps(module, device, layout.data_rank, gradients, weights, means, bypassed, lockstep)
-        return Steps(run, gradients, checks)
+        return Steps(run, gradients, checks, metrics)
     reshard(module)
     reshards = known.settings.reshard_after_forward is True
     forwards_call = has_data_ranks and (reshards or layout.expert_parallel_size > 1 or syncs_batch_norm)
@@ -132,7 +133,7 @@ def make_steps(
         reshards_each=reshards,
     )
     run = PipelinedSteps(module, loop, cut, groups, layout, shares, alike, stage_units)
-    return Steps(run, gradients, checks)
+    return Steps(run, gradients, checks, metrics)
 
 
 _ASSEMBLY = "_lightning_shard_assembly"
@@ -143,11 +144,11 @@ class PreparedStrategy(CheckpointedStrategy):
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
-        self._steps: SingleStageSteps | PipelinedSteps | None = None
-        self._gradients: Gradients | None = None
-        self._first_checks: FirstStepChecks | None = None
-        self._guard: StageParameters | None = None
-        self._norms: WholeNorms | None = None
+        self._steps: SingleStageSteps | PipelinedSteps = UNTIL_SETUP
+        self._gradients: Gradients = UNTIL_SETUP
+        self._first_checks: FirstStepChecks = UNTIL_SETUP
+        self._metrics: SharedMetrics = UNTIL_SETUP
+        self._guard: StageParameters = UNTIL_SETUP
         self._of_run = ExitStack()  # closed in teardown
         self._built: Built | None = None
         self._trains: list[dict[str, bool]] = []
@@ -182,10 +183,9 @@ class PreparedStrategy(CheckpointedStrategy):
         self.model = module
         self._connect_checkpoint_io(trainer)
         self._make_steps(module, known)
-        self._share_metrics()
+        self._metrics.find(module)
         self.barrier()
-        assert known.metrics is not None
-        self._of_run.enter_context(known.metrics.reducing_new_ones())
+        self._of_run.enter_context(self._metrics.reducing_new_ones())
         self._of_run.enter_context(adding_new_parameters(self.layout.pipeline_parallel_size > 1))
         if trainer.state.fn == TrainerFn.FITTING:
             average_shards(callbacks, module)
@@ -196,13 +196,11 @@ class PreparedStrategy(CheckpointedStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self._settings.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
-        assert self._norms is not None
-        self._of_run.enter_context(self._norms.of_functions())
         self._of_run.enter_context(as_tensors.run())
         self._guard_hooks()
 
     def _guard_hooks(self, *, shows_all: bool = True) -> None:
-        if self._guard is not None and self.layout.pipeline_parallel_size > 1:
+        if self.layout.pipeline_parallel_size > 1:
             self._guard.guard(shows_all=shows_all)
 
     def _report_layout(self, callbacks: Sequence[pl.Callback], module: pl.LightningModule, known: Assembly) -> None:
@@ -213,11 +211,9 @@ class PreparedStrategy(CheckpointedStrategy):
 
     def _restore_what_is_laid_out(self) -> None:
         """Restore all but optimizers and loops, which Lightning does after the setup; runs users' loading hooks."""
-        assert self._restore is not None
         self._guard_hooks()
         self._restore()
-        if self._guard is not None:
-            self._guard.release()
+        self._guard.release()
 
     def _lay_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> Assembly:
         """Cut and shard a module that wasn't laid out before."""
@@ -242,14 +238,6 @@ class PreparedStrategy(CheckpointedStrategy):
         module._device = self.root_device  # Lightning's own: the device to compute on; shards may be on the host
         return assembly
 
-    def _share_metrics(self) -> None:
-        """Share metrics that were made since: where a run, an epoch or an evaluation begins."""
-        module, known = self.lightning_module, self._assembly
-        assert module is not None
-        assert known is not None
-        assert known.metrics is not None
-        known.metrics.find(module, module.trainer.callbacks)  # type: ignore[attr-defined]
-
     def _make_steps(self, module: pl.LightningModule, known: Assembly) -> None:
         made = make_steps(
             module,
@@ -264,6 +252,7 @@ class PreparedStrategy(CheckpointedStrategy):
             syncs_batch_norm=self._syncs_over_data_ranks(),
         )
         self._steps, self._gradients, self._first_checks = made.run, made.gradients, made.first_checks
+        self._metrics = made.metrics
         if known.stages is None:
             self._guard = StageParameters(_sharded(module) if self.layout.world_size > 1 else {}, has_stages=False)
             return
@@ -283,7 +272,6 @@ class PreparedStrategy(CheckpointedStrategy):
         parameters = dict(self._module.named_parameters())
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         several = self.layout.pipeline_parallel_size > 1
-        assert self._assembly is not None
         with ExitStack() as inside:
             if several:
                 inside.enter_context(allowing_empty_optimizers())
@@ -306,14 +294,13 @@ class PreparedStrategy(CheckpointedStrategy):
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         mesh = self.device_mesh[self.layout.stage_axes]
-        assert self._guard is not None
-        self._norms = WholeNorms(self._module, mesh, self.groups, self.root_device, self._guard)
-        self._norms.take_over(self.precision_plugin)
+        norms = WholeNorms(self._module, mesh, self.groups, self.root_device, self._guard)
+        norms.take_over(self.precision_plugin)
+        self._of_run.enter_context(norms.of_functions())
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
             agree_on_overflows(scaler, self.optimizers)
         gradients, whole = self._gradients, self.precision_plugin.post_backward
-        assert gradients is not None
 
         def post_backward(loss: Tensor, module: pl.LightningModule) -> Tensor:
             gradients.end_backward()

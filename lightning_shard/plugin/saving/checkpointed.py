@@ -52,6 +52,10 @@ _LOADED_BY_NAME = {"state_dict", "current_model_state", "optimizer_states", "opt
 """The second is the module's state where the first is an average."""
 
 
+UNTIL_SETUP: Any = None
+"""The value of attributes that a run's setup makes."""
+
+
 class CheckpointedStrategy(ConnectedStrategy):
     """Saves this rank's part of the state under the module's own names, and restores it on any layout.
 
@@ -60,7 +64,7 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
-        self._assembly: Assembly | None = None
+        self._assembly: Assembly = UNTIL_SETUP
         self._names: dict[int, str] = {}
         """``id(parameter)`` to name, of this rank's parameters, which are those that its optimizers hold."""
         self._given: list[dict[str, int]] = []
@@ -74,7 +78,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         self._left_out: Frozen | None = None
         self._apart: Mapping[str, Tensor] = {}
         """What all stages hold and code has changed to different values, as found by the last save."""
-        self._restore: lightning_private.PostponedRestoring | None = None
+        self._restore: lightning_private.PostponedRestoring = UNTIL_SETUP
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -261,7 +265,6 @@ class CheckpointedStrategy(ConnectedStrategy):
                 f" {len(self.optimizers)}: return the same optimizers as in the run that saved."
             )
         states = [described(index, state) for index, state in enumerate(states)]
-        assert self._assembly is not None
         places = self._assembly.places
         listed = [name for names in listed_in(state for state in states if not state.get("numbered")) for name in names]
         prefix = prefix_of(listed, set(places)) if checkpoint.get(WEIGHTS_ALONE) else ""
@@ -334,7 +337,6 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     def _order_in_optimizer(self, index: int) -> Mapping[str, int]:
         """All stages' parameters, as ``configure_optimizers`` gave them to it, and behind them those added later."""
-        assert self._assembly is not None
         given = self._given[index] if index < len(self._given) else {}
         return {name: len(given) + place for name, place in self._assembly.places.items()} | given
 
@@ -343,7 +345,6 @@ class CheckpointedStrategy(ConnectedStrategy):
         return [name for names in self.groups.gather_over_stages(own) for name in names]
 
     def _connect_checkpoint_io(self, trainer: pl.Trainer) -> None:
-        assert self._assembly is not None
         mesh = self.device_mesh[self.layout.stage_axes]
         self.checkpoint_io.connect(
             Site(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -54,8 +54,8 @@ class SharedMetrics:
         finally:
             self._weight = 1.0
 
-    def find(self, module: nn.Module, callbacks: Iterable[object]) -> None:
-        """Share those of a module and of callbacks that weren't before: hooks may have made some.
+    def find(self, module: Any) -> None:
+        """Share those of a LightningModule and of callbacks that weren't before, where a run or an epoch begins.
 
         A collective call over the pipeline: what a step has made on the last stage only can't be computed by all.
         """
@@ -67,7 +67,7 @@ class SharedMetrics:
         in_blocks = {id(each): path for path, each in reversed(paths) if path.startswith(blocks)}
         for path, metric in found.items():
             self.share(metric, of_steps=path in everywhere, in_block=in_blocks.get(id(metric), ""))
-        for callback in callbacks:
+        for callback in module.trainer.callbacks:
             for leaf in tree.leaves(dict(vars(callback))):
                 for part in leaf.modules() if isinstance(leaf, nn.Module) else ():
                     if isinstance(part, Metric):
