@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_shard import lightning_private
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.errors import ConfigurationError, ShardError
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.parallel.batch_norm import broadcast_statistics, synchronize
 from lightning_shard.parallel.experts.stacked import ExpertPlan
@@ -37,7 +35,6 @@ from lightning_shard.plugin.steps.checks.stage_parameters import by_parts, guard
 from lightning_shard.plugin.steps.look_ahead import BatchesAhead, runs_in_order
 from lightning_shard.plugin.steps.loss_weight import loss_of
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
-from lightning_shard.plugin.steps.redirect import note_sharded, sharded_refusal
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 from lightning_shard.sharding import local_tensor
 
@@ -218,13 +215,6 @@ class HybridShardStrategy(PreparedStrategy):
         if name is not None and name.endswith("_dataloader()"):  # Lightning has asked for loaders; it processes each
             self._loaders = []
 
-    def _report(self, exception: BaseException) -> None:
-        note_sharded(exception)
-        super()._report(exception)
-
-    def _refusal(self, error: Exception) -> ShardError | None:
-        return sharded_refusal(error)
-
     def teardown(self) -> None:
         if self.model is not None:
             synchronize(self.model, None)
@@ -300,13 +290,6 @@ class HybridShardStrategy(PreparedStrategy):
         self._first_checks.after_update()
         return result
 
-    def _join_copies(self, *, tolerates: bool = False) -> Mapping[str, Tensor]:
-        apart = {} if self._first_checks is None else self._first_checks.join_copies(tolerates=tolerates)
-        for text in apart.values():
-            rank_zero_warn(f"{text} Until then, the last stage's copy is saved.")
-        state = self._module.state_dict() if apart else {}
-        return {name: state[name] for name in apart}
-
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
             return self._evaluate("validation_step", args, kwargs)
@@ -334,11 +317,9 @@ class HybridShardStrategy(PreparedStrategy):
                 shown.output = self._steps.evaluate(method, draw(args), *args, **kwargs)
         return shown.output
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:
         """Inside, backwards accumulate gradients without reducing them over the data-parallel ranks."""
-        with self._gradients.held():
-            yield
+        return self._gradients.held()
 
     def on_validation_start(self) -> None:
         self._begin_evaluation("validation_step")
@@ -358,7 +339,9 @@ class HybridShardStrategy(PreparedStrategy):
         trainer = module.trainer
         self._seed_of_evaluation = randomness.derive(self._seed, lightning_private.batches_started(trainer))
         loop = lightning_private.evaluating(trainer)
-        lightning_private.around_end_hooks(loop, self._free_gathered)
+        # only a backward frees gathered parameters: before the hooks of the end, which may restore weights that start
+        # hooks swapped out, and after them, since they may have called the module
+        lightning_private.around_end_hooks(loop, partial(reshard, module))
         broadcast_statistics(module, self.groups.gradient)
         self._join_copies()
         self._steps.begin(method)
@@ -378,11 +361,3 @@ class HybridShardStrategy(PreparedStrategy):
 
     def on_predict_end(self) -> None:
         lightning_private.write_predictions_again(self._module.trainer)
-
-    def _free_gathered(self) -> None:
-        """Reshard the module after an evaluation: only a backward frees gathered parameters, and there was none.
-
-        Called before the hooks of the evaluation's end, which may restore weights that its start hooks swapped out, and
-        again after them, since they may have called the module.
-        """
-        reshard(self._module)

@@ -177,11 +177,8 @@ def assemble(
 
     named = names_of_parameters(module)
     part = OwnPart()
-    if layout.pipeline_parallel_size > 1:
-        assert blocks is not None
-        assert placement is not None
+    if layout.pipeline_parallel_size > 1 and blocks and placement:
         part = cut_to_rank(module, blocks, placement, schedule, layout.pipeline_rank, device)
-        assert part.stages is not None
         held = {name for name, part in module.named_modules() if _is_held(part)}
         styles = {name: style for name, style in styles.items() if name in held}
         experts = [name for name in experts if all(map(_is_held, module.get_submodule(name).modules()))]
@@ -193,7 +190,11 @@ def assemble(
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
     data_mesh = mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]]
-    stacks, sharded = _deal(module, experts, expert_mesh, data_mesh, device)
+    stacks: list[nn.Module] = []
+    sharded: set[nn.Parameter] = set()  # of experts in lists
+    if expert_mesh is not None:
+        again = partial(two_runs, device)
+        stacks, sharded = apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts, data_mesh, again)
     reshards = part.stages is None if settings.reshard_after_forward is None else settings.reshard_after_forward
     sharding = Sharding(not reshards, settings.gathered_dtype, settings.cpu_offload)
     apply_fully_sharded(
@@ -312,20 +313,6 @@ def _as_it_shards_itself(
     materialize(module, (), device, seed)
     module.to(device)
     return Assembly(layout, settings, None, schedule, None, frozenset(), (), places, names, None)
-
-
-def _deal(
-    module: nn.Module,
-    experts: Sequence[str],
-    expert_mesh: DeviceMesh | None,
-    data_mesh: DeviceMesh,
-    device: torch.device,
-) -> tuple[list[nn.Module], set[nn.Parameter]]:
-    """Distribute experts over ranks; returns the modules of stacked ones, and the parameters of those in lists."""
-    if expert_mesh is None:
-        return [], set()
-    again = partial(two_runs, device)
-    return apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts, data_mesh, again)
 
 
 def _styles(

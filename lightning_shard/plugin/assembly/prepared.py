@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,6 @@ from lightning_shard.parallel.fsdp.part_calls import Lockstep
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.fsdp.units import sharded_units
 from lightning_shard.parallel.init import put_on_units
-from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.plugin.assembly.assemble import Assembly, assemble
 from lightning_shard.plugin.assembly.parameters import (
     all_parameters,
@@ -146,7 +145,6 @@ class PreparedStrategy(CheckpointedStrategy):
         super().__init__(given)
         self._steps: SingleStageSteps | PipelinedSteps = UNTIL_SETUP
         self._gradients: Gradients = UNTIL_SETUP
-        self._first_checks: FirstStepChecks = UNTIL_SETUP
         self._metrics: SharedMetrics = UNTIL_SETUP
         self._guard: StageParameters = UNTIL_SETUP
         self._of_run = ExitStack()  # closed in teardown
@@ -177,7 +175,10 @@ class PreparedStrategy(CheckpointedStrategy):
             known.lay_out_again(self.layout, self._settings, self._schedules)
             known.check_parameters(module, self.groups)
             put_on_units(module, known.attributes)
-        self._report_layout(callbacks, module, known)
+        if self.layout.pipeline_parallel_size > 1 and known is not self._assembly:  # else this Trainer has printed it
+            report_placement(callbacks, self.layout, known.placement)
+        if self.layout.world_size > 1:
+            report_whole(callbacks, module)
         self._assembly = known
         synchronize(module, self.groups.data if self._syncs_over_data_ranks() else None)
         self.model = module
@@ -189,7 +190,9 @@ class PreparedStrategy(CheckpointedStrategy):
         self._of_run.enter_context(adding_new_parameters(self.layout.pipeline_parallel_size > 1))
         if trainer.state.fn == TrainerFn.FITTING:
             average_shards(callbacks, module)
-        self._restore_what_is_laid_out()
+        self._guard_hooks()
+        self._restore()  # all but optimizers and loops, which Lightning does after the setup; runs users' loading hooks
+        self._guard.release()
         if trainer.state.fn == TrainerFn.FITTING:
             known.check_parameters(module, self.groups)  # which loading hooks may have replaced
             self.setup_optimizers(trainer)
@@ -203,21 +206,11 @@ class PreparedStrategy(CheckpointedStrategy):
         if self.layout.pipeline_parallel_size > 1:
             self._guard.guard(shows_all=shows_all)
 
-    def _report_layout(self, callbacks: Sequence[pl.Callback], module: pl.LightningModule, known: Assembly) -> None:
-        if self.layout.pipeline_parallel_size > 1 and known is not self._assembly:  # else this Trainer has printed it
-            report_placement(callbacks, self.layout, known.placement)
-        if self.layout.world_size > 1:
-            report_whole(callbacks, module)
-
-    def _restore_what_is_laid_out(self) -> None:
-        """Restore all but optimizers and loops, which Lightning does after the setup; runs users' loading hooks."""
-        self._guard_hooks()
-        self._restore()
-        self._guard.release()
-
     def _lay_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> Assembly:
         """Cut and shard a module that wasn't laid out before."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks, schedules = trainer.callbacks, self._schedules  # type: ignore[attr-defined]
+        if trainer.state.fn != TrainerFn.FITTING:
+            schedules = evaluation_schedules(schedules, self._settings.placement)
         self._built, names = Built.of(module), names_by_id(module)
         if self.layout.world_size > 1:
             summarize_before(module, callbacks)
@@ -230,7 +223,7 @@ class PreparedStrategy(CheckpointedStrategy):
             self.root_device,
             randomness.derive(self._seed, "init"),
             self._settings,
-            self._schedules_for(trainer),
+            schedules,
             self.groups,
         )
         replace_kept(module, names, callbacks)
@@ -261,11 +254,6 @@ class PreparedStrategy(CheckpointedStrategy):
 
     def _syncs_over_data_ranks(self) -> bool:
         return self._layer_sync is not None and self.layout.data_parallel_size > 1
-
-    def _schedules_for(self, trainer: pl.Trainer) -> Sequence[Schedule]:
-        if trainer.state.fn != TrainerFn.FITTING:
-            return evaluation_schedules(self._schedules, self._settings.placement)
-        return self._schedules
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         reshard(self._module)

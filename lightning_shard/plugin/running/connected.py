@@ -14,13 +14,14 @@ from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_shard import lightning_private
-from lightning_shard.errors import ConfigurationError, ShardError
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin.data.loader import drop_repeated
 from lightning_shard.plugin.running.failure import print_failed_saves
 from lightning_shard.plugin.running.laid_out import LaidOut
 from lightning_shard.plugin.running.launchers import ForkedRanks, check_number_of_ranks, launcher_of
 from lightning_shard.plugin.running.preemption import Preemption
+from lightning_shard.plugin.steps.redirect import note_sharded, sharded_refusal
 
 
 class ConnectedStrategy(LaidOut, ModelParallelStrategy):
@@ -96,12 +97,9 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
 
     def _report(self, exception: BaseException) -> None:
         """Report the failure to the other ranks, which then stop."""
+        note_sharded(exception)
         if self._watch is not None:
             self._watch.report(exception)
-
-    def _refusal(self, error: Exception) -> ShardError | None:
-        """A better error, if a user's code failed because of the layout."""
-        return None
 
     @contextmanager
     def _ending_as_it_should(self) -> Iterator[None]:
@@ -112,7 +110,7 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
                 with self._preemption.stopping():
                     yield
             except BaseException as error:
-                raised = (self._refusal(error) if isinstance(error, Exception) else None) or error
+                raised = (sharded_refusal(error) if isinstance(error, Exception) else None) or error
                 if watch is not None:
                     watch.fails()
                     self._report(raised)

@@ -47,6 +47,7 @@ from lightning_shard.plugin.saving.own_loading import (
 from lightning_shard.plugin.saving.uploads import upload_folders
 from lightning_shard.plugin.steps.checks.agreement import check_copies
 from lightning_shard.plugin.steps.checks.stage_parameters import by_parts
+from lightning_shard.plugin.steps.first_step import FirstStepChecks
 
 _LOADED_BY_NAME = {"state_dict", "current_model_state", "optimizer_states", "optimizer_tensors"}
 """The second is the module's state where the first is an average."""
@@ -65,6 +66,7 @@ class CheckpointedStrategy(ConnectedStrategy):
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
         self._assembly: Assembly = UNTIL_SETUP
+        self._first_checks: FirstStepChecks = UNTIL_SETUP
         self._names: dict[int, str] = {}
         """``id(parameter)`` to name, of this rank's parameters, which are those that its optimizers hold."""
         self._given: list[dict[str, int]] = []
@@ -295,7 +297,11 @@ class CheckpointedStrategy(ConnectedStrategy):
         Args:
             tolerates: Return what can't be joined, in place of an error.
         """
-        return {}
+        apart = {} if self._first_checks is None else self._first_checks.join_copies(tolerates=tolerates)
+        for text in apart.values():
+            rank_zero_warn(f"{text} Until then, the last stage's copy is saved.")
+        state = self._module.state_dict() if apart else {}
+        return {name: state[name] for name in apart}
 
     def _check_saved(self) -> None:
         """After the first step: refuse optimizers whose state no save could hold. A collective call over all ranks."""
