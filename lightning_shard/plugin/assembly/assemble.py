@@ -37,7 +37,7 @@ from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.tied import Tie
-from lightning_shard.plugin.assembly.parameters import LaidOutParameters, refuse_copies, refuse_scripted
+from lightning_shard.plugin.assembly.parameters import check_parameters, kinds, refuse_copies, refuse_scripted
 from lightning_shard.plugin.assembly.placing import OwnPart, blocks_of, cut_to_rank, place_blocks
 from lightning_shard.plugin.assembly.probe import trial_runs, two_runs
 from lightning_shard.plugin.groups import Groups
@@ -64,7 +64,7 @@ class Assembly:
         ties: Parameters that both this rank and another one of its pipeline hold.
         places: Each parameter's index in the whole module.
         names: All names of parameters, in the whole module's order, each mapped to the first name of that parameter.
-        parameters: The module's parameters when it was assembled; ``None`` if the module shards itself.
+        parameters: Of the module as it was assembled: which are sharded; ``None`` if the module shards itself.
         attributes: What the user had set on parameters. Moving them to another device loses it.
         lockstep: Keeps data ranks in step during evaluation steps; created when it is first needed.
         metrics: Shares the module's metrics, which keep it; created when it is first needed.
@@ -79,7 +79,7 @@ class Assembly:
     ties: tuple[Tie, ...]
     places: Mapping[str, int]
     names: Mapping[str, str]
-    parameters: LaidOutParameters | None
+    parameters: Mapping[str, bool] | None
     attributes: Attributes = field(default_factory=dict)
     lockstep: Lockstep | None = None
     metrics: SharedMetrics | None = None
@@ -91,7 +91,7 @@ class Assembly:
             ConfigurationError: On all ranks, if parameters were added to the module since, or removed from its stages.
         """
         if self.parameters is not None and self.layout.world_size > 1:
-            self.parameters.check(module, groups.gather_over_stages, is_cut=self.stages is not None)
+            check_parameters(self.parameters, module, groups.gather_over_stages, is_cut=self.stages is not None)
 
     def lay_out_again(self, layout: Layout, settings: Settings, schedules: Sequence[Schedule]) -> None:
         """Reuse the module for another Trainer, and switch to that Trainer's schedule.
@@ -227,7 +227,7 @@ def assemble(
         part.ties,
         places,
         names,
-        LaidOutParameters(module),
+        kinds(module),
         attributes_of(module),
     )
 

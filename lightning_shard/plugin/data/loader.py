@@ -199,11 +199,14 @@ def sharded_sampler(dataloader: Any) -> ShardedSampler | None:
     """The sampler that :func:`shard_dataloader` installed in this loader, if it did."""
     if not isinstance(dataloader, DataLoader):
         return None
+    return next((sampler for sampler in _samplers(dataloader) if isinstance(sampler, ShardedSampler)), None)
+
+
+def _samplers(dataloader: Any) -> tuple[Any, Any, Any]:
     batches: Any = dataloader.batch_sampler
     if isinstance(batches, _IndexBatchSamplerWrapper):
         batches = batches._batch_sampler
-    candidates = (dataloader.sampler, batches, getattr(batches, "sampler", None))
-    return next((sampler for sampler in candidates if isinstance(sampler, ShardedSampler)), None)
+    return dataloader.sampler, batches, getattr(batches, "sampler", None)
 
 
 def drop_repeated(predictions: list[Any], dataloader: Any) -> None:
@@ -259,8 +262,7 @@ def _check_dealt_itself(dataloader: Any, data_rank: int, data_size: int) -> None
     """Check a loader with its own state: another sampler can't be installed, as that state wouldn't cover it."""
     if data_size == 1 or isinstance(dataloader.dataset, IterableDataset):
         return
-    batches: Any = dataloader.batch_sampler
-    for sampler in (dataloader.sampler, batches, getattr(batches, "sampler", None)):
+    for sampler in _samplers(dataloader):
         if (getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)) == (data_size, data_rank):
             return
     raise ConfigurationError(
@@ -303,7 +305,7 @@ def _seed_fetches(
         dataloader.worker_init_fn = _keep_seeds
     if dataloader.num_workers == 0:
         unseeded = dataloader._get_iterator
-        dataloader._get_iterator = lambda: _SeededFetches(unseeded(), sampler, seed)
+        dataloader._get_iterator = lambda: _seeded(unseeded(), sampler, seed)
 
 
 def _keep_seeds(worker: int) -> None:
@@ -327,31 +329,14 @@ class _EpochsAndPasses:
         return epoch, self._begun[epoch] - 1
 
 
-class _SeededFetches:
+def _seeded(batches: Iterator[Any], sampler: ShardedSampler | _EpochsAndPasses, seed: int) -> Iterator[Any]:
     """The batches of a loader without workers, each made under generators that are seeded by its place in the data."""
-
-    def __init__(self, batches: Iterator[Any], sampler: ShardedSampler | _EpochsAndPasses, seed: int) -> None:
-        self._batches = batches
-        self._sampler = sampler
-        self._seed = seed
-        self._count = 0
-        self._first = 0
-        self._pass: tuple[int, ...] = ()
-
-    def __iter__(self) -> _SeededFetches:
-        return self
-
-    def __next__(self) -> Any:
-        with drawing_apart(derive(self._seed, *self._place())):
-            batch = next(self._batches)
-        self._count += 1
-        return batch
-
-    def _place(self) -> tuple[int, ...]:
-        if self._count == 0:
-            # not in __init__: Lightning creates the first iterator before it sets the epoch
-            self._first, self._pass = self._sampler.next_start, self._sampler.next_pass()
-        return *self._pass, self._first + self._count * self._sampler.data_size * self._sampler.batch_size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
+    # from the first one on: Lightning creates the first iterator before it sets the epoch
+    place, begun, per_batch = sampler.next_start, sampler.next_pass(), sampler.data_size * sampler.batch_size
+    while True:
+        with drawing_apart(derive(seed, *begun, place)):
+            made = [*islice(batches, 1)]
+        if not made:
+            return
+        yield made[0]
+        place += per_batch
