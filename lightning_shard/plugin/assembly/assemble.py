@@ -62,7 +62,6 @@ class Assembly:
         saved_elsewhere: State-dict names that this rank holds and another one saves: tied parameters, and what every
             rank holds, such as a frozen module outside of the network.
         ties: Parameters that both this rank and another one of its pipeline hold.
-        places: Each parameter's index in the whole module.
         names: All names of parameters, in the whole module's order, each mapped to the first name of that parameter.
         parameters: Of the module as it was assembled: which are sharded; ``None`` if the module shards itself.
         attributes: What the user had set on parameters. Moving them to another device loses it.
@@ -77,12 +76,16 @@ class Assembly:
     placement: Placement | None
     saved_elsewhere: frozenset[str]
     ties: tuple[Tie, ...]
-    places: Mapping[str, int]
     names: Mapping[str, str]
     parameters: Mapping[str, bool] | None
     attributes: Attributes = field(default_factory=dict)
     lockstep: Lockstep | None = None
     metrics: SharedMetrics | None = None
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Each parameter's index in the whole module."""
+        return {name: place for place, name in enumerate(dict.fromkeys(self.names.values()))}
 
     def check_parameters(self, module: nn.Module, groups: Groups) -> None:
         """Check that the module has the parameters that were laid out; a collective call over the pipeline.
@@ -144,9 +147,9 @@ def assemble(
     """
     behave_as_tensors()
     whole_steps = has_whole_steps(module)
-    places, names = _places_and_names(module)
+    names = _names(module)
     if parallelizes_itself(module):
-        return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, places, names)
+        return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, names)
 
     refuse_scripted(module)
     compilers = take_out(module)
@@ -225,18 +228,16 @@ def assemble(
         placement,
         part.saved_elsewhere,
         part.ties,
-        places,
         names,
         kinds(module),
         attributes_of(module),
     )
 
 
-def _places_and_names(module: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
-    """Parameters' ``places`` and ``names`` of an :class:`Assembly`."""
-    places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
-    first = {name: group[0] for group in names_of_parameters(module) for name in group}
-    return places, {name: first[name] for name, _ in module.named_parameters(remove_duplicate=False)}
+def _names(module: nn.Module) -> dict[str, str]:
+    """Parameters' ``names`` of an :class:`Assembly`."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _present(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
@@ -285,7 +286,6 @@ def _as_it_shards_itself(
     schedule: Schedule,
     device: torch.device,
     seed: int,
-    places: Mapping[str, int],
     names: Mapping[str, str],
 ) -> Assembly:
     """Assemble a module that shards itself in ``configure_model``, as for Lightning's ModelParallelStrategy.
@@ -312,7 +312,7 @@ def _as_it_shards_itself(
         )
     materialize(module, (), device, seed)
     module.to(device)
-    return Assembly(layout, settings, None, schedule, None, frozenset(), (), places, names, None)
+    return Assembly(layout, settings, None, schedule, None, frozenset(), (), names, None)
 
 
 def _styles(

@@ -9,7 +9,6 @@ resumes with other weights.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from lightning_shard.checkpoint.format.header import dtype_name
 from lightning_shard.checkpoint.memory import byte_view
 from lightning_shard.checkpoint.ranks import Ranks, together
 from lightning_shard.errors import StateMismatchError
+from lightning_shard.plugin.saving.beside_tensors import models_of_transformers
 from lightning_shard.sharding import local_tensor
 
 Result = TypeVar("Result")
@@ -226,12 +226,5 @@ def _other_weights(names: list[str], record: Record) -> str:
 
 def _origins(module: nn.Module) -> dict[str, str]:
     """Where transformers models in the module were loaded from, by the prefix of their tensors' names."""
-    known = sys.modules.get("transformers.modeling_utils")
-    found: dict[str, str] = {}
-    if known is None:
-        return found
-    for name, part in module.named_modules():
-        path = getattr(part, "name_or_path", "") if isinstance(part, known.PreTrainedModel) else ""
-        if path:
-            found[f"{name}." if name else ""] = os.path.abspath(path) if os.path.isdir(path) else str(path)
-    return found
+    paths = {prefix: getattr(model, "name_or_path", "") for prefix, model in models_of_transformers(module)}
+    return {prefix: os.path.abspath(p) if os.path.isdir(p) else str(p) for prefix, p in paths.items() if p}
