@@ -58,7 +58,7 @@ from lightning_shard.plugin.steps.gradients import Gradients, StageUnits
 from lightning_shard.plugin.steps.loop import Loop, TrainerLoop
 from lightning_shard.plugin.steps.loss_weight import LossWeights, Shares, agree_on_overflows
 from lightning_shard.plugin.steps.metrics import SharedMetrics
-from lightning_shard.plugin.steps.pipelined import Cut, PipelinedSteps
+from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.schedule_choice import effective_schedule, evaluation_schedules
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 from lightning_shard.torch_private import allowing_empty_optimizers, parametrizations_leaving_what_is_given
@@ -123,15 +123,15 @@ def make_steps(
         forwards_call=forwards_call,
         rehearses=not groups.any(not known.settings.rehearse)[0],
     )
-    cut = Cut(stages, effective_schedule(known.schedule, known.settings.of_blocks), known.ties)
+    schedule = effective_schedule(known.schedule, known.settings.of_blocks)
     stage_units = StageUnits(
         module,
         BypassedUnits(module, None, device) if reshards and has_data_ranks else None,
-        splits=cut.schedule.splits_backwards,
+        splits=schedule.splits_backwards,
         reduces_each=reduces_each,
         reshards_each=reshards,
     )
-    run = PipelinedSteps(module, loop, cut, groups, layout, shares, alike, stage_units)
+    run = PipelinedSteps(module, loop, known, schedule, groups, shares, alike, stage_units)
     return Steps(run, gradients, checks, metrics)
 
 

@@ -52,12 +52,8 @@ def _why(error: BaseException) -> tuple[str, int | None]:
     """What an exception comes from, and the contract's sentence; an empty text for other exceptions."""
     if str(error).startswith(_FOR_SPARSE):
         return SPARSE_GRADIENT, None
-    return (_OF_SHARDED, 9) if _is_about_sharded(error) else ("", None)
-
-
-def _is_about_sharded(error: BaseException) -> bool:
     said = str(error) if type(error) in (RuntimeError, NotImplementedError) else ""
-    return any(text in said for text in _NOT_FOR_SHARDED)
+    return (_OF_SHARDED, 9) if any(text in said for text in _NOT_FOR_SHARDED) else ("", None)
 
 
 def refuse_sharded(loss: Any) -> None:

@@ -140,13 +140,9 @@ class SharedBuffers:
             )
 
     def _now(self) -> dict[str, Tensor]:
-        found = {}
-        for name in self._names:
-            path, _, key = name.rpartition(".")
-            buffer = self._module.get_submodule(path)._buffers.get(key)
-            if buffer is not None:
-                found[name] = buffer
-        return found
+        owners = {name: self._module.get_submodule(name.rpartition(".")[0])._buffers for name in self._names}
+        found = {name: held.get(name.rpartition(".")[2]) for name, held in owners.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
 
 
 _OF_FROZEN = (
