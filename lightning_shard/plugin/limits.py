@@ -23,9 +23,6 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, micr
 
     Args:
         microbatches: How many a batch is split into on stages.
-
-    Raises:
-        ConfigurationError: The first setting that doesn't work on this layout, with a remedy.
     """
     fits, normalizing = trainer.state.fn == TrainerFn.FITTING, list(batch_norms(module))
     refuse_network(module, layout, microbatches, fits=fits)
@@ -87,9 +84,6 @@ def refuse_network(module: nn.Module, layout: Layout, microbatches: int, *, fits
     Args:
         microbatches: How many a batch is split into on stages.
         fits: Whether it is trained.
-
-    Raises:
-        ConfigurationError: It has what doesn't work on this layout, with a remedy.
     """
     tensors = (*module.named_parameters(), *module.named_buffers())
     if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:

@@ -101,9 +101,6 @@ class Assembly:
 
         Args:
             schedules: The schedules that the user's setting allows.
-
-        Raises:
-            ConfigurationError: It was laid out in another way, or no schedule has the same stages on the same ranks.
         """
         if (self.layout, self.settings) != (layout, settings):
             before, now = _differing((self.layout, self.settings), (layout, settings))
@@ -329,11 +326,7 @@ def _styles(
 
 
 def _recomputed(module: nn.Module, blocks: Blocks | None, settings: Settings) -> set[str]:
-    """The names of the blocks that are recomputed in a backward: the same on every layout.
-
-    Raises:
-        ConfigurationError: A setting needs blocks, and there are none.
-    """
+    """The names of the blocks that are recomputed in a backward: the same on every layout."""
     if blocks is None and (settings.activation_checkpointing or settings.compile_blocks):
         raise ConfigurationError(
             f"{type(module).__name__} has no list of repeated blocks, to which {settings.of_blocks} apply: name modules"
@@ -346,11 +339,7 @@ def _recomputed(module: nn.Module, blocks: Blocks | None, settings: Settings) ->
 def _sequences(
     module: nn.Module, blocks: Blocks | None, layout: Layout, groups: Groups, device: torch.device
 ) -> ShardedSequences | None:
-    """The object that distributes blocks' sequences over ranks; ``None`` without context parallelism.
-
-    Raises:
-        ConfigurationError: There are no blocks.
-    """
+    """The object that distributes blocks' sequences over ranks; ``None`` without context parallelism."""
     if layout.context_parallel_size == 1:
         return None
     if blocks is None:

@@ -140,11 +140,7 @@ def what_trains(module: nn.Module, gather_over_stages: Callable[[Any], list[Any]
 
 
 def refuse_frozen(trains: Iterable[Mapping[str, bool]]) -> None:
-    """Check the stages' parameters that train.
-
-    Raises:
-        PlacementError: There are none.
-    """
+    """Refuse stages that have nothing to train."""
     if not any(any(stage.values()) for stage in trains):
         raise PlacementError(
             "No parameter requires gradients, so the pipeline stages have nothing to train: unfreeze some, or use"

@@ -232,9 +232,6 @@ def _buffers_of_several_stages(module: nn.Module, holders: Holders) -> dict[str,
     """Saved buffers of modules that several stages hold: the first name of each, and all of its names.
 
     Steps may not change them (``checks/buffers.py``).
-
-    Raises:
-        PlacementError: One holds what steps surely change, or what isn't compared.
     """
     places: dict[int, list[str]] = {}
     for name, part in module.named_modules(remove_duplicate=False):

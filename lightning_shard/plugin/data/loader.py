@@ -237,12 +237,7 @@ def _for_one_rank(sampler: Any) -> Any:
 
 
 def _is_dealt_already(dataloader: DataLoader, data_rank: int, data_size: int) -> bool:
-    """Whether the user's own sampler distributes by data rank.
-
-    Raises:
-        ConfigurationError: It distributes otherwise, so that ranks that must read the same batch would read different
-            ones.
-    """
+    """Whether the user's own sampler distributes by data rank."""
     batches: Any = dataloader.batch_sampler
     sampler = getattr(batches, "sampler", None) if batches is not None else dataloader.sampler
     has_own_batches = batches is not None and type(batches) is not BatchSampler

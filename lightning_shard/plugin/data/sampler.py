@@ -216,11 +216,7 @@ class ShardedSampler(Sampler[Any]):
         return {"epoch": self.epoch, "pass": passes, "position": position, "unit": self.unit, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a place saved on any layout, in the order of the seed it was saved with; call :meth:`begin` next.
-
-        Raises:
-            StateMismatchError: It counts batches where this loader distributes samples, or the reverse.
-        """
+        """Go to a place saved on any layout, in the order of the seed it was saved with; call :meth:`begin` next."""
         if state["unit"] != self.unit:
             raise StateMismatchError(
                 f"the checkpoint's place in the data counts {state['unit']}, and this DataLoader deals {self.unit}:"

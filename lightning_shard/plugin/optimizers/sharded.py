@@ -123,12 +123,7 @@ def _refuse_gradient(name: str, _: Tensor) -> None:
 
 
 def refuse_parameter_hooks(module: nn.Module) -> None:
-    """Check a module before it is sharded, and before it trains.
-
-    Raises:
-        ConfigurationError: A parameter has hooks on its gradient. They aren't called, since another tensor holds the
-            parameter's values while it is gathered. Or W&B watches a module: it does so by hooks on rank 0 alone.
-    """
+    """Refuse hooks on gradients, and those of W&B's watch, before a module is sharded and before it trains."""
     for part in module.modules():
         if any(name.startswith(("gradients/", "parameters/")) for name in getattr(part, "_wandb_hook_names", ())):
             raise ConfigurationError(
@@ -145,12 +140,7 @@ def refuse_parameter_hooks(module: nn.Module) -> None:
 
 
 def _refuse_parameters(module: nn.Module) -> None:
-    """Check a module before it is sharded.
-
-    Raises:
-        ConfigurationError: A parameter has hooks that run after its gradient is accumulated (later ones do run), or is
-            of a class derived from ``nn.Parameter``, which an optimizer may ask for.
-    """
+    """Refuse post-accumulate hooks, of which later ones do run, and classes of parameters, before a module is sharded."""
     for name, parameter in module.named_parameters():
         kind = type(parameter)
         if parameter.ndim and not isinstance(parameter, DTensor) and parameter._post_accumulate_grad_hooks:
@@ -168,11 +158,7 @@ def _refuse_parameters(module: nn.Module) -> None:
 
 
 def refuse_hooks_on_sums(module: nn.Module) -> None:
-    """Check before a step whose gradients accumulate: the hooks would run once per optimizer step, or per microbatch.
-
-    Raises:
-        ConfigurationError: A parameter has hooks that run after its gradient is accumulated.
-    """
+    """Refuse hooks where gradients accumulate: they would run once per optimizer step, or per microbatch."""
     for name, parameter in module.named_parameters():
         if parameter._post_accumulate_grad_hooks:
             raise ConfigurationError(
@@ -187,9 +173,6 @@ def _leave_out_others(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 
     Args:
         names: ``id(parameter)`` to name, of this rank's parameters.
-
-    Raises:
-        ConfigurationError: An optimizer holds parameters that the module doesn't have, as from before it was sharded.
     """
     leave_out_elsewhere(optimizer)
     for group in optimizer.param_groups:
@@ -234,11 +217,7 @@ def _check_same_groups(stages: Iterable[Mapping[str, str]]) -> None:
 
 
 def refuse(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
-    """Check an optimizer that ``configure_optimizers`` made.
-
-    Raises:
-        ConfigurationError: It can't be right on the layout, or torch doesn't support it for sharded tensors.
-    """
+    """Check an optimizer that ``configure_optimizers`` made."""
     reason = _unfit(optimizer, layout)
     if reason is not None:
         raise ConfigurationError(f"{type(optimizer).__name__} {reason}", breaks=11)

@@ -37,11 +37,7 @@ _running = ExitStack()
 
 
 def allow(optimizer: torch.optim.Optimizer) -> None:
-    """Compute from whole tensors what an optimizer needs so; collective over a stage's ranks.
-
-    Raises:
-        ConfigurationError: It steps sharded parameters otherwise than whole ones.
-    """
+    """Compute from whole tensors what an optimizer needs so; collective over a stage's ranks."""
     if is_of_torch(optimizer) and not isinstance(optimizer, _TRIED_OF_TORCH):
         return
     trials = [*_trials(optimizer)]

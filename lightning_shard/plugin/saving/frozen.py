@@ -148,9 +148,6 @@ class Frozen:
         """Add to ``stored`` what was left out: nothing if the module has it, otherwise the base's tensors.
 
         A collective call over all ranks.
-
-        Raises:
-            StateMismatchError: The module has other frozen weights, and there is no base to load them from.
         """
         self._loaded_base = record["base"]
         wrong = self.differing(record)

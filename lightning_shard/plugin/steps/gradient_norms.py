@@ -48,9 +48,6 @@ def counted_once(given: Sequence[Tensor], named: Mapping[str, Tensor]) -> list[T
 
     Args:
         named: This stage's parameters, by name.
-
-    Raises:
-        StepError: One is no gradient, and may be computed from that of a weight that another stage counts.
     """
     own = {name: {id(p), id(p.grad)} for name, p in named.items()}
     elsewhere = {name: own[name] for name, p in named.items() if is_counted_elsewhere(p)}

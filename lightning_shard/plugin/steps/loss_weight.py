@@ -108,11 +108,7 @@ def _number(value: Any, device: torch.device) -> Tensor:
 
 
 def loss_of(result: Any) -> Tensor:
-    """The loss in what a training step returned, ``[]``.
-
-    Raises:
-        StepError: There is none.
-    """
+    """The loss in what a training step returned, ``[]``."""
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise StepError(
@@ -140,11 +136,7 @@ def weighted(loss: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def agree_on_overflows(scaler: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Make a ``GradScaler`` detect overflows on any rank; its steps become collective calls over all ranks.
-
-    Raises:
-        ConfigurationError: An optimizer that unscales gradients itself.
-    """
+    """Make a ``GradScaler`` detect overflows on any rank; its steps become collective calls over all ranks."""
     for optimizer in optimizers:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ConfigurationError(

@@ -77,9 +77,6 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
 
     Steps are methods other than ``forward``, but the root FSDP module gathers its parameters in hooks around
     ``forward``. The step itself may call ``module(x)``: the real ``forward`` is restored before the step begins.
-
-    Raises:
-        StepError: The step computes with parameters of a block that isn't being called.
     """
     own = module.__dict__.get("forward")
 

@@ -119,11 +119,7 @@ def evaluation_schedules(schedules: Sequence[Schedule], placement: Policy) -> Se
 
 
 def fitting_schedules(schedules: Sequence[Schedule], blocks: int, placement: Policy) -> list[Schedule]:
-    """The schedules for which there is a block for each stage, and which match explicit counts.
-
-    Raises:
-        PlacementError: There are too few blocks for several stages on each rank.
-    """
+    """The schedules for which there is a block for each stage, and which match explicit counts."""
     fit = [s for s in schedules if s.stages <= blocks and (isinstance(placement, str) or len(placement) == s.stages)]
     if fit:
         return fit
@@ -159,11 +155,7 @@ def choose(
 
 
 def agree(schedules: Sequence[Schedule], choice: Choice | None, groups: Groups) -> Schedule:
-    """Make all ranks use the same schedule: rank 0's choice is broadcast, and logged. A collective call.
-
-    Raises:
-        ConfigurationError: The ranks have read different files.
-    """
+    """Make all ranks use the same schedule: rank 0's choice is broadcast, and logged. A collective call."""
     if choice is not None:
         number = groups.from_first_rank(schedules.index(choice.schedule))
         rank_zero_info(str(choice))

@@ -120,11 +120,7 @@ class SharedBuffers:
 
     @contextmanager
     def unchanged(self, method: str) -> Iterator[None]:
-        """Context of a step.
-
-        Raises:
-            StepError: The step has changed a buffer.
-        """
+        """Context of a step, which may not change them."""
         before = sums_of(self._now())
         yield
         now = self._now()

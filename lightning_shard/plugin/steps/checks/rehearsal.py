@@ -159,9 +159,6 @@ class Rehearsals:
 
         Returns:
             Whether it was rehearsed.
-
-        Raises:
-            StepError: Its result depends on what the step before has left. Or it failed, and data ranks would wait.
         """
         method, parts, key = step.method, step.parts, _of_step(step)
         if len(parts) == 1 or key in self._lengths:  # the same on data ranks that run alike

@@ -135,11 +135,7 @@ class StageParameters:
 
     @contextmanager
     def hook(self, name: str, profiled: AbstractContextManager[Any]) -> Iterator[Any]:
-        """Context of a call of a user's hook; at its end it is refused, or warned, by what it has iterated over.
-
-        Raises:
-            StepError: It was ``parameters()``.
-        """
+        """Context of a call of a user's hook; at its end it is refused, or warned, by what it has iterated over."""
         call = _HookCall(name)
         self._calls.append(call)
         try:

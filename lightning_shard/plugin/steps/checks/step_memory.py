@@ -66,11 +66,7 @@ class StepMemory:
         self._taken.forget()
 
     def check(self) -> None:
-        """Check, after a run, that parameters are as they were.
-
-        Raises:
-            StepError: A parameter was changed in place. Or several stages have drawn from one iterator.
-        """
+        """Check, after a run, that parameters are as they were, and that one stage at most has drawn from iterators."""
         if self._stages > 1 and self._taken.has_drawn():
             raise StepError(
                 f"The step draws from an iterator that the module keeps, and {self._stages} stages on this rank, which"
