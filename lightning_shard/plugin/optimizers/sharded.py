@@ -140,7 +140,7 @@ def refuse_parameter_hooks(module: nn.Module) -> None:
 
 
 def _refuse_parameters(module: nn.Module) -> None:
-    """Refuse post-accumulate hooks, of which later ones do run, and classes of parameters, before a module is sharded."""
+    """Refuse post-accumulate hooks (later ones do run) and classes of parameters, before a module is sharded."""
     for name, parameter in module.named_parameters():
         kind = type(parameter)
         if parameter.ndim and not isinstance(parameter, DTensor) and parameter._post_accumulate_grad_hooks:

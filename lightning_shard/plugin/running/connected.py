@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +17,7 @@ from lightning_shard import lightning_private
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin.data.loader import drop_repeated
-from lightning_shard.plugin.running.failure import print_failed_saves
+from lightning_shard.plugin.running.failure import printing_failed_saves
 from lightning_shard.plugin.running.laid_out import LaidOut
 from lightning_shard.plugin.running.launchers import ForkedRanks, check_number_of_ranks, launcher_of
 from lightning_shard.plugin.running.preemption import Preemption
@@ -37,7 +37,7 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
         names = ("data_parallel_size", "tensor_parallel_size", "process_group_backend", "timeout")
         super().__init__(**{name: given[name] for name in names})
         self._take(given)
-        self._undo_guards: Callable[[], None] = lambda: None
+        self._printing_failed_saves = ExitStack()
         self._preemption = Preemption()
         lightning_private.choose_precision_by(self)
 
@@ -87,7 +87,7 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._report(exception)
-        self._undo_guards()
+        self._printing_failed_saves.close()
         if self._watch is None:
             return
         failure = self._watch.failure_elsewhere(exception)
@@ -115,7 +115,8 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
                     watch.fails()
                     self._report(raised)
                     raised = watch.failure_elsewhere(raised) or raised
-                    self._undo_guards = print_failed_saves(self._module.trainer, watch.say_once)
+                    printing = printing_failed_saves(self._module.trainer, watch.say_once)
+                    self._printing_failed_saves.enter_context(printing)
                 if raised is error:
                     raise
                 raise raised from error
