@@ -54,10 +54,7 @@ class Assembly:
     """A LightningModule that was cut and sharded in place.
 
     Attributes:
-        layout: The layout it was assembled for.
-        settings: The settings it was assembled with.
         stages: This rank's stages; ``None`` with a single rank in a pipeline.
-        schedule: The order in which they run.
         placement: The assignment of blocks to stages; ``None`` if no blocks were found (and none are needed).
         saved_elsewhere: State-dict names that this rank holds and another one saves: tied parameters, and what every
             rank holds, such as a frozen module outside of the network.
@@ -97,11 +94,7 @@ class Assembly:
             check_parameters(self.parameters, module, groups.gather_over_stages, is_cut=self.stages is not None)
 
     def lay_out_again(self, layout: Layout, settings: Settings, schedules: Sequence[Schedule]) -> None:
-        """Reuse the module for another Trainer, and switch to that Trainer's schedule.
-
-        Args:
-            schedules: The schedules that the user's setting allows.
-        """
+        """Reuse the module for another Trainer, and switch to that Trainer's schedule."""
         if (self.layout, self.settings) != (layout, settings):
             before, now = _differing((self.layout, self.settings), (layout, settings))
             raise ConfigurationError(
@@ -137,7 +130,6 @@ def assemble(
 
     Args:
         seed: Seeds the initial weights of modules on meta.
-        schedules: The schedules that the settings allow.
 
     Raises:
         ConfigurationError: The module can't be laid out so. Raised before anything is changed where that can be known.

@@ -102,7 +102,6 @@ def all_parameters(
 
     Args:
         names: All names in the whole module's order, each mapped to the first name of that parameter.
-        gather_over_stages: All-gathers a value over the pipeline.
     """
     own = {name: parameter.requires_grad for name, parameter in module.named_parameters(remove_duplicate=False)}
     trains = {name: trains for of_stage in gather_over_stages(own) for name, trains in of_stage.items()}
@@ -185,7 +184,6 @@ def check_parameters(
 
     Args:
         known: The :func:`kinds` of these.
-        gather_over_stages: All-gathers a value over the pipeline.
         is_cut: Whether other stages have stand-ins for what is removed here, and would still call them.
 
     Raises:

@@ -91,9 +91,6 @@ def make_steps(
 
     Args:
         module: With one stage a LightningModule.
-        loop: The loop that will run them.
-        mesh: The world's.
-        weigh: The weight of a batch's loss; ``None``: all count equally.
         check_saved: Refuses what could not be saved; a collective call over all ranks.
     """
     layout, stages = known.layout, known.stages

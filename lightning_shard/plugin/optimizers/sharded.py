@@ -38,7 +38,6 @@ def prepare(
 
     Args:
         built: The module's parameters before sharding, if it was sharded for this run.
-        tied: Names of parameters that other stages hold too.
 
     Returns:
         For each optimizer the positions of all stages' parameters among those that it was made with, by name.
@@ -169,11 +168,7 @@ def refuse_hooks_on_sums(module: nn.Module) -> None:
 
 
 def _leave_out_others(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Remove other stages' parameters from each group; refuse parameters that aren't the module's.
-
-    Args:
-        names: ``id(parameter)`` to name, of this rank's parameters.
-    """
+    """Remove other stages' parameters from each group; refuse parameters that aren't the module's."""
     leave_out_elsewhere(optimizer)
     for group in optimizer.param_groups:
         if any(id(parameter) not in names for parameter in group["params"]):

@@ -25,11 +25,7 @@ from lightning_shard.plugin.steps.redirect import note_sharded, sharded_refusal
 
 
 class ConnectedStrategy(LaidOut, ModelParallelStrategy):
-    """Sets up a layout's mesh, process groups and seed, and watches for failures.
-
-    Args:
-        given: The arguments of :class:`HybridShardStrategy`, by name.
-    """
+    """Sets up a layout's mesh, process groups and seed, and watches for failures."""
 
     _known_after = "a Trainer was made with this strategy"
 

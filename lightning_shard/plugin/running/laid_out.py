@@ -32,10 +32,6 @@ class LaidOut:
 
     Attributes:
         _known_after: When the layout is known, for a message.
-        _settings: How modules are to be laid out.
-        _schedules: The schedules from which one is chosen.
-        _reduces_each: Whether each backward reduces gradients over the data ranks.
-        _loss_weight: Computes the weight of a batch's loss.
     """
 
     _known_after: str

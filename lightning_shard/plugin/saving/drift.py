@@ -112,8 +112,6 @@ class Drift:
     """What the saves of one run have found.
 
     Args:
-        mesh: The mesh of the ranks that hold this rank's stage.
-        host: All ranks, host to host.
         of_stages: The tensors that other stages hold too, by section and name.
     """
 

@@ -51,7 +51,6 @@ class Frozen:
     """The frozen parameters of this rank's part of a module.
 
     Args:
-        mesh: The ranks that hold the same stage.
         base: The checkpoint that holds them, according to the user.
     """
 

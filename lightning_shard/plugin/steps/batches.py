@@ -37,11 +37,7 @@ class Step:
     """A step of the user's on one batch.
 
     Attributes:
-        method: Its name.
         kind: A key of what it may depend on, other than its batch.
-        call: The user's code.
-        parts: The batch's microbatches.
-        seeds: The seed of each.
         args: What it is given after the batch.
     """
 
@@ -58,7 +54,6 @@ class Batches:
     """Splits the batches of one loop.
 
     Args:
-        microbatches: Of a whole batch.
         of_all: For each flag, whether it is true on all data ranks; a collective call of these.
     """
 
@@ -157,8 +152,6 @@ class Alike:
     """The data ranks that hold the same part of one model.
 
     Args:
-        own_calls: The collective calls of the steps themselves, as far as seen.
-        data_ranks: How many there are.
         forwards_call: Whether forwards make collective calls over them.
         rehearses: Whether steps may run again at all.
     """

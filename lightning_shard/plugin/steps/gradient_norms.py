@@ -44,11 +44,7 @@ from lightning_shard.torch_private import functions_replaced, replaced
 
 
 def counted_once(given: Sequence[Tensor], named: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tensors that count on this stage.
-
-    Args:
-        named: This stage's parameters, by name.
-    """
+    """The tensors that count on this stage."""
     own = {name: {id(p), id(p.grad)} for name, p in named.items()}
     elsewhere = {name: own[name] for name, p in named.items() if is_counted_elsewhere(p)}
     passed, known = {id(tensor) for tensor in given}, set().union(*own.values())
@@ -69,15 +65,7 @@ _GROUP: Any = clip_grad._group_tensors_by_device_and_dtype
 
 
 class WholeNorms:
-    """Computes norms over all ranks. To make one is a collective call over the pipeline.
-
-    Args:
-        module: Cut and sharded.
-        stage_mesh: The mesh of the ranks that hold this rank's stage.
-        groups: This rank's groups.
-        device: The device of the resulting norms.
-        guard: That over parameters of incomplete modules.
-    """
+    """Computes norms over all ranks. To make one is a collective call over the pipeline."""
 
     current: WholeNorms | None = None
     """Whose norms the functions give; ``None``: their own."""

@@ -30,10 +30,8 @@ class Gradients:
     """The gradients of one module on this rank.
 
     Args:
-        module: Sharded, on its device.
         group: The ranks that hold the same part of the model.
         reduces_each: Every backward reduces them, not only the last one before an optimizer step.
-        is_pipelined: Whether steps are pipelined.
     """
 
     def __init__(
@@ -101,7 +99,6 @@ class StageUnits:
     """The units of one module.
 
     Args:
-        module: Cut and sharded.
         bypassed: Gathers units that backwards bypass, where units are freed after their forwards.
         splits: Whether backwards are split in two parts.
         reduces_each: Whether each backward reduces gradients over the data ranks.

@@ -54,12 +54,9 @@ class Loop:
         strategy: The strategy, as a user's code names it, for messages.
         whole_parameters: Where such code finds all parameters between steps.
         is_sanity_check: Whether evaluation steps run to try them before training.
-        epoch: Its number.
-        is_accumulating: Whether no optimizer step follows the current batch.
         begins_accumulation: Whether the current batch is the first one after an optimizer step.
         accumulates: The number of batches over whose losses an optimizer step takes the mean.
         observers: Objects of the user's, other than the module, whose state a step may change.
-        schedulers: Of learning rates.
     """
 
     precision: Any

@@ -42,8 +42,6 @@ class LossWeights:
 
     Args:
         weigh: A function of a batch; ``None``: all parts count equally.
-        group: The data ranks.
-        device: The device of losses.
     """
 
     def __init__(self, weigh: Callable[[Any], Any] | None, group: dist.ProcessGroup, device: torch.device) -> None:

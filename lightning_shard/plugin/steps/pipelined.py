@@ -66,7 +66,6 @@ class _Begun:
     """An evaluation batch for which this rank has run its part.
 
     Attributes:
-        step: The step on it.
         results: The microbatches' results on the last stage; ``None`` if the batch has to run call by call.
         sent: The number of tensors that each stage of this rank had sent when the batch was done.
     """
@@ -213,7 +212,6 @@ class PipelinedSteps:
         """Run the forwards of a batch; returns on every stage what the step would have returned for it.
 
         Args:
-            draw: Computes a step's seed from its arguments.
             upcoming: The arguments of the next steps. A rank with one stage runs its part of these too, where it is
                 known what crosses the cuts, until as many batches are in flight as stages follow.
         """

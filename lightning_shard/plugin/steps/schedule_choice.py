@@ -85,11 +85,7 @@ def _stages_per_rank(name: str, ranks: int, placement: Policy) -> int | None:
 
 
 def effective_schedule(schedule: Schedule, settings: Mapping[str, Any]) -> Schedule:
-    """The schedule with whole backwards, if settings leave nothing for a backward's second part; logs that.
-
-    Args:
-        settings: Settings of blocks, by name.
-    """
+    """The schedule with whole backwards, if settings leave nothing for a backward's second part; logs that."""
     against = against_parts(settings)
     if not schedule.splits_backwards or not against:
         return schedule
@@ -144,8 +140,6 @@ def choose(
 
     Args:
         placed: Returns the placement of blocks on a schedule's stages.
-        settings: Settings of blocks, by name.
-        has_data_ranks: Whether gradients are reduced over several ranks.
     """
     if len(schedules) == 1:
         return None

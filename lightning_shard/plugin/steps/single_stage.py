@@ -31,12 +31,6 @@ class SingleStageSteps:
     """Runs ``training_step``, its backward and the evaluation steps of one LightningModule.
 
     Args:
-        module: Sharded, on its device.
-        device: Where this rank computes.
-        data_rank: This rank's index on the data axis, which its random numbers depend on.
-        gradients: The module's gradient reduction.
-        weights: How much the losses of batches count.
-        means: Warns of losses that should be weighted.
         bypassed: Gathers units whose backward begins elsewhere than at their output; ``None`` with one data rank.
         lockstep: Keeps data ranks' all-gathers in step during evaluation steps; ``None`` with one data rank.
     """

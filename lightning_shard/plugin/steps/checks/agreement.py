@@ -98,8 +98,6 @@ class SameUpdate:
 
     Args:
         module: After a backward that has reduced gradients.
-        optimizers: After a step.
-        layout: This rank's.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], layout: Layout) -> None:
@@ -187,9 +185,7 @@ def check_copies(
     tensor in the state of a sharded parameter is saved as replicated on every rank that holds the parameter.
 
     Args:
-        tied: This stage's tied parameters, by name.
         names: ``id(parameter)`` to name, of the parameters whose plain state is compared.
-        group: All ranks, host to host.
 
     Raises:
         UnsupportedStateError: On every rank, if copies have diverged, or a plain tensor is a rank's own part.

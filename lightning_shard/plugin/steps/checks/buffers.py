@@ -70,11 +70,7 @@ class ChangedBuffers:
         return {name: ((), *changed.get(name, NOTHING)[1:]) for name in self._names}
 
     def warn_of_data_ranks(self, ranks: dist.ProcessGroup, *, warns: bool) -> None:
-        """Compare them over data ranks; a collective call over these, until some are reported.
-
-        Args:
-            warns: Whether this rank does.
-        """
+        """Compare them over data ranks; a collective call over these, until some are reported."""
         if self._has_warned or not self._names:
             return
         if not (apart := differing(exchanged(ranks, self.changed())[0], _REDUCED)):
@@ -158,9 +154,7 @@ class CopiesOfStages:
     """Frozen parameters and saved buffers of which other stages have copies. The constructor is a collective call.
 
     Args:
-        module: The stage's.
         others: Names of buffers that are compared elsewhere.
-        device: Where this rank computes.
         whole: Where code between steps finds all parameters, for messages.
     """
 

@@ -21,10 +21,8 @@ class StepMemory:
     """The state that a step on pipeline stages may change beside gradients.
 
     Args:
-        root: The LightningModule.
         stages: How many stages of this rank run the step. With several, the step may not draw from an iterator.
         callbacks: The Trainer's, whose state a step may change too.
-        others: Each restores something else.
         puts_back: Whether the state may have to be restored; else it is taken for :meth:`check` alone.
     """
 

@@ -68,11 +68,7 @@ _GATHERED = '"colwise_gather_output" and the layer after it "rowwise_split_input
 
 @dataclass
 class Shown:
-    """What a step shows to the user.
-
-    Attributes:
-        output: What it returned.
-    """
+    """What a step shows to the user."""
 
     output: Any = None
 
@@ -163,7 +159,6 @@ def check_losses(output: Any, group: dist.ProcessGroup, *, shares_sequences: boo
     Args:
         output: What the step returned: a loss, a dict with one, or none.
         shares_sequences: Whether the ranks share sequences, and not features.
-        in_32_bits: Whether nothing is computed in fewer bits.
 
     Raises:
         PlanError: On every rank of the group, if the losses differ.

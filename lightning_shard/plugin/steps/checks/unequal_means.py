@@ -113,13 +113,7 @@ _TEXT = (
 
 
 class UnequalMeans:
-    """Compares the divisors of one LightningModule's training losses, in one run.
-
-    Args:
-        parts: How many microbatches a batch is split into.
-        group: The data ranks.
-        is_weighted: Whether the user has set ``loss_weight``.
-    """
+    """Compares the divisors of one LightningModule's training losses, in one run."""
 
     def __init__(self, parts: int, group: dist.ProcessGroup, *, is_weighted: bool) -> None:
         self._group = group
