@@ -53,7 +53,13 @@ def prepare(
         built.refuse_gradients(parameters)
     for optimizer in optimizers:
         _leave_out_others(optimizer, names)
-    _check_same_groups(groups.gather_over_stages(_groups_of(optimizers, names, tied)))
+    of_tied = by_name(groups.gather_over_stages(_groups_of(optimizers, names, tied)))
+    for name, (one, other, *_) in unequal(of_tied).items():  # copies with different settings would diverge
+        raise ConfigurationError(
+            f"{name} is on two pipeline stages, since it is tied, and configure_optimizers puts it into"
+            f" {one or 'no optimizer'} on one and {other or 'none'} on the other: choose groups by parameters' names or"
+            " shapes, which are the same on both."
+        )
     for optimizer in optimizers:
         refuse(optimizer, layout)
         update_shards(optimizer)
@@ -195,20 +201,6 @@ def _groups_of(
 def _is_setting(key: str, value: Any) -> bool:
     values = value if isinstance(value, (tuple, list)) else [value]
     return key not in NAMES_OF_NOTHING_ELSE and all(isinstance(v, (str, int, float, type(None))) for v in values)
-
-
-def _check_same_groups(stages: Iterable[Mapping[str, str]]) -> None:
-    """Compare the stages' results of :func:`_groups_of`: copies with different settings would diverge.
-
-    Raises:
-        ConfigurationError: On all stages together.
-    """
-    for name, (one, other, *_) in unequal(by_name(stages)).items():
-        raise ConfigurationError(
-            f"{name} is on two pipeline stages, since it is tied, and configure_optimizers puts it into"
-            f" {one or 'no optimizer'} on one and {other or 'none'} on the other: choose groups by parameters' names or"
-            " shapes, which are the same on both."
-        )
 
 
 def refuse(optimizer: torch.optim.Optimizer, layout: Layout) -> None:

@@ -211,10 +211,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             return super()._should_remove_checkpoint(trainer, previous, current)
         if previous == current or self._place(previous) == self._resumed_from:
             return False
-        return self._is_in_dirpath(previous)
-
-    def _is_in_dirpath(self, path: str) -> bool:
-        return bool(path) and self._place(path).startswith(self._place(str(self.dirpath)).rstrip("/") + "/")
+        return bool(previous) and self._place(previous).startswith(self._place(str(self.dirpath)).rstrip("/") + "/")
 
     def _place(self, path: str) -> str:
         """One canonical path for all spellings of a location."""
