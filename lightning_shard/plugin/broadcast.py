@@ -113,11 +113,10 @@ class Broadcaster:
 
 
 def values_of(source: int, tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """The values of one rank's tensor, on all ranks of a group, on ``device``; a collective call over the group.
+    """The values of one rank's tensor, on all ranks of a group; a collective call over the group.
 
     Args:
         source: The rank within the group.
-        tensor: This rank's, of the same shape and dtype, on any device.
         device: Where this rank computes, which the group's backend serves.
     """
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)

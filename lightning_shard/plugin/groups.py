@@ -68,9 +68,6 @@ class Groups:
         Args:
             both_ways: Whether values and gradients each go both to later and to earlier ranks, as they do where ranks
                 hold several stages.
-
-        Raises:
-            ConfigurationError: CUDA devices over gloo.
         """
         if layout.world_size > 1 and mesh.device_type == "cuda":
             refuse_gloo()

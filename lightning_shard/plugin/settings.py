@@ -22,13 +22,10 @@ from lightning_shard.pipeline.placement import check_policy
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments that say how a module is cut, sharded and run.
+    """The arguments that say how a module is cut, sharded and run; what can't work with any model is refused.
 
     Attributes:
         gathered_dtype: The dtype of the Trainer's mixed precision, in which FSDP all-gathers parameters.
-
-    Raises:
-        ConfigurationError: An argument that can't work with any model.
     """
 
     placement: Literal["auto", "even"] | Sequence[int]

@@ -85,11 +85,7 @@ class Assembly:
         return {name: place for place, name in enumerate(dict.fromkeys(self.names.values()))}
 
     def check_parameters(self, module: nn.Module, groups: Groups) -> None:
-        """Check that the module has the parameters that were laid out; a collective call over the pipeline.
-
-        Raises:
-            ConfigurationError: On all ranks, if parameters were added to the module since, or removed from its stages.
-        """
+        """Check that the module has the parameters that were laid out; a collective call over the pipeline."""
         if self.parameters is not None and self.layout.world_size > 1:
             check_parameters(self.parameters, module, groups.gather_over_stages, is_cut=self.stages is not None)
 
@@ -277,10 +273,7 @@ def _as_it_shards_itself(
     seed: int,
     names: Mapping[str, str],
 ) -> Assembly:
-    """Assemble a module that shards itself in ``configure_model``, as for Lightning's ModelParallelStrategy.
-
-    Nothing is left to do; settings that would cut it, or change how its blocks run, are refused.
-    """
+    """Assemble a module that shards itself in ``configure_model``, as for Lightning's ModelParallelStrategy."""
     if any(isinstance(value, Hollow) for part in module.modules() for value in vars(part).values()):
         raise LayoutError(
             f"{type(module).__name__} contains a module that an earlier run has split into pipeline stages, so it no"

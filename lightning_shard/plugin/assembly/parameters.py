@@ -204,10 +204,7 @@ def check_parameters(
 
 
 def refuse_scripted(module: nn.Module) -> None:
-    """
-    Raises:
-        ConfigurationError: A part was made by ``torch.jit``. Many methods of such modules fail, those of hooks too.
-    """
+    """Refuse parts that were made by ``torch.jit``: many methods of such modules fail, those of hooks too."""
     for name, part in module.named_modules():
         if isinstance(part, ScriptModule):
             raise ConfigurationError(

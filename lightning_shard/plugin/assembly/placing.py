@@ -189,10 +189,7 @@ def cut_to(
 
 
 def _refuse_pre_hooks(module: nn.Module, blocks: Blocks, placement: Placement) -> None:
-    """Refuse forward pre-hooks inside of blocks.
-
-    Forward hooks there are replayed on other stages. Pre-hooks, which may change arguments, aren't.
-    """
+    """Refuse forward pre-hooks inside of blocks, which may change arguments: other stages replay forward hooks only."""
     for name in blocks.names[: placement.stages[-1].blocks.start]:
         for inner, part in module.get_submodule(name).named_modules():
             hooks = part._forward_pre_hooks.values()

@@ -38,14 +38,7 @@ _BY_DATASET = {
 
 
 def check_lengths(dataloader: Any, ranks: Ranks) -> None:
-    """Compare lengths; a collective call over all ranks.
-
-    Args:
-        dataloader: This rank's loader, after distribution to data ranks.
-
-    Raises:
-        ConfigurationError: On all ranks, if loaders that know their lengths have different ones.
-    """
+    """Compare the lengths of distributed loaders; a collective call over all ranks, which raise together."""
     lengths = ranks.broadcast(ranks.gather(length_of(dataloader)))
     other = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
     if other is not None:

@@ -131,10 +131,7 @@ class _WholeWhereNeeded(TorchFunctionMode):
         return leaf
 
     def _refuse_lost(self, func: Any, args: Any) -> None:
-        """
-        Raises:
-            StepError: A view of what was gathered would be changed, and the parameter not.
-        """
+        """Refuse to change a view of what was gathered: the parameter wouldn't change."""
         targets = tree.tensors(args[0]) if args and _changes(func) else []
         if any(_memory_of(each) in self._gathered for each in targets):
             raise StepError(

@@ -321,11 +321,7 @@ class ShardedCheckpointIO(CheckpointIO):
 
 
 def sharded(io: object) -> ShardedCheckpointIO:
-    """A strategy's ``checkpoint_io``, as it is set.
-
-    Raises:
-        ConfigurationError: It is another one.
-    """
+    """A strategy's ``checkpoint_io``, as it is set; others are refused."""
     if not isinstance(io, ShardedCheckpointIO):
         raise ConfigurationError(
             f"checkpoint_io ({type(io).__name__}) must be a lightning_shard.ShardedCheckpointIO: sharded state is"

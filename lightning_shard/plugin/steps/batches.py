@@ -115,11 +115,7 @@ class OwnCalls:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look at the pipelined step that runs inside.
-
-        Raises:
-            StepError: The user's code, or a library that it calls, makes a call over the world.
-        """
+        """Look at the pipelined step that runs inside; calls over the world that it makes are refused."""
         with calls_replaced(self._checking, _OF_LAYOUTS) if self._stages is not None else nullcontext():
             self._thread = get_ident()
             try:

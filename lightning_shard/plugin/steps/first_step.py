@@ -28,13 +28,9 @@ _UPDATES = 2
 
 
 class FirstStepChecks:
-    """The checks of one module's steps in one run.
-
-    To make them is a collective call over the pipeline.
+    """The checks of one module's steps in one run. To make them is a collective call over the pipeline.
 
     Args:
-        stages: This rank's; ``None`` with one stage.
-        own_calls: The collective calls that steps make.
         check_saved: Refuses what could not be saved; a collective call over all ranks.
     """
 

@@ -141,7 +141,6 @@ class StageUnits:
 
         Args:
             is_last: Whether it is the step's last on this rank.
-            accumulating: Whether no optimizer step follows.
         """
         if not self._reshards_each:
             leave_out_prefetching(self._units)

@@ -99,10 +99,7 @@ class HeldLogs:
                 self._module.__dict__["log"] = self._before
 
     def begin_microbatch(self) -> None:
-        """A forward or backward begins: what is logged in it several times by one name is several logs.
-
-        These are combined by their order.
-        """
+        """A forward or backward begins: what it logs several times by one name is combined by the order of calls."""
         self._times.clear()
         self._now.clear()
 

@@ -109,10 +109,7 @@ class SharedMetrics:
         return copied
 
     def _compute(self, compute: Callable[[], Any], in_block: str) -> Any:
-        """
-        Raises:
-            StepError: On every stage, if a block holds the metric.
-        """
+        """A metric's value on all stages, in a call that they make together; refused if a block holds the metric."""
         stages = self._stages
         assert stages is not None
         # in a step, where Metric.forward computes the batch's value, stages don't reach this call together

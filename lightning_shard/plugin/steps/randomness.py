@@ -52,11 +52,7 @@ def derive(*parts: object) -> int:
 
 
 def seed_all(seed: int, own: Mapping[str, OwnGenerator] = _NONE) -> None:
-    """Seed torch (on the CPU and on CUDA devices), numpy and Python.
-
-    Args:
-        own: A module's own generators by name, each of which gets its own seed.
-    """
+    """Seed torch (on the CPU and on CUDA devices), numpy and Python, and a module's ``own`` generators."""
     # torch.manual_seed formats a stack trace for each uninitialized kind of device: a tenth of a small step's time
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():

@@ -136,11 +136,7 @@ def choose(
     *,
     has_data_ranks: bool,
 ) -> Choice | None:
-    """Choose the best of several schedules; ``None`` if there is only one.
-
-    Args:
-        placed: Returns the placement of blocks on a schedule's stages.
-    """
+    """Choose the best of several schedules, as ``placed`` on their stages; ``None`` if there is only one."""
     if len(schedules) == 1:
         return None
     if against_parts(settings):

@@ -65,11 +65,7 @@ class SingleStageSteps:
             self._sees_parameters = has_hooks(self._module.trainer, self._module, _BEFORE_BACKWARD)
 
     def train(self, precision: Precision, draw: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a training step; its backward is a separate call.
-
-        Args:
-            draw: The seed of random numbers, equal on all ranks.
-        """
+        """Run the forward of a training step, with random numbers of the seed ``draw``; the backward is separate."""
         module, automatic = self._module, self._module.automatic_optimization
         reshard(module)  # a hook may have called it before the optimizer's step, which changes the shards
         [self._weight] = self._weights.of(args[:1] or [None])

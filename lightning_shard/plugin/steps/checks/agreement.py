@@ -113,11 +113,7 @@ class SameUpdate:
         self.numbers = [*of_stages, *_of_all(groups), *_of_all(rates)]
 
     def check(self, largest: Sequence[int]) -> None:
-        """Check the largest of all ranks' ``numbers``.
-
-        Raises:
-            StepError: On every rank, if they differ.
-        """
+        """Check the largest of all ranks' ``numbers``: where they differ, every rank raises."""
         size = len(largest) // 2 - 2
         of_gradients, of_settings = largest[:size], largest[size:-4]
         if _differ(of_gradients):

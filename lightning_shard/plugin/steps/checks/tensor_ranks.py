@@ -129,11 +129,7 @@ class TensorRanks:
             )
 
     def check_update(self) -> None:
-        """Compare the gradients of what isn't split, and changed buffers; a collective call over the axis.
-
-        Raises:
-            PlanError: On every rank of the axis, if one differs.
-        """
+        """Compare the gradients of what isn't split, and changed buffers; a collective call over the axis."""
         buffers = dict(self._module.named_buffers())
         changed = {
             name: values
@@ -159,10 +155,6 @@ def check_losses(output: Any, group: dist.ProcessGroup, *, shares_sequences: boo
     Args:
         output: What the step returned: a loss, a dict with one, or none.
         shares_sequences: Whether the ranks share sequences, and not features.
-
-    Raises:
-        PlanError: On every rank of the group, if the losses differ.
-        StepError: The same, of ranks that share sequences.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     own = {"loss": loss} if isinstance(loss, Tensor) and loss.numel() == 1 else {}

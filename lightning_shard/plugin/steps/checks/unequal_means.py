@@ -129,10 +129,9 @@ class UnequalMeans:
             self._seen.append((loss.detach(), [number for _, number in divisions(loss)]))
 
     def warn(self) -> bool:
-        """Warn once, after a batch's parts; a collective call over the data ranks in the steps that are looked at.
+        """Warn once, after a batch's parts; returns whether it has warned now.
 
-        Returns:
-            Whether it has warned now.
+        A collective call over the data ranks in the steps that are looked at.
         """
         looks = self._looks
         self._begin_step()
