@@ -38,9 +38,7 @@ def leave_out_of(checkpoint: dict[str, Any]) -> None:
     """Remove those that can't be held from what Lightning is about to save, with a warning on rank 0."""
     for key in _KEYS:
         kept = checkpoint.get(key)
-        if not isinstance(kept, dict):
-            continue
-        if _reason("hparams", kept) is None:
+        if not isinstance(kept, dict) or _reason("hparams", kept) is None:
             continue
         reasons = {name: _reason(f"hparams.{name}", value) for name, value in kept.items()}
         checkpoint[key] = {name: value for name, value in kept.items() if reasons[name] is None}
@@ -119,7 +117,7 @@ def describe(module: nn.Module, *holders: Any) -> dict[str, Any] | None:
 
 def models_of_transformers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Each with the prefix of its tensors' names."""
-    known = sys.modules.get("transformers.modeling_utils")
+    known: Any = sys.modules.get("transformers.modeling_utils")
     for name, part in module.named_modules() if known is not None else ():
         if isinstance(part, known.PreTrainedModel):
             yield f"{name}." if name else "", part

@@ -162,16 +162,10 @@ class Frozen:
 
     def differing(self, record: Record) -> list[str]:
         """The names of left-out parameters that differ in this module, on any rank, from the recorded content."""
-        own = {name: p.detach() for name, p in self._parameters().items() if name in record["tensors"]}
-        contents = content_of_all(own, self._mesh)
         told = record["tensors"]
-        parts = _everywhere(lambda: {name: [dtype_name(p.dtype, name), list(p.shape)] for name, p in own.items()})
-        everyone = {name: value for part in parts for name, value in part.items()}
-        return [
-            name
-            for name, tensor in told.items()
-            if contents.get(name) != tensor["content"] or everyone[name] != [tensor["dtype"], list(tensor["shape"])]
-        ]
+        now = self._tell({name: p.detach() for name, p in self._parameters().items() if name in told})
+        compared = ("dtype", "shape", "content")
+        return [name for name, was in told.items() if any(now.get(name, {}).get(key) != was[key] for key in compared)]
 
     def check(self, record: Record) -> None:
         """After loading: check that the module has what was left out, and record it. Collective over all ranks."""

@@ -77,11 +77,7 @@ class HeldLogs:
 
     @contextmanager
     def holding(self, step: str = "") -> Iterator[None]:
-        """Hold every ``log`` and ``log_dict`` inside, which come from calls of the step of this name.
-
-        Raises:
-            StepError: Code inside logs in another way.
-        """
+        """Hold every ``log`` and ``log_dict`` inside, which come from the step of this name; refuse other ways."""
         self._records = {}
         self._times.clear()
         self._step = step

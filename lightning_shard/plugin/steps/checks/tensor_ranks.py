@@ -93,15 +93,9 @@ class TensorRanks:
 
     @contextmanager
     def comparing_what_is_shown(self, method: str, shown: Shown) -> Iterator[None]:
-        """Compare what the first step of a kind, which runs inside, logs and returns.
+        """Compare what the first step of a kind, which runs inside, logs, and what it returns, as put in ``shown``.
 
         At its end, a collective call over the axis.
-
-        Args:
-            shown: The caller stores the step's output there.
-
-        Raises:
-            PlanError: On every rank of the axis, if returned tensors differ.
         """
         logs: dict[str, Fingerprint] = {}
 
@@ -204,12 +198,8 @@ def _said(ranks: Mapping[int, Fingerprint]) -> str:
 def is_split(parameter: Tensor, axis: DeviceMesh) -> bool:
     if not isinstance(parameter, DTensor):
         return False
-    assert axis.mesh_dim_names is not None
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return any(
-        name == axis.mesh_dim_names[0] and not placement.is_replicate()
-        for name, placement in zip(names, parameter.placements)
-    )
+    placed = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements))
+    return any(name in placed and not placed[name].is_replicate() for name in axis.mesh_dim_names or ())
 
 
 def _gradients(module: nn.Module, axis: DeviceMesh) -> dict[str, Fingerprint]:
