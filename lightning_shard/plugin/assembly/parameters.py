@@ -39,11 +39,6 @@ _LARGEST = 2**17
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 
-def names_by_id(module: nn.Module) -> dict[int, str]:
-    """Of a module that isn't laid out yet."""
-    return {id(parameter): name for name, parameter in module.named_parameters()}
-
-
 def replace_kept(module: nn.Module, names: Mapping[int, str], others: Iterable[object] = ()) -> None:
     """Replace them wherever a module that was laid out, and other objects, have kept them; containers in place.
 

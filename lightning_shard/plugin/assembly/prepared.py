@@ -26,7 +26,6 @@ from lightning_shard.parallel.init import put_on_units
 from lightning_shard.plugin.assembly.assemble import Assembly, assemble
 from lightning_shard.plugin.assembly.parameters import (
     all_parameters,
-    names_by_id,
     refuse_frozen,
     replace_kept,
     what_trains,
@@ -208,7 +207,7 @@ class PreparedStrategy(CheckpointedStrategy):
         callbacks, schedules = trainer.callbacks, self._schedules  # type: ignore[attr-defined]
         if trainer.state.fn != TrainerFn.FITTING:
             schedules = evaluation_schedules(schedules, self._settings.placement)
-        self._built, names = Built.of(module), names_by_id(module)
+        self._built, names = Built.of(module), {id(p): name for name, p in module.named_parameters()}
         if self.layout.world_size > 1:
             summarize_before(module, callbacks)
         self.precision_plugin.convert_module(module)

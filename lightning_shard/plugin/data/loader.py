@@ -178,8 +178,8 @@ def shard_dataloader(
         sharded = _with_samplers(dataloader, sampler, _IndexBatchSamplerWrapper(dealt) if is_predicting else dealt)
         if train and batches_trained is not None:
             _carry_place(sharded, sampler, batches_trained)
-    place = _EpochsAndPasses(epoch) if sampler is None else sampler
-    _seed_fetches(sharded, worker_generator, place, derive(seed, "fetch", train, data_rank))
+    next_pass = _counted_passes(epoch) if sampler is None else sampler.next_pass
+    _seed_fetches(sharded, worker_generator, sampler, next_pass, derive(seed, "fetch", train, data_rank))
     if ranks is not None:
         check_lengths(sharded, ranks)
         if isinstance(dataloader.dataset, IterableDataset) and data_size > 1:
@@ -285,7 +285,11 @@ def _with_samplers(dataloader: DataLoader, sampler: ShardedSampler, batch_sample
 
 
 def _seed_fetches(
-    dataloader: Any, worker_generator: torch.Generator, sampler: ShardedSampler | _EpochsAndPasses, seed: int
+    dataloader: Any,
+    worker_generator: torch.Generator,
+    sampler: ShardedSampler | None,
+    next_pass: Callable[[], tuple[int, ...]],
+    seed: int,
 ) -> None:
     """Seed what a dataset draws, in workers or in this process, equally on the ranks of one data rank."""
     dataloader.generator = worker_generator
@@ -293,34 +297,32 @@ def _seed_fetches(
         dataloader.worker_init_fn = _keep_seeds
     if dataloader.num_workers == 0:
         unseeded = dataloader._get_iterator
-        dataloader._get_iterator = lambda: _seeded(unseeded(), sampler, seed)
+        dataloader._get_iterator = lambda: _seeded(unseeded(), sampler, next_pass, seed)
 
 
 def _keep_seeds(worker: int) -> None:
     """Does nothing: torch seeds a worker's generators from the loader's; Lightning would reseed them by global rank."""
 
 
-class _EpochsAndPasses:
-    """Counts the passes over a loader whose sampler isn't ours; after a resume from 0, as its data begins anew."""
+def _counted_passes(epoch: Callable[[], int]) -> Callable[[], tuple[int, ...]]:
+    """The epoch, and which pass over a loader whose sampler isn't ours begins; to be called once for each."""
+    begun: Counter[int] = Counter()
 
-    data_size = batch_size = 1
-    next_start = 0
+    def next_pass() -> tuple[int, ...]:
+        now = epoch()
+        begun[now] += 1
+        return now, begun[now] - 1
 
-    def __init__(self, epoch: Callable[[], int]) -> None:
-        self._epoch = epoch
-        self._begun: Counter[int] = Counter()
-
-    def next_pass(self) -> tuple[int, ...]:
-        """The epoch, and which of its passes begins; to be called once for each."""
-        epoch = self._epoch()
-        self._begun[epoch] += 1
-        return epoch, self._begun[epoch] - 1
+    return next_pass
 
 
-def _seeded(batches: Iterator[Any], sampler: ShardedSampler | _EpochsAndPasses, seed: int) -> Iterator[Any]:
+def _seeded(
+    batches: Iterator[Any], sampler: ShardedSampler | None, next_pass: Callable[[], tuple[int, ...]], seed: int
+) -> Iterator[Any]:
     """The batches of a loader without workers, each made under generators that are seeded by its place in the data."""
     # from the first one on: Lightning creates the first iterator before it sets the epoch
-    place, begun, per_batch = sampler.next_start, sampler.next_pass(), sampler.data_size * sampler.batch_size
+    place, per_batch = (0, 1) if sampler is None else (sampler.next_start, sampler.data_size * sampler.batch_size)
+    begun = next_pass()
     while True:
         with drawing_apart(derive(seed, *begun, place)):
             made = [*islice(batches, 1)]

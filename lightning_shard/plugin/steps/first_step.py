@@ -16,7 +16,7 @@ from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
 from lightning_shard.plugin.steps.batches import OwnCalls
 from lightning_shard.plugin.steps.checks import tensor_ranks
 from lightning_shard.plugin.steps.checks.agreement import check_same_batch
-from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers, CopiesOfStages, SharedBuffers
+from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers, CopiesOfStages, unchanged
 from lightning_shard.plugin.steps.checks.tensor_ranks import Shown, TensorRanks
 from lightning_shard.plugin.steps.loop import Loop
 
@@ -53,8 +53,7 @@ class FirstStepChecks:
         self._data = groups.data
         self._check_saved = check_saved
         self._own_calls = own_calls
-        of_blocks = stages.shared_buffers if stages is not None else ()
-        self._shared = SharedBuffers(module, of_blocks)
+        self._of_blocks = of_blocks = stages.shared_buffers if stages is not None else ()
         self._copies: CopiesOfStages | None = None
         if stages is not None:
             self._copies = CopiesOfStages(module, of_blocks, groups, device, loop.whole_parameters)
@@ -85,7 +84,8 @@ class FirstStepChecks:
                 self._copies.join_for_step()
         shown = Shown()
         with ExitStack() as looks:
-            looks.enter_context(self._shared.unchanged(method))
+            if self._of_blocks:
+                looks.enter_context(unchanged(module, self._of_blocks, method))
             if method not in self._kinds:
                 self._kinds.add(method)
                 check_same_batch(batch, layout, self._loop.strategy)
