@@ -25,15 +25,6 @@ from lightning_shard.plugin.broadcast import Broadcaster
 _set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
-def refuse_gloo() -> None:
-    """Refuse gloo on CUDA: with torch 2.11 it can't send CUDA tensors, and its collectives may end the process."""
-    if "cuda:gloo" in dist.get_backend_config(dist.group.WORLD):
-        raise ConfigurationError(
-            "process_group_backend is gloo, which doesn't support what parallel training needs on CUDA devices, such as"
-            " sending CUDA tensors: leave it out, or use nccl."
-        )
-
-
 @dataclass(frozen=True)
 class Groups:
     """This rank's process groups.
@@ -69,8 +60,13 @@ class Groups:
             both_ways: Whether values and gradients each go both to later and to earlier ranks, as they do where ranks
                 hold several stages.
         """
-        if layout.world_size > 1 and mesh.device_type == "cuda":
-            refuse_gloo()
+        is_on_gpus = layout.world_size > 1 and mesh.device_type == "cuda"
+        if is_on_gpus and "cuda:gloo" in dist.get_backend_config(dist.group.WORLD):
+            # with torch 2.11 it can't send CUDA tensors, and its collectives may end the process
+            raise ConfigurationError(
+                "process_group_backend is gloo, which doesn't support what parallel training needs on CUDA devices,"
+                " such as sending CUDA tensors: leave it out, or use nccl."
+            )
         pipeline = control = mesh[PIPELINE_AXIS].get_group()
         forward = backward = Ways(pipeline, pipeline)
         if layout.pipeline_parallel_size > 1:

@@ -30,6 +30,7 @@ from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.reporting.memory import HeldMemory, held_memory
 from lightning_shard.plugin.saving.averaging import postpone_copies
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
+from lightning_shard.plugin.saving.own_loading import replace_lazy
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.stage_parameters import by_parts, guard_of
 from lightning_shard.plugin.steps.look_ahead import BatchesAhead, runs_in_order
@@ -229,7 +230,9 @@ class HybridShardStrategy(PreparedStrategy):
         resume_data(self._module.trainer)
         run_epoch_start(self._module.trainer)
         lightning_private.find_rates_by_all_data(self._module.trainer)
-        self._keep_loaded()
+        if self._gave_lazy:  # after all loading hooks, while the checkpoint still exists
+            self._gave_lazy = False
+            replace_lazy(self._module, *self._module.trainer.callbacks)  # type: ignore[attr-defined]
         self._in_groups = None
         if self._generators is not None:
             randomness.restore(self._generators, self.root_device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -182,7 +183,8 @@ class PreparedStrategy(CheckpointedStrategy):
         self._make_steps(module, known)
         self._metrics.find(module)
         self.barrier()
-        self._of_run.enter_context(self._metrics.reducing_new_ones())
+        share = partial(self._metrics.share, of_steps=False)  # what steps use is found where an epoch begins
+        self._of_run.enter_context(lightning_private.told_of_new_metrics(share))
         self._of_run.enter_context(adding_new_parameters(self.layout.pipeline_parallel_size > 1))
         if trainer.state.fn == TrainerFn.FITTING:
             average_shards(callbacks, module)

@@ -214,12 +214,6 @@ class CheckpointedStrategy(ConnectedStrategy):
             loaded["state_dict"] = as_lazy(loaded["state_dict"])
         return loaded
 
-    def _keep_loaded(self) -> None:
-        """After all loading hooks: read the lazy tensors that they have kept, while the checkpoint still exists."""
-        if self._gave_lazy:
-            self._gave_lazy = False
-            replace_lazy(self._module, *self._module.trainer.callbacks)  # type: ignore[attr-defined]
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         replace_lazy(self._module)
         reshard(self._module)

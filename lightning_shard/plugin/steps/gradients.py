@@ -44,7 +44,7 @@ class Gradients:
         self._is_pipelined = is_pipelined
         self._scalars = scalar_parameters(module)
         self._is_held = False
-        self._by_inputs = InputGradients(
+        self.by_inputs = InputGradients(
             module, lambda: not self._is_held or self._reduces_each, frees=not has_whole_steps(module)
         )
         self._has_added_up = False
@@ -66,10 +66,10 @@ class Gradients:
         """Prepare for an automatic step's backward: Lightning's ``zero_grad`` came after backwards within the step."""
         if self._loop.begins_accumulation:
             drop_unreduced_gradients(self._module)
-        self._by_inputs.begin()
+        self.by_inputs.begin()
 
     def end_backward(self) -> None:
-        self._by_inputs.end()
+        self.by_inputs.end()
         end_backward(self._module, reduces=not self._is_held)
         if not self._is_held:
             average_gradients((p for p in self._scalars if p.requires_grad), self._group)
@@ -89,10 +89,6 @@ class Gradients:
                 yield
         finally:
             self._is_held = False
-
-    def of_inputs(self) -> AbstractContextManager[None]:
-        """A context for a step that may take gradients with respect to its inputs."""
-        return self._by_inputs.watched()
 
 
 class StageUnits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from torchmetrics import MeanMetric, Metric
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.lightning_private import told_of_new_metrics
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.state.walk import reachable
@@ -72,10 +71,6 @@ class SharedMetrics:
                 for part in leaf.modules() if isinstance(leaf, nn.Module) else ():
                     if isinstance(part, Metric):
                         self.share(part, of_steps=False)
-
-    def reducing_new_ones(self) -> AbstractContextManager[None]:
-        """Inside, metrics that are made reduce over data ranks; what hooks made is found where an epoch begins."""
-        return told_of_new_metrics(partial(self.share, of_steps=False))
 
     def share(self, metric: Metric, *, of_steps: bool, in_block: str = "") -> None:
         """

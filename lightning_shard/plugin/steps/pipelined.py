@@ -368,7 +368,7 @@ class PipelinedSteps:
         self._late_changes |= self._kept.carry(broadcast, self._device)
 
     def _remember(self, *, puts_back: bool = True) -> StepMemory:
-        self._seeds.look_for_generators()  # a first step may make some
+        self._seeds.may_have_new_generators = True  # a first step may make some
         others = [self._apart.begin, self._kept.forget, self._output.remember()] if puts_back else ()
         return StepMemory(self._module, len(self._stages), self._loop.observers, others, puts_back=puts_back)
 

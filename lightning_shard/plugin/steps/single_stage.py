@@ -69,7 +69,7 @@ class SingleStageSteps:
         module, automatic = self._module, self._module.automatic_optimization
         reshard(module)  # a hook may have called it before the optimizer's step, which changes the shards
         [self._weight] = self._weights.of(args[:1] or [None])
-        with precision.train_step_context(), self._gradients.of_inputs(), self._watched():
+        with precision.train_step_context(), self._gradients.by_inputs.watched(), self._watched():
             result = self._run("training_step", draw, args, kwargs)
         if automatic:
             self._means.note(result.get("loss") if isinstance(result, dict) else result)
