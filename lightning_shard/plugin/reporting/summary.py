@@ -93,7 +93,11 @@ def report_whole(callbacks: Iterable[pl.Callback], module: pl.LightningModule) -
     for callback in _summaries(callbacks):
         # of another depth, if only an earlier Trainer's is known
         found = before.get(callback._max_depth) or next(iter(before.values()))
-        vars(callback)["_summary"] = partial(lambda found, *_: deepcopy(found), found)
+        vars(callback)["_summary"] = partial(_repeated, found)
+
+
+def _repeated(found: _Whole, *_: Any) -> _Whole:
+    return deepcopy(found)
 
 
 def report_placement(callbacks: Iterable[pl.Callback], layout: Layout, placement: Placement | None) -> None:
