@@ -286,11 +286,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             self.checkpoint_io.remove_checkpoint(filepath)
 
     def _join_copies(self, *, tolerates: bool = False) -> Mapping[str, Tensor]:
-        """Join what several stages hold and code between steps has changed; a collective call over the pipeline.
-
-        Args:
-            tolerates: Return what can't be joined, in place of an error.
-        """
+        """Join copies on several stages; returns what can't be joined, if it tolerates that. Collective over them."""
         apart = {} if self._first_checks is None else self._first_checks.join_copies(tolerates=tolerates)
         for text in apart.values():
             rank_zero_warn(f"{text} Until then, the last stage's copy is saved.")

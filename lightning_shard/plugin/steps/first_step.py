@@ -106,16 +106,7 @@ class FirstStepChecks:
             tensor_ranks.check_losses(output, ranks, shares_sequences=shares, in_32_bits=self._loop.in_32_bits)
 
     def join_copies(self, *, tolerates: bool = False) -> dict[str, str]:
-        """Join what several stages hold and code between steps has changed; a collective call over the pipeline.
-
-        After the first steps a run isn't ended by what can't be joined.
-
-        Args:
-            tolerates: Nor is it in these.
-
-        Returns:
-            What to say of copies that have parted, by name.
-        """
+        """As ``CopiesOfStages.join``; after the first steps a run isn't ended by what can't be joined."""
         if self._copies is None:
             return {}
         is_early = self._steps <= _STEPS

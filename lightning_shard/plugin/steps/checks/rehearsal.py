@@ -148,9 +148,7 @@ class Rehearsals:
         A collective call over the pipeline, and over data ranks that have to run alike.
 
         Args:
-            run_on: Calls it on a microbatch, inside of a call of the root, with the random numbers of that of a number.
-            remember: Takes a snapshot of what it may change.
-            carry: Has all stages go on from the state that the last one has left.
+            remember: Takes a snapshot of what it may change; the others are :func:`rehearse`'s.
             is_known: Whether it was said already why the loss isn't a mean; logs are then none for the same reason.
 
         Returns:

@@ -46,11 +46,7 @@ class StepMemory:
         self._taken = take(root, callbacks) if puts_back else Taken([])
 
     def put_back(self) -> None:
-        """Restore the state.
-
-        Raises:
-            StepError: Something was changed that can't be restored. All else of objects is restored first.
-        """
+        """Restore the state; all else of objects before it raises for what can't be restored."""
         self._taken.put_back()
         for put_back in self._others:
             put_back()
