@@ -63,6 +63,10 @@ class CheckpointedStrategy(ConnectedStrategy):
     Subclasses set what is saved: the assembly, and the names of the parameters that optimizers hold.
     """
 
+    # not after all of it: setup restores when the module is laid out, before there are optimizers
+    restore_checkpoint_after_setup = False
+    lightning_restore_optimizer = True
+
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
         self._assembly: Assembly = UNTIL_SETUP
@@ -82,11 +86,6 @@ class CheckpointedStrategy(ConnectedStrategy):
         """What all stages hold and code has changed to different values, as found by the last save."""
         self._restore: lightning_private.PostponedRestoring = UNTIL_SETUP
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Not after all of it: :meth:`setup` restores when the module is laid out, before there are optimizers."""
-        return False
-
     def setup_environment(self) -> None:
         super().setup_environment()
         self._restore = lightning_private.PostponedRestoring(self._module.trainer)
@@ -101,10 +100,6 @@ class CheckpointedStrategy(ConnectedStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = sharded(io)
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
 
     def _report(self, exception: BaseException) -> None:
         # before the failure is reported, which stops the other ranks: a save in the background needs them
