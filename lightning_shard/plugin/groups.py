@@ -25,15 +25,6 @@ from lightning_shard.plugin.broadcast import Broadcaster
 _set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
-def refuse_gloo() -> None:
-    """Refuse gloo on CUDA: with torch 2.11 it can't send CUDA tensors, and its collectives may end the process."""
-    if "cuda:gloo" in dist.get_backend_config(dist.group.WORLD):
-        raise ConfigurationError(
-            "process_group_backend is gloo, which doesn't support what parallel training needs on CUDA devices, such as"
-            " sending CUDA tensors: leave it out, or use nccl."
-        )
-
-
 @dataclass(frozen=True)
 class Groups:
     """This rank's process groups.
@@ -68,12 +59,14 @@ class Groups:
         Args:
             both_ways: Whether values and gradients each go both to later and to earlier ranks, as they do where ranks
                 hold several stages.
-
-        Raises:
-            ConfigurationError: CUDA devices over gloo.
         """
-        if layout.world_size > 1 and mesh.device_type == "cuda":
-            refuse_gloo()
+        is_on_gpus = layout.world_size > 1 and mesh.device_type == "cuda"
+        if is_on_gpus and "cuda:gloo" in dist.get_backend_config(dist.group.WORLD):
+            # with torch 2.11 it can't send CUDA tensors, and its collectives may end the process
+            raise ConfigurationError(
+                "process_group_backend is gloo, which doesn't support what parallel training needs on CUDA devices,"
+                " such as sending CUDA tensors: leave it out, or use nccl."
+            )
         pipeline = control = mesh[PIPELINE_AXIS].get_group()
         forward = backward = Ways(pipeline, pipeline)
         if layout.pipeline_parallel_size > 1:
@@ -112,22 +105,15 @@ class Groups:
 
     def largest(self, *numbers: int) -> list[int]:
         """The largest of all ranks' numbers in each place; a collective call of all ranks."""
-        values = torch.tensor(numbers, dtype=torch.int64)
-        if dist.get_world_size(self.host) > 1:
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.host)
-        return values.tolist()
+        return _largest(numbers, self.host)
 
     def of_any_peer(self, flag: bool) -> bool:
         """Whether a flag is true on any rank that holds the same part of the model; a collective call of these."""
-        return not self.of_all_peers([not flag])[0]
+        return bool(_largest([flag], self.peers)[0])
 
     def of_all_peers(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is true on all ranks that hold the same part of the model; a collective call."""
-        if dist.get_world_size(self.peers) == 1:
-            return list(flags)
-        values = torch.tensor(flags, dtype=torch.int32)
-        dist.all_reduce(values, dist.ReduceOp.MIN, group=self.peers)
-        return [bool(value) for value in values.tolist()]
+        return [not fails for fails in _largest([not flag for flag in flags], self.peers)]
 
     def from_first_rank(self, value: Any) -> Any:
         """Broadcast rank 0's value to all ranks; a collective call."""
@@ -138,6 +124,13 @@ class Groups:
     def broadcast_from_last_stage(self, value: Any, device: torch.device) -> Any:
         """Broadcast the last stage's value, its tensors on each rank's device; a collective call over the pipeline."""
         return self.broadcaster.broadcast(value, device)
+
+
+def _largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    values = torch.tensor(numbers, dtype=torch.int64)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    return values.tolist()
 
 
 def set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:

@@ -19,14 +19,7 @@ from lightning_shard.parallel.batch_norm import batch_norms
 
 
 def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, microbatches: int) -> None:
-    """Check a module and a Trainer's settings against the layout.
-
-    Args:
-        microbatches: How many a batch is split into on stages.
-
-    Raises:
-        ConfigurationError: The first setting that doesn't work on this layout, with a remedy.
-    """
+    """Check a module and a Trainer's settings against the layout."""
     fits, normalizing = trainer.state.fn == TrainerFn.FITTING, list(batch_norms(module))
     refuse_network(module, layout, microbatches, fits=fits)
     layer_sync = getattr(trainer.strategy, "_layer_sync", None)
@@ -82,15 +75,7 @@ def refuse(trainer: pl.Trainer, module: pl.LightningModule, layout: Layout, micr
 
 
 def refuse_network(module: nn.Module, layout: Layout, microbatches: int, *, fits: bool) -> None:
-    """Check a network against the layout, whatever loop trains it.
-
-    Args:
-        microbatches: How many a batch is split into on stages.
-        fits: Whether it is trained.
-
-    Raises:
-        ConfigurationError: It has what doesn't work on this layout, with a remedy.
-    """
+    """Check a network against the layout, whatever loop trains it."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
         raise ConfigurationError(

@@ -22,13 +22,10 @@ from lightning_shard.pipeline.placement import check_policy
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments that say how a module is cut, sharded and run.
+    """The arguments that say how a module is cut, sharded and run; what can't work with any model is refused.
 
     Attributes:
         gathered_dtype: The dtype of the Trainer's mixed precision, in which FSDP all-gathers parameters.
-
-    Raises:
-        ConfigurationError: An argument that can't work with any model.
     """
 
     placement: Literal["auto", "even"] | Sequence[int]
@@ -60,11 +57,7 @@ class Settings:
             )
 
     def check_beside(self, sizes: Mapping[str, Any]) -> None:
-        """Check the arguments against the sizes of the mesh axes, by argument.
-
-        Raises:
-            ConfigurationError: A combination that can't work.
-        """
+        """Check the arguments against the sizes of the mesh axes, by argument."""
         if not self.compile_blocks:
             return
         for name in ("expert_parallel_size", "context_parallel_size"):
@@ -87,23 +80,14 @@ class Settings:
 
 
 def check_switches(**switches: object) -> None:
-    """Check that switches are bools.
-
-    Raises:
-        ConfigurationError: One isn't.
-    """
+    """Check that switches are bools."""
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConfigurationError(f"{name}={value!r} is neither True nor False: use one of these.")
 
 
 def check_kinds(*, loss_weight: Any, reduce_each_microbatch: Any, timeout: Any) -> None:
-    """Check the types of arguments that the strategy passes on unchanged.
-
-    Raises:
-        ConfigurationError: A weight that isn't callable, a switch that isn't a bool, or a timeout that isn't a positive
-            timedelta.
-    """
+    """Check the types of arguments that the strategy passes on unchanged."""
     check_switches(reduce_each_microbatch=reduce_each_microbatch)
     if loss_weight is not None and not callable(loss_weight):
         raise ConfigurationError(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_shard import lightning_private
 from lightning_shard.checkpoint.ranks import Ranks
-from lightning_shard.errors import ConfigurationError, ShardError
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.activation_checkpointing import Recomputing
 from lightning_shard.parallel.batch_norm import broadcast_statistics, synchronize
 from lightning_shard.parallel.experts.stacked import ExpertPlan
@@ -32,12 +30,12 @@ from lightning_shard.plugin.optimizers import whole_tensors
 from lightning_shard.plugin.reporting.memory import HeldMemory, held_memory
 from lightning_shard.plugin.saving.averaging import postpone_copies
 from lightning_shard.plugin.saving.checkpoint_io import ShardedCheckpointIO
+from lightning_shard.plugin.saving.own_loading import replace_lazy
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.checks.stage_parameters import by_parts, guard_of
 from lightning_shard.plugin.steps.look_ahead import BatchesAhead, runs_in_order
 from lightning_shard.plugin.steps.loss_weight import loss_of
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
-from lightning_shard.plugin.steps.redirect import note_sharded, sharded_refusal
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 from lightning_shard.sharding import local_tensor
 
@@ -171,7 +169,6 @@ class HybridShardStrategy(PreparedStrategy):
 
         Only for loops that run their own backwards (manual optimization): otherwise the strategy does it.
         """
-        assert self._gradients is not None
         self._gradients.synchronize()
 
     def watch_actions(self, watch: StopWatch | None) -> str | None:
@@ -219,13 +216,6 @@ class HybridShardStrategy(PreparedStrategy):
         if name is not None and name.endswith("_dataloader()"):  # Lightning has asked for loaders; it processes each
             self._loaders = []
 
-    def _report(self, exception: BaseException) -> None:
-        note_sharded(exception)
-        super()._report(exception)
-
-    def _refusal(self, error: Exception) -> ShardError | None:
-        return sharded_refusal(error)
-
     def teardown(self) -> None:
         if self.model is not None:
             synchronize(self.model, None)
@@ -240,13 +230,14 @@ class HybridShardStrategy(PreparedStrategy):
         resume_data(self._module.trainer)
         run_epoch_start(self._module.trainer)
         lightning_private.find_rates_by_all_data(self._module.trainer)
-        self._keep_loaded()
+        if self._gave_lazy:  # after all loading hooks, while the checkpoint still exists
+            self._gave_lazy = False
+            replace_lazy(self._module, *self._module.trainer.callbacks)  # type: ignore[attr-defined]
         self._in_groups = None
         if self._generators is not None:
             randomness.restore(self._generators, self.root_device)
             self._generators = None
         self._guard_hooks(shows_all=False)
-        assert self._steps is not None
         self._steps.begin("training_step")
 
     def on_train_end(self) -> None:
@@ -255,17 +246,15 @@ class HybridShardStrategy(PreparedStrategy):
         self.checkpoint_io.wait()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        assert self.lightning_module is not None
-        assert self._assembly is not None
         in_groups = [len(group["params"]) for each in self.optimizers for group in each.param_groups]
         if batch_idx == 0 or in_groups != self._in_groups:  # after the start hooks of the run, the epoch and the batch
             self._in_groups = in_groups
-            self._assembly.check_parameters(self.lightning_module, self.groups)
+            self._assembly.check_parameters(self._module, self.groups)
         if batch_idx == 0:
-            self._share_metrics()
+            self._metrics.find(self._module)
         if not isinstance(self._steps, PipelinedSteps):
             return
-        lightning_private.skip_backward(self.lightning_module.trainer)
+        lightning_private.skip_backward(self.lightning_module.trainer)  # type: ignore[union-attr]
         if batch_idx == 0:  # callbacks, and users' hooks, freeze and unfreeze where an epoch begins
             before, self._trains = self._trains, self._what_trains()
             if self._trains != before:
@@ -273,21 +262,17 @@ class HybridShardStrategy(PreparedStrategy):
             self._steps.look_again("training_step")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        assert self._gradients is not None
-        assert self._first_checks is not None
-        draw = randomness.derive(self._seed, "train", lightning_private.batches_started(self.lightning_module.trainer))
+        module: Any = self.lightning_module
+        draw = randomness.derive(self._seed, "train", lightning_private.batches_started(module.trainer))
         self._gradients.begin_step()
         with as_tensors.step(), self._first_checks.at("training_step", args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
-                trainer = self.lightning_module.trainer
-                lightning_private.zero_gradients(trainer, self.optimizers[0])
+                lightning_private.zero_gradients(module.trainer, self.optimizers[0])
                 output = self._steps.train(draw, *args, **kwargs)
-                loss = loss_of(output) / trainer.accumulate_grad_batches
-                self.precision_plugin.pre_backward(loss, self.lightning_module)
-                self.precision_plugin.post_backward(loss, self.lightning_module)
+                loss = loss_of(output) / module.trainer.accumulate_grad_batches
+                self.precision_plugin.pre_backward(loss, module)
+                self.precision_plugin.post_backward(loss, module)
             else:
-                assert self._steps is not None
                 output = self._steps.train(self.precision_plugin, draw, *args, **kwargs)
             shown.output = output
         return output
@@ -305,16 +290,8 @@ class HybridShardStrategy(PreparedStrategy):
                 result = super().optimizer_step(*args, **kwargs)
         finally:
             whole_tensors.end()
-        assert self._first_checks is not None
         self._first_checks.after_update()
         return result
-
-    def _join_copies(self, *, tolerates: bool = False) -> Mapping[str, Tensor]:
-        apart = {} if self._first_checks is None else self._first_checks.join_copies(tolerates=tolerates)
-        for text in apart.values():
-            rank_zero_warn(f"{text} Until then, the last stage's copy is saved.")
-        state = self._module.state_dict() if apart else {}
-        return {name: state[name] for name in apart}
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
@@ -329,28 +306,23 @@ class HybridShardStrategy(PreparedStrategy):
             return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._first_checks is not None
 
         def draw(arguments: tuple[Any, ...]) -> int:
             return randomness.derive(self._seed_of_evaluation, method, *arguments[1:])
 
         if args[1:2] == (0,):
-            self._share_metrics()
+            self._metrics.find(self._module)
         with as_tensors.step(), self._first_checks.at(method, args[0] if args else None) as shown:
             if isinstance(self._steps, PipelinedSteps):
                 upcoming = self._ahead.upcoming() if self._ahead is not None else ()
                 shown.output = self._steps.evaluate(method, draw, upcoming, *args, **kwargs)
             else:
-                assert self._steps is not None
                 shown.output = self._steps.evaluate(method, draw(args), *args, **kwargs)
         return shown.output
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:
         """Inside, backwards accumulate gradients without reducing them over the data-parallel ranks."""
-        assert self._gradients is not None
-        with self._gradients.held():
-            yield
+        return self._gradients.held()
 
     def on_validation_start(self) -> None:
         self._begin_evaluation("validation_step")
@@ -361,7 +333,7 @@ class HybridShardStrategy(PreparedStrategy):
     def on_predict_start(self) -> None:
         self._begin_evaluation("predict_step")
         if not self.layout.is_first_of_data_rank:
-            lightning_private.write_no_predictions(self.lightning_module.trainer)  # type: ignore[union-attr]
+            lightning_private.write_no_predictions(self._module.trainer)
 
     def _begin_evaluation(self, method: str) -> None:
         """Let stages run batches ahead, unless user code could notice; all ranks of a pipeline decide alike."""
@@ -370,10 +342,11 @@ class HybridShardStrategy(PreparedStrategy):
         trainer = module.trainer
         self._seed_of_evaluation = randomness.derive(self._seed, lightning_private.batches_started(trainer))
         loop = lightning_private.evaluating(trainer)
-        lightning_private.around_end_hooks(loop, self._free_gathered)
+        # only a backward frees gathered parameters: before the hooks of the end, which may restore weights that start
+        # hooks swapped out, and after them, since they may have called the module
+        lightning_private.around_end_hooks(loop, partial(reshard, module))
         broadcast_statistics(module, self.groups.gradient)
         self._join_copies()
-        assert self._steps is not None
         self._steps.begin(method)
         if self.layout.pipeline_parallel_size == 1:
             return
@@ -390,12 +363,4 @@ class HybridShardStrategy(PreparedStrategy):
         return self.batch_to_device(self.precision_plugin.convert_input(batch), dataloader_idx=dataloader_idx)
 
     def on_predict_end(self) -> None:
-        lightning_private.write_predictions_again(self.lightning_module.trainer)  # type: ignore[union-attr]
-
-    def _free_gathered(self) -> None:
-        """Reshard the module after an evaluation: only a backward frees gathered parameters, and there was none.
-
-        Called before the hooks of the evaluation's end, which may restore weights that its start hooks swapped out, and
-        again after them, since they may have called the module.
-        """
-        reshard(self._module)
+        lightning_private.write_predictions_again(self._module.trainer)

@@ -37,7 +37,7 @@ from lightning_shard.pipeline.placement import Placement
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.tied import Tie
-from lightning_shard.plugin.assembly.parameters import LaidOutParameters, refuse_copies, refuse_scripted
+from lightning_shard.plugin.assembly.parameters import check_parameters, kinds, refuse_copies, refuse_scripted
 from lightning_shard.plugin.assembly.placing import OwnPart, blocks_of, cut_to_rank, place_blocks
 from lightning_shard.plugin.assembly.probe import trial_runs, two_runs
 from lightning_shard.plugin.groups import Groups
@@ -54,17 +54,13 @@ class Assembly:
     """A LightningModule that was cut and sharded in place.
 
     Attributes:
-        layout: The layout it was assembled for.
-        settings: The settings it was assembled with.
         stages: This rank's stages; ``None`` with a single rank in a pipeline.
-        schedule: The order in which they run.
         placement: The assignment of blocks to stages; ``None`` if no blocks were found (and none are needed).
         saved_elsewhere: State-dict names that this rank holds and another one saves: tied parameters, and what every
             rank holds, such as a frozen module outside of the network.
         ties: Parameters that both this rank and another one of its pipeline hold.
-        places: Each parameter's index in the whole module.
         names: All names of parameters, in the whole module's order, each mapped to the first name of that parameter.
-        parameters: The module's parameters when it was assembled; ``None`` if the module shards itself.
+        parameters: Of the module as it was assembled: which are sharded; ``None`` if the module shards itself.
         attributes: What the user had set on parameters. Moving them to another device loses it.
         lockstep: Keeps data ranks in step during evaluation steps; created when it is first needed.
         metrics: Shares the module's metrics, which keep it; created when it is first needed.
@@ -77,31 +73,24 @@ class Assembly:
     placement: Placement | None
     saved_elsewhere: frozenset[str]
     ties: tuple[Tie, ...]
-    places: Mapping[str, int]
     names: Mapping[str, str]
-    parameters: LaidOutParameters | None
+    parameters: Mapping[str, bool] | None
     attributes: Attributes = field(default_factory=dict)
     lockstep: Lockstep | None = None
     metrics: SharedMetrics | None = None
 
-    def check_parameters(self, module: nn.Module, groups: Groups) -> None:
-        """Check that the module has the parameters that were laid out; a collective call over the pipeline.
+    @property
+    def places(self) -> dict[str, int]:
+        """Each parameter's index in the whole module."""
+        return {name: place for place, name in enumerate(dict.fromkeys(self.names.values()))}
 
-        Raises:
-            ConfigurationError: On all ranks, if parameters were added to the module since, or removed from its stages.
-        """
+    def check_parameters(self, module: nn.Module, groups: Groups) -> None:
+        """Check that the module has the parameters that were laid out; a collective call over the pipeline."""
         if self.parameters is not None and self.layout.world_size > 1:
-            self.parameters.check(module, groups.gather_over_stages, is_cut=self.stages is not None)
+            check_parameters(self.parameters, module, groups.gather_over_stages, is_cut=self.stages is not None)
 
     def lay_out_again(self, layout: Layout, settings: Settings, schedules: Sequence[Schedule]) -> None:
-        """Reuse the module for another Trainer, and switch to that Trainer's schedule.
-
-        Args:
-            schedules: The schedules that the user's setting allows.
-
-        Raises:
-            ConfigurationError: It was laid out in another way, or no schedule has the same stages on the same ranks.
-        """
+        """Reuse the module for another Trainer, and switch to that Trainer's schedule."""
         if (self.layout, self.settings) != (layout, settings):
             before, now = _differing((self.layout, self.settings), (layout, settings))
             raise ConfigurationError(
@@ -137,16 +126,15 @@ def assemble(
 
     Args:
         seed: Seeds the initial weights of modules on meta.
-        schedules: The schedules that the settings allow.
 
     Raises:
         ConfigurationError: The module can't be laid out so. Raised before anything is changed where that can be known.
     """
     behave_as_tensors()
     whole_steps = has_whole_steps(module)
-    places, names = _places_and_names(module)
+    names = _names(module)
     if parallelizes_itself(module):
-        return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, places, names)
+        return _as_it_shards_itself(module, layout, settings, schedules[0], device, seed, names)
 
     refuse_scripted(module)
     compilers = take_out(module)
@@ -177,11 +165,8 @@ def assemble(
 
     named = names_of_parameters(module)
     part = OwnPart()
-    if layout.pipeline_parallel_size > 1:
-        assert blocks is not None
-        assert placement is not None
+    if layout.pipeline_parallel_size > 1 and blocks and placement:
         part = cut_to_rank(module, blocks, placement, schedule, layout.pipeline_rank, device)
-        assert part.stages is not None
         held = {name for name, part in module.named_modules() if _is_held(part)}
         styles = {name: style for name, style in styles.items() if name in held}
         experts = [name for name in experts if all(map(_is_held, module.get_submodule(name).modules()))]
@@ -193,7 +178,11 @@ def assemble(
     if layout.tensor_parallel_size > 1:
         apply_tensor_parallel(module, mesh[TENSOR_AXIS], styles)
     data_mesh = mesh[layout.data_axes if len(layout.data_axes) > 1 else layout.data_axes[0]]
-    stacks, sharded = _deal(module, experts, expert_mesh, data_mesh, device)
+    stacks: list[nn.Module] = []
+    sharded: set[nn.Parameter] = set()  # of experts in lists
+    if expert_mesh is not None:
+        again = partial(two_runs, device)
+        stacks, sharded = apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts, data_mesh, again)
     reshards = part.stages is None if settings.reshard_after_forward is None else settings.reshard_after_forward
     sharding = Sharding(not reshards, settings.gathered_dtype, settings.cpu_offload)
     apply_fully_sharded(
@@ -224,18 +213,16 @@ def assemble(
         placement,
         part.saved_elsewhere,
         part.ties,
-        places,
         names,
-        LaidOutParameters(module),
+        kinds(module),
         attributes_of(module),
     )
 
 
-def _places_and_names(module: nn.Module) -> tuple[dict[str, int], dict[str, str]]:
-    """Parameters' ``places`` and ``names`` of an :class:`Assembly`."""
-    places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
-    first = {name: group[0] for group in names_of_parameters(module) for name in group}
-    return places, {name: first[name] for name, _ in module.named_parameters(remove_duplicate=False)}
+def _names(module: nn.Module) -> dict[str, str]:
+    """Parameters' ``names`` of an :class:`Assembly`."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _present(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
@@ -284,13 +271,9 @@ def _as_it_shards_itself(
     schedule: Schedule,
     device: torch.device,
     seed: int,
-    places: Mapping[str, int],
     names: Mapping[str, str],
 ) -> Assembly:
-    """Assemble a module that shards itself in ``configure_model``, as for Lightning's ModelParallelStrategy.
-
-    Nothing is left to do; settings that would cut it, or change how its blocks run, are refused.
-    """
+    """Assemble a module that shards itself in ``configure_model``, as for Lightning's ModelParallelStrategy."""
     if any(isinstance(value, Hollow) for part in module.modules() for value in vars(part).values()):
         raise LayoutError(
             f"{type(module).__name__} contains a module that an earlier run has split into pipeline stages, so it no"
@@ -311,21 +294,7 @@ def _as_it_shards_itself(
         )
     materialize(module, (), device, seed)
     module.to(device)
-    return Assembly(layout, settings, None, schedule, None, frozenset(), (), places, names, None)
-
-
-def _deal(
-    module: nn.Module,
-    experts: Sequence[str],
-    expert_mesh: DeviceMesh | None,
-    data_mesh: DeviceMesh,
-    device: torch.device,
-) -> tuple[list[nn.Module], set[nn.Parameter]]:
-    """Distribute experts over ranks; returns the modules of stacked ones, and the parameters of those in lists."""
-    if expert_mesh is None:
-        return [], set()
-    again = partial(two_runs, device)
-    return apply_expert_parallel(module, expert_mesh[EXPERT_AXIS], experts, data_mesh, again)
+    return Assembly(layout, settings, None, schedule, None, frozenset(), (), names, None)
 
 
 def _styles(
@@ -342,11 +311,7 @@ def _styles(
 
 
 def _recomputed(module: nn.Module, blocks: Blocks | None, settings: Settings) -> set[str]:
-    """The names of the blocks that are recomputed in a backward: the same on every layout.
-
-    Raises:
-        ConfigurationError: A setting needs blocks, and there are none.
-    """
+    """The names of the blocks that are recomputed in a backward: the same on every layout."""
     if blocks is None and (settings.activation_checkpointing or settings.compile_blocks):
         raise ConfigurationError(
             f"{type(module).__name__} has no list of repeated blocks, to which {settings.of_blocks} apply: name modules"
@@ -359,11 +324,7 @@ def _recomputed(module: nn.Module, blocks: Blocks | None, settings: Settings) ->
 def _sequences(
     module: nn.Module, blocks: Blocks | None, layout: Layout, groups: Groups, device: torch.device
 ) -> ShardedSequences | None:
-    """The object that distributes blocks' sequences over ranks; ``None`` without context parallelism.
-
-    Raises:
-        ConfigurationError: There are no blocks.
-    """
+    """The object that distributes blocks' sequences over ranks; ``None`` without context parallelism."""
     if layout.context_parallel_size == 1:
         return None
     if blocks is None:

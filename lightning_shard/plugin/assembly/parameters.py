@@ -39,11 +39,6 @@ _LARGEST = 2**17
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 
-def names_by_id(module: nn.Module) -> dict[int, str]:
-    """Of a module that isn't laid out yet."""
-    return {id(parameter): name for name, parameter in module.named_parameters()}
-
-
 def replace_kept(module: nn.Module, names: Mapping[int, str], others: Iterable[object] = ()) -> None:
     """Replace them wherever a module that was laid out, and other objects, have kept them; containers in place.
 
@@ -102,7 +97,6 @@ def all_parameters(
 
     Args:
         names: All names in the whole module's order, each mapped to the first name of that parameter.
-        gather_over_stages: All-gathers a value over the pipeline.
     """
     own = {name: parameter.requires_grad for name, parameter in module.named_parameters(remove_duplicate=False)}
     trains = {name: trains for of_stage in gather_over_stages(own) for name, trains in of_stage.items()}
@@ -140,11 +134,7 @@ def what_trains(module: nn.Module, gather_over_stages: Callable[[Any], list[Any]
 
 
 def refuse_frozen(trains: Iterable[Mapping[str, bool]]) -> None:
-    """Check the stages' parameters that train.
-
-    Raises:
-        PlacementError: There are none.
-    """
+    """Refuse stages that have nothing to train."""
     if not any(any(stage.values()) for stage in trains):
         raise PlacementError(
             "No parameter requires gradients, so the pipeline stages have nothing to train: unfreeze some, or use"
@@ -176,50 +166,40 @@ _REMEDY = (
 )
 
 
-class LaidOutParameters:
-    """The parameters that a module had when it was laid out.
+def kinds(module: nn.Module) -> dict[str, bool]:
+    """Whether parameters are sharded, by name, between steps."""
+    reshard(module)
+    return {name: isinstance(parameter, DTensor) for name, parameter in module.named_parameters()}
+
+
+def check_parameters(
+    known: Mapping[str, bool], module: nn.Module, gather_over_stages: Callable[[Any], list[Any]], *, is_cut: bool
+) -> None:
+    """Compare a module's parameters with those that were laid out; a collective call over the pipeline.
 
     Args:
-        module: Between steps.
+        known: The :func:`kinds` of these.
+        is_cut: Whether other stages have stand-ins for what is removed here, and would still call them.
+
+    Raises:
+        ConfigurationError: On all ranks, if any has other parameters now.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._known = {name: _kind(parameter) for name, parameter in module.named_parameters()}
-
-    def check(self, module: nn.Module, gather_over_stages: Callable[[Any], list[Any]], *, is_cut: bool) -> None:
-        """Compare with the module's parameters now; a collective call over the pipeline.
-
-        Args:
-            gather_over_stages: All-gathers a value over the pipeline.
-            is_cut: Whether other stages have stand-ins for what is removed here, and would still call them.
-
-        Raises:
-            ConfigurationError: On all ranks, if any has other parameters now.
-        """
-        reshard(module)
-        now = {name: _kind(parameter) for name, parameter in module.named_parameters()}
-        came = [name for name, kind in now.items() if self._known.get(name) != kind]
-        left = [name for name in self._known if name not in now] if is_cut else []
-        of_stages = gather_over_stages((came, left))
-        came, left = (list(dict.fromkeys(name for names in of_each for name in names)) for of_each in zip(*of_stages))
-        for names, did in (
-            (came, "was added to the module, or replaced, after it was sharded, so ranks don't synchronize it"),
-            (left, "was removed after the module was split into stages, and other stages still use it"),
-        ):
-            if names:
-                more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-                raise ConfigurationError(f"The parameter {names[0]!r}{more} {did}{_REMEDY}", breaks=9)
-
-
-def _kind(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor)
+    now = kinds(module)
+    came = [name for name, kind in now.items() if known.get(name) != kind]
+    left = [name for name in known if name not in now] if is_cut else []
+    of_stages = gather_over_stages((came, left))
+    came, left = (list(dict.fromkeys(name for names in of_each for name in names)) for of_each in zip(*of_stages))
+    for names, did in (
+        (came, "was added to the module, or replaced, after it was sharded, so ranks don't synchronize it"),
+        (left, "was removed after the module was split into stages, and other stages still use it"),
+    ):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise ConfigurationError(f"The parameter {names[0]!r}{more} {did}{_REMEDY}", breaks=9)
 
 
 def refuse_scripted(module: nn.Module) -> None:
-    """
-    Raises:
-        ConfigurationError: A part was made by ``torch.jit``. Many methods of such modules fail, those of hooks too.
-    """
+    """Refuse parts that were made by ``torch.jit``: many methods of such modules fail, those of hooks too."""
     for name, part in module.named_modules():
         if isinstance(part, ScriptModule):
             raise ConfigurationError(

@@ -189,10 +189,7 @@ def cut_to(
 
 
 def _refuse_pre_hooks(module: nn.Module, blocks: Blocks, placement: Placement) -> None:
-    """Refuse forward pre-hooks inside of blocks.
-
-    Forward hooks there are replayed on other stages. Pre-hooks, which may change arguments, aren't.
-    """
+    """Refuse forward pre-hooks inside of blocks, which may change arguments: other stages replay forward hooks only."""
     for name in blocks.names[: placement.stages[-1].blocks.start]:
         for inner, part in module.get_submodule(name).named_modules():
             hooks = part._forward_pre_hooks.values()
@@ -205,10 +202,14 @@ def _refuse_pre_hooks(module: nn.Module, blocks: Blocks, placement: Placement) -
                 )
 
 
+def _cut_away(blocks: Blocks) -> tuple[str, ...]:
+    return tuple(f"{name}." for name in (blocks.network, *blocks.names, *dict(blocks.parts)))
+
+
 def _beside_the_network(module: nn.Module, blocks: Blocks) -> frozenset[nn.Module]:
     if not blocks.network:  # the LightningModule itself
         return frozenset()
-    cut_away = [f"{name}." for name in (blocks.network, *blocks.names, *(name for name, _ in blocks.parts))]
+    cut_away = _cut_away(blocks)
     found = {f"{name}.": part for name, part in module.named_modules() if name}
     return frozenset(
         part
@@ -219,22 +220,14 @@ def _beside_the_network(module: nn.Module, blocks: Blocks) -> frozenset[nn.Modul
 
 def _names_on_every_stage(module: nn.Module, blocks: Blocks) -> set[str]:
     """State-dict names of modules that aren't cut: those outside of the network that don't train."""
-    cut_away = (*blocks.names, *(name for name, _ in blocks.parts))
-    prefix = f"{blocks.network}." if blocks.network else ""
-    return {
-        name
-        for name in module.state_dict(keep_vars=True)
-        if not name.startswith(prefix) and not any(name == part or name.startswith(f"{part}.") for part in cut_away)
-    }
+    cut_away = _cut_away(blocks) if blocks.network else ("",)
+    return {name for name in module.state_dict(keep_vars=True) if not f"{name}.".startswith(cut_away)}
 
 
 def _buffers_of_several_stages(module: nn.Module, holders: Holders) -> dict[str, list[str]]:
     """Saved buffers of modules that several stages hold: the first name of each, and all of its names.
 
     Steps may not change them (``checks/buffers.py``).
-
-    Raises:
-        PlacementError: One holds what steps surely change, or what isn't compared.
     """
     places: dict[int, list[str]] = {}
     for name, part in module.named_modules(remove_duplicate=False):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,11 +24,9 @@ from lightning_shard.parallel.fsdp.part_calls import Lockstep
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.fsdp.units import sharded_units
 from lightning_shard.parallel.init import put_on_units
-from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.plugin.assembly.assemble import Assembly, assemble
 from lightning_shard.plugin.assembly.parameters import (
     all_parameters,
-    names_by_id,
     refuse_frozen,
     replace_kept,
     what_trains,
@@ -48,7 +47,7 @@ from lightning_shard.plugin.reporting.summary import (
 )
 from lightning_shard.plugin.saving.averaging import average_shards
 from lightning_shard.plugin.saving.beside_tensors import warn_of_unstorable_buffers
-from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
+from lightning_shard.plugin.saving.checkpointed import UNTIL_SETUP, CheckpointedStrategy
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.plugin.steps.batches import Alike, OwnCalls
 from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
@@ -59,7 +58,7 @@ from lightning_shard.plugin.steps.gradients import Gradients, StageUnits
 from lightning_shard.plugin.steps.loop import Loop, TrainerLoop
 from lightning_shard.plugin.steps.loss_weight import LossWeights, Shares, agree_on_overflows
 from lightning_shard.plugin.steps.metrics import SharedMetrics
-from lightning_shard.plugin.steps.pipelined import Cut, PipelinedSteps
+from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.schedule_choice import effective_schedule, evaluation_schedules
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
 from lightning_shard.torch_private import allowing_empty_optimizers, parametrizations_leaving_what_is_given
@@ -67,11 +66,12 @@ from lightning_shard.torch_private import allowing_empty_optimizers, parametriza
 
 @dataclass(frozen=True)
 class Steps:
-    """What runs the steps of one module, its gradients, and the checks of its first steps."""
+    """What runs the steps of one module, its gradients, the checks of its first steps, and its metrics."""
 
     run: PipelinedSteps | SingleStageSteps
     gradients: Gradients
     first_checks: FirstStepChecks
+    metrics: SharedMetrics
 
 
 def make_steps(
@@ -91,9 +91,6 @@ def make_steps(
 
     Args:
         module: With one stage a LightningModule.
-        loop: The loop that will run them.
-        mesh: The world's.
-        weigh: The weight of a batch's loss; ``None``: all count equally.
         check_saved: Refuses what could not be saved; a collective call over all ranks.
     """
     layout, stages = known.layout, known.stages
@@ -112,7 +109,7 @@ def make_steps(
         bypassed = BypassedUnits(module, groups.data, device) if has_data_ranks else None
         weights, lockstep = shares.weights, known.lockstep
         run = SingleStageSteps(module, device, layout.data_rank, gradients, weights, means, bypassed, lockstep)
-        return Steps(run, gradients, checks)
+        return Steps(run, gradients, checks, metrics)
     reshard(module)
     reshards = known.settings.reshard_after_forward is True
     forwards_call = has_data_ranks and (reshards or layout.expert_parallel_size > 1 or syncs_batch_norm)
@@ -123,16 +120,16 @@ def make_steps(
         forwards_call=forwards_call,
         rehearses=not groups.any(not known.settings.rehearse)[0],
     )
-    cut = Cut(stages, effective_schedule(known.schedule, known.settings.of_blocks), known.ties)
+    schedule = effective_schedule(known.schedule, known.settings.of_blocks)
     stage_units = StageUnits(
         module,
         BypassedUnits(module, None, device) if reshards and has_data_ranks else None,
-        splits=cut.schedule.splits_backwards,
+        splits=schedule.splits_backwards,
         reduces_each=reduces_each,
         reshards_each=reshards,
     )
-    run = PipelinedSteps(module, loop, cut, groups, layout, shares, alike, stage_units)
-    return Steps(run, gradients, checks)
+    run = PipelinedSteps(module, loop, known, schedule, groups, shares, alike, stage_units)
+    return Steps(run, gradients, checks, metrics)
 
 
 _ASSEMBLY = "_lightning_shard_assembly"
@@ -143,11 +140,10 @@ class PreparedStrategy(CheckpointedStrategy):
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
-        self._steps: SingleStageSteps | PipelinedSteps | None = None
-        self._gradients: Gradients | None = None
-        self._first_checks: FirstStepChecks | None = None
-        self._guard: StageParameters | None = None
-        self._norms: WholeNorms | None = None
+        self._steps: SingleStageSteps | PipelinedSteps = UNTIL_SETUP
+        self._gradients: Gradients = UNTIL_SETUP
+        self._metrics: SharedMetrics = UNTIL_SETUP
+        self._guard: StageParameters = UNTIL_SETUP
         self._of_run = ExitStack()  # closed in teardown
         self._built: Built | None = None
         self._trains: list[dict[str, bool]] = []
@@ -176,53 +172,44 @@ class PreparedStrategy(CheckpointedStrategy):
             known.lay_out_again(self.layout, self._settings, self._schedules)
             known.check_parameters(module, self.groups)
             put_on_units(module, known.attributes)
-        self._report_layout(callbacks, module, known)
+        if self.layout.pipeline_parallel_size > 1 and known is not self._assembly:  # else this Trainer has printed it
+            report_placement(callbacks, self.layout, known.placement)
+        if self.layout.world_size > 1:
+            report_whole(callbacks, module)
         self._assembly = known
         synchronize(module, self.groups.data if self._syncs_over_data_ranks() else None)
         self.model = module
         self._connect_checkpoint_io(trainer)
         self._make_steps(module, known)
-        self._share_metrics()
+        self._metrics.find(module)
         self.barrier()
-        assert known.metrics is not None
-        self._of_run.enter_context(known.metrics.reducing_new_ones())
+        share = partial(self._metrics.share, of_steps=False)  # what steps use is found where an epoch begins
+        self._of_run.enter_context(lightning_private.told_of_new_metrics(share))
         self._of_run.enter_context(adding_new_parameters(self.layout.pipeline_parallel_size > 1))
         if trainer.state.fn == TrainerFn.FITTING:
             average_shards(callbacks, module)
-        self._restore_what_is_laid_out()
+        self._guard_hooks()
+        self._restore()  # all but optimizers and loops, which Lightning does after the setup; runs users' loading hooks
+        self._guard.release()
         if trainer.state.fn == TrainerFn.FITTING:
             known.check_parameters(module, self.groups)  # which loading hooks may have replaced
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self._settings.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
-        assert self._norms is not None
-        self._of_run.enter_context(self._norms.of_functions())
         self._of_run.enter_context(as_tensors.run())
         self._guard_hooks()
 
     def _guard_hooks(self, *, shows_all: bool = True) -> None:
-        if self._guard is not None and self.layout.pipeline_parallel_size > 1:
+        if self.layout.pipeline_parallel_size > 1:
             self._guard.guard(shows_all=shows_all)
-
-    def _report_layout(self, callbacks: Sequence[pl.Callback], module: pl.LightningModule, known: Assembly) -> None:
-        if self.layout.pipeline_parallel_size > 1 and known is not self._assembly:  # else this Trainer has printed it
-            report_placement(callbacks, self.layout, known.placement)
-        if self.layout.world_size > 1:
-            report_whole(callbacks, module)
-
-    def _restore_what_is_laid_out(self) -> None:
-        """Restore all but optimizers and loops, which Lightning does after the setup; runs users' loading hooks."""
-        assert self._restore is not None
-        self._guard_hooks()
-        self._restore()
-        if self._guard is not None:
-            self._guard.release()
 
     def _lay_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> Assembly:
         """Cut and shard a module that wasn't laid out before."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        self._built, names = Built.of(module), names_by_id(module)
+        callbacks, schedules = trainer.callbacks, self._schedules  # type: ignore[attr-defined]
+        if trainer.state.fn != TrainerFn.FITTING:
+            schedules = evaluation_schedules(schedules, self._settings.placement)
+        self._built, names = Built.of(module), {id(p): name for name, p in module.named_parameters()}
         if self.layout.world_size > 1:
             summarize_before(module, callbacks)
         self.precision_plugin.convert_module(module)
@@ -234,21 +221,13 @@ class PreparedStrategy(CheckpointedStrategy):
             self.root_device,
             randomness.derive(self._seed, "init"),
             self._settings,
-            self._schedules_for(trainer),
+            schedules,
             self.groups,
         )
         replace_kept(module, names, callbacks)
         module.__dict__[_ASSEMBLY] = assembly
         module._device = self.root_device  # Lightning's own: the device to compute on; shards may be on the host
         return assembly
-
-    def _share_metrics(self) -> None:
-        """Share metrics that were made since: where a run, an epoch or an evaluation begins."""
-        module, known = self.lightning_module, self._assembly
-        assert module is not None
-        assert known is not None
-        assert known.metrics is not None
-        known.metrics.find(module, module.trainer.callbacks)  # type: ignore[attr-defined]
 
     def _make_steps(self, module: pl.LightningModule, known: Assembly) -> None:
         made = make_steps(
@@ -264,6 +243,7 @@ class PreparedStrategy(CheckpointedStrategy):
             syncs_batch_norm=self._syncs_over_data_ranks(),
         )
         self._steps, self._gradients, self._first_checks = made.run, made.gradients, made.first_checks
+        self._metrics = made.metrics
         if known.stages is None:
             self._guard = StageParameters(_sharded(module) if self.layout.world_size > 1 else {}, has_stages=False)
             return
@@ -273,17 +253,11 @@ class PreparedStrategy(CheckpointedStrategy):
     def _syncs_over_data_ranks(self) -> bool:
         return self._layer_sync is not None and self.layout.data_parallel_size > 1
 
-    def _schedules_for(self, trainer: pl.Trainer) -> Sequence[Schedule]:
-        if trainer.state.fn != TrainerFn.FITTING:
-            return evaluation_schedules(self._schedules, self._settings.placement)
-        return self._schedules
-
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         reshard(self._module)
         parameters = dict(self._module.named_parameters())
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         several = self.layout.pipeline_parallel_size > 1
-        assert self._assembly is not None
         with ExitStack() as inside:
             if several:
                 inside.enter_context(allowing_empty_optimizers())
@@ -306,14 +280,13 @@ class PreparedStrategy(CheckpointedStrategy):
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         mesh = self.device_mesh[self.layout.stage_axes]
-        assert self._guard is not None
-        self._norms = WholeNorms(self._module, mesh, self.groups, self.root_device, self._guard)
-        self._norms.take_over(self.precision_plugin)
+        norms = WholeNorms(self._module, mesh, self.groups, self.root_device, self._guard)
+        norms.take_over(self.precision_plugin)
+        self._of_run.enter_context(norms.of_functions())
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
             agree_on_overflows(scaler, self.optimizers)
         gradients, whole = self._gradients, self.precision_plugin.post_backward
-        assert gradients is not None
 
         def post_backward(loss: Tensor, module: pl.LightningModule) -> Tensor:
             gradients.end_backward()

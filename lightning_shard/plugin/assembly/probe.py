@@ -14,7 +14,7 @@ from lightning_shard.parallel.blocks import Blocks
 from lightning_shard.parallel.experts.module_lists import RestoreAndReplay
 from lightning_shard.pipeline.cost import Part, watch
 from lightning_shard.plugin.steps import randomness
-from lightning_shard.state.tree_state import take
+from lightning_shard.state.tree_state import Taken, take
 
 
 class RunChanges(NamedTuple):
@@ -25,37 +25,42 @@ class RunChanges(NamedTuple):
 
 
 @contextmanager
-def trial_runs(device: torch.device, module: nn.Module) -> Iterator[RunChanges]:
-    """Snapshot what a run of the module's code may change: its state and the generators; yields how to restore it."""
-    taken, put_generators_back = take(module), randomness.remember(device)
-
-    def restore() -> None:
-        try:
-            taken.put_back()
-        finally:
-            put_generators_back()
-
+def _taken(module: nn.Module) -> Iterator[Taken]:
+    taken = take(module)
     try:
-        yield RunChanges(taken.changed, restore)
+        yield taken
     finally:
         taken.forget()
 
 
 @contextmanager
+def trial_runs(device: torch.device, module: nn.Module) -> Iterator[RunChanges]:
+    """Snapshot what a run of the module's code may change: its state and the generators; yields how to restore it."""
+    with _taken(module) as taken:
+        put_generators_back = randomness.remember(device)
+
+        def restore() -> None:
+            try:
+                taken.put_back()
+            finally:
+                put_generators_back()
+
+        yield RunChanges(taken.changed, restore)
+
+
+@contextmanager
 def two_runs(device: torch.device, module: nn.Module) -> Iterator[RestoreAndReplay]:
     """Yield what a second run of a module's code needs: how to restore its state and draw the same numbers."""
-    taken, put_generators_back = take(module), randomness.remember(device)
+    with _taken(module) as taken:
+        put_generators_back = randomness.remember(device)
 
-    @contextmanager
-    def same_draws() -> Iterator[None]:
-        with randomness.preserved(device):
-            put_generators_back()
-            yield
+        @contextmanager
+        def same_draws() -> Iterator[None]:
+            with randomness.preserved(device):
+                put_generators_back()
+                yield
 
-    try:
         yield taken.put_back, same_draws
-    finally:
-        taken.forget()
 
 
 _EXAMPLE_TOKENS = 16
@@ -64,12 +69,11 @@ _EXAMPLE_TOKENS = 16
 @contextmanager
 def restoring_state(module: nn.Module) -> Iterator[None]:
     """Restore the module's state after a run inside: a cache filled in the run would hold fake tensors."""
-    taken = take(module)
-    try:
-        yield
-    finally:
-        taken.put_back()
-        taken.forget()
+    with _taken(module) as taken:
+        try:
+            yield
+        finally:
+            taken.put_back()
 
 
 def calls_on_example(module: nn.Module) -> Sequence[str]:

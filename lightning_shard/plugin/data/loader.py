@@ -38,14 +38,7 @@ _BY_DATASET = {
 
 
 def check_lengths(dataloader: Any, ranks: Ranks) -> None:
-    """Compare lengths; a collective call over all ranks.
-
-    Args:
-        dataloader: This rank's loader, after distribution to data ranks.
-
-    Raises:
-        ConfigurationError: On all ranks, if loaders that know their lengths have different ones.
-    """
+    """Compare the lengths of distributed loaders; a collective call over all ranks, which raise together."""
     lengths = ranks.broadcast(ranks.gather(length_of(dataloader)))
     other = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
     if other is not None:
@@ -185,8 +178,8 @@ def shard_dataloader(
         sharded = _with_samplers(dataloader, sampler, _IndexBatchSamplerWrapper(dealt) if is_predicting else dealt)
         if train and batches_trained is not None:
             _carry_place(sharded, sampler, batches_trained)
-    place = _EpochsAndPasses(epoch) if sampler is None else sampler
-    _seed_fetches(sharded, worker_generator, place, derive(seed, "fetch", train, data_rank))
+    next_pass = _counted_passes(epoch) if sampler is None else sampler.next_pass
+    _seed_fetches(sharded, worker_generator, sampler, next_pass, derive(seed, "fetch", train, data_rank))
     if ranks is not None:
         check_lengths(sharded, ranks)
         if isinstance(dataloader.dataset, IterableDataset) and data_size > 1:
@@ -199,11 +192,14 @@ def sharded_sampler(dataloader: Any) -> ShardedSampler | None:
     """The sampler that :func:`shard_dataloader` installed in this loader, if it did."""
     if not isinstance(dataloader, DataLoader):
         return None
+    return next((sampler for sampler in _samplers(dataloader) if isinstance(sampler, ShardedSampler)), None)
+
+
+def _samplers(dataloader: Any) -> tuple[Any, Any, Any]:
     batches: Any = dataloader.batch_sampler
     if isinstance(batches, _IndexBatchSamplerWrapper):
         batches = batches._batch_sampler
-    candidates = (dataloader.sampler, batches, getattr(batches, "sampler", None))
-    return next((sampler for sampler in candidates if isinstance(sampler, ShardedSampler)), None)
+    return dataloader.sampler, batches, getattr(batches, "sampler", None)
 
 
 def drop_repeated(predictions: list[Any], dataloader: Any) -> None:
@@ -234,12 +230,7 @@ def _for_one_rank(sampler: Any) -> Any:
 
 
 def _is_dealt_already(dataloader: DataLoader, data_rank: int, data_size: int) -> bool:
-    """Whether the user's own sampler distributes by data rank.
-
-    Raises:
-        ConfigurationError: It distributes otherwise, so that ranks that must read the same batch would read different
-            ones.
-    """
+    """Whether the user's own sampler distributes by data rank."""
     batches: Any = dataloader.batch_sampler
     sampler = getattr(batches, "sampler", None) if batches is not None else dataloader.sampler
     has_own_batches = batches is not None and type(batches) is not BatchSampler
@@ -259,8 +250,7 @@ def _check_dealt_itself(dataloader: Any, data_rank: int, data_size: int) -> None
     """Check a loader with its own state: another sampler can't be installed, as that state wouldn't cover it."""
     if data_size == 1 or isinstance(dataloader.dataset, IterableDataset):
         return
-    batches: Any = dataloader.batch_sampler
-    for sampler in (dataloader.sampler, batches, getattr(batches, "sampler", None)):
+    for sampler in _samplers(dataloader):
         if (getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)) == (data_size, data_rank):
             return
     raise ConfigurationError(
@@ -295,7 +285,11 @@ def _with_samplers(dataloader: DataLoader, sampler: ShardedSampler, batch_sample
 
 
 def _seed_fetches(
-    dataloader: Any, worker_generator: torch.Generator, sampler: ShardedSampler | _EpochsAndPasses, seed: int
+    dataloader: Any,
+    worker_generator: torch.Generator,
+    sampler: ShardedSampler | None,
+    next_pass: Callable[[], tuple[int, ...]],
+    seed: int,
 ) -> None:
     """Seed what a dataset draws, in workers or in this process, equally on the ranks of one data rank."""
     dataloader.generator = worker_generator
@@ -303,55 +297,36 @@ def _seed_fetches(
         dataloader.worker_init_fn = _keep_seeds
     if dataloader.num_workers == 0:
         unseeded = dataloader._get_iterator
-        dataloader._get_iterator = lambda: _SeededFetches(unseeded(), sampler, seed)
+        dataloader._get_iterator = lambda: _seeded(unseeded(), sampler, next_pass, seed)
 
 
 def _keep_seeds(worker: int) -> None:
     """Does nothing: torch seeds a worker's generators from the loader's; Lightning would reseed them by global rank."""
 
 
-class _EpochsAndPasses:
-    """Counts the passes over a loader whose sampler isn't ours; after a resume from 0, as its data begins anew."""
+def _counted_passes(epoch: Callable[[], int]) -> Callable[[], tuple[int, ...]]:
+    """The epoch, and which pass over a loader whose sampler isn't ours begins; to be called once for each."""
+    begun: Counter[int] = Counter()
 
-    data_size = batch_size = 1
-    next_start = 0
+    def next_pass() -> tuple[int, ...]:
+        now = epoch()
+        begun[now] += 1
+        return now, begun[now] - 1
 
-    def __init__(self, epoch: Callable[[], int]) -> None:
-        self._epoch = epoch
-        self._begun: Counter[int] = Counter()
-
-    def next_pass(self) -> tuple[int, ...]:
-        """The epoch, and which of its passes begins; to be called once for each."""
-        epoch = self._epoch()
-        self._begun[epoch] += 1
-        return epoch, self._begun[epoch] - 1
+    return next_pass
 
 
-class _SeededFetches:
+def _seeded(
+    batches: Iterator[Any], sampler: ShardedSampler | None, next_pass: Callable[[], tuple[int, ...]], seed: int
+) -> Iterator[Any]:
     """The batches of a loader without workers, each made under generators that are seeded by its place in the data."""
-
-    def __init__(self, batches: Iterator[Any], sampler: ShardedSampler | _EpochsAndPasses, seed: int) -> None:
-        self._batches = batches
-        self._sampler = sampler
-        self._seed = seed
-        self._count = 0
-        self._first = 0
-        self._pass: tuple[int, ...] = ()
-
-    def __iter__(self) -> _SeededFetches:
-        return self
-
-    def __next__(self) -> Any:
-        with drawing_apart(derive(self._seed, *self._place())):
-            batch = next(self._batches)
-        self._count += 1
-        return batch
-
-    def _place(self) -> tuple[int, ...]:
-        if self._count == 0:
-            # not in __init__: Lightning creates the first iterator before it sets the epoch
-            self._first, self._pass = self._sampler.next_start, self._sampler.next_pass()
-        return *self._pass, self._first + self._count * self._sampler.data_size * self._sampler.batch_size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
+    # from the first one on: Lightning creates the first iterator before it sets the epoch
+    place, per_batch = (0, 1) if sampler is None else (sampler.next_start, sampler.data_size * sampler.batch_size)
+    begun = next_pass()
+    while True:
+        with drawing_apart(derive(seed, *begun, place)):
+            made = [*islice(batches, 1)]
+        if not made:
+            return
+        yield made[0]
+        place += per_batch

@@ -102,10 +102,7 @@ def resume_data(trainer: pl.Trainer) -> None:
 
 
 def run_epoch_start(trainer: pl.Trainer) -> None:
-    """In mid-epoch, after the loops were restored: run the hooks that accumulate as scheduled, and begin SWA again.
-
-    Lightning skips the epoch-start hooks there.
-    """
+    """In mid-epoch, where Lightning skips these hooks: accumulate as scheduled, and begin SWA again."""
     if not trainer.fit_loop.restarted_mid_epoch:
         return
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]

@@ -78,13 +78,13 @@ class ShardedSampler(Sampler[Any]):
         self.counts_passes = counts_passes
         self.epoch = 0
         # the position at which this epoch was begun or resumed
-        self._start = 0
+        self.start = 0
         # the position at which the next iteration begins. A loader that is shorter than others beside it is iterated
         # several times in an epoch, from the second time on from 0
         self.next_start = 0
         # how many times it was iterated to its end in this epoch, and by then when the epoch was begun or resumed
         self._passes = self._passes_before = 0
-        # the training loop's batch count at `_start`; None between loading a state and beginning from it
+        # the training loop's batch count at `start`; None between loading a state and beginning from it
         self._batches_before: int | None = 0
         self.set_epoch(0)
 
@@ -96,7 +96,7 @@ class ShardedSampler(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of this epoch; if it is the current epoch, keep the place in it."""
         if epoch != self.epoch:
-            self._start = self.next_start = self._batches_before = self._passes = self._passes_before = 0
+            self.start = self.next_start = self._batches_before = self._passes = self._passes_before = 0
         self.epoch = epoch
         for part in self._user_samplers():
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -174,7 +174,7 @@ class ShardedSampler(Sampler[Any]):
 
     def _seed_workers(self) -> None:
         if self.worker_generator is not None:
-            seed = randomness.derive(self.seed, "workers", self.epoch, self._start, self.data_rank)
+            seed = randomness.derive(self.seed, "workers", self.epoch, self.start, self.data_rank)
             self.worker_generator.manual_seed(seed)
 
     # -- the place in the epoch ---------------------------------------------------------------------------------------
@@ -189,17 +189,17 @@ class ShardedSampler(Sampler[Any]):
         Not the number of batches handed out, since workers and fetchers run ahead of training.
         """
         if self._batches_before is None:
-            return self._passes_before, self._start
+            return self._passes_before, self.start
         done = batches - self._batches_before
         per_batch = self.data_size * self.batch_size
         if (length := length_of(self.order)) is None:
-            return self._passes_before, self._start + done * per_batch
-        first_pass = self._batches(length - self._start)
+            return self._passes_before, self.start + done * per_batch
+        first_pass = self._batches(length - self.start)
         whole_pass = self._batches(length)
         if done > first_pass and whole_pass:
             passes, rest = divmod(done - first_pass, whole_pass)
             return self._passes_before + 1 + passes, min(rest * per_batch, length)
-        return self._passes_before, min(self._start + done * per_batch, length)
+        return self._passes_before, min(self.start + done * per_batch, length)
 
     def batches_until(self, position: int) -> int:
         """How many batches of an epoch on this layout come before ``position``.
@@ -216,11 +216,7 @@ class ShardedSampler(Sampler[Any]):
         return {"epoch": self.epoch, "pass": passes, "position": position, "unit": self.unit, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a place saved on any layout, in the order of the seed it was saved with; call :meth:`begin` next.
-
-        Raises:
-            StateMismatchError: It counts batches where this loader distributes samples, or the reverse.
-        """
+        """Go to a place saved on any layout, in the order of the seed it was saved with; call :meth:`begin` next."""
         if state["unit"] != self.unit:
             raise StateMismatchError(
                 f"the checkpoint's place in the data counts {state['unit']}, and this DataLoader deals {self.unit}:"
@@ -228,7 +224,7 @@ class ShardedSampler(Sampler[Any]):
             )
         self.seed = state["seed"]
         self.set_epoch(state["epoch"])
-        self._start = self.next_start = state["position"]
+        self.start = self.next_start = state["position"]
         self._passes = self._passes_before = state.get("pass", 0)
         self._batches_before = None
         self._seed_workers()
@@ -236,7 +232,7 @@ class ShardedSampler(Sampler[Any]):
     def skip(self, epoch: int, batches: int) -> None:
         """Go to the place after ``batches`` batches of an epoch on this layout; call :meth:`begin` next."""
         self.set_epoch(epoch)
-        self._start = self._batches_before = self._passes_before = 0
+        self.start = self._batches_before = self._passes_before = 0
         passes, self.start = self._pass_and_position(batches)
         self._passes = self._passes_before = passes
 
@@ -244,7 +240,7 @@ class ShardedSampler(Sampler[Any]):
         """Begin ``epoch`` at the loaded place if it is in it, else at 0. The loop has counted ``batches`` so far."""
         is_same = epoch == self.epoch
         self.set_epoch(epoch)
-        self.next_start, self._passes = self._start, self._passes_before
+        self.next_start, self._passes = self.start, self._passes_before
         self._batches_before = batches if is_same else 0
         self._seed_workers()
 
@@ -252,16 +248,6 @@ class ShardedSampler(Sampler[Any]):
     def is_loaded(self) -> bool:
         """Whether a place was loaded but not begun from yet."""
         return self._batches_before is None
-
-    @property
-    def start(self) -> int:
-        """The global position at which this epoch was begun or resumed; may be set before :meth:`begin`."""
-        return self._start
-
-    @start.setter
-    def start(self, position: int) -> None:
-        length = length_of(self.order)
-        self._start = self.next_start = position if length is None else min(position, length)
 
     def _share(self, positions: int) -> int:
         """How many of this many positions each rank takes."""

@@ -38,7 +38,6 @@ def prepare(
 
     Args:
         built: The module's parameters before sharding, if it was sharded for this run.
-        tied: Names of parameters that other stages hold too.
 
     Returns:
         For each optimizer the positions of all stages' parameters among those that it was made with, by name.
@@ -54,7 +53,13 @@ def prepare(
         built.refuse_gradients(parameters)
     for optimizer in optimizers:
         _leave_out_others(optimizer, names)
-    _check_same_groups(groups.gather_over_stages(_groups_of(optimizers, names, tied)))
+    of_tied = by_name(groups.gather_over_stages(_groups_of(optimizers, names, tied)))
+    for name, (one, other, *_) in unequal(of_tied).items():  # copies with different settings would diverge
+        raise ConfigurationError(
+            f"{name} is on two pipeline stages, since it is tied, and configure_optimizers puts it into"
+            f" {one or 'no optimizer'} on one and {other or 'none'} on the other: choose groups by parameters' names or"
+            " shapes, which are the same on both."
+        )
     for optimizer in optimizers:
         refuse(optimizer, layout)
         update_shards(optimizer)
@@ -123,12 +128,7 @@ def _refuse_gradient(name: str, _: Tensor) -> None:
 
 
 def refuse_parameter_hooks(module: nn.Module) -> None:
-    """Check a module before it is sharded, and before it trains.
-
-    Raises:
-        ConfigurationError: A parameter has hooks on its gradient. They aren't called, since another tensor holds the
-            parameter's values while it is gathered. Or W&B watches a module: it does so by hooks on rank 0 alone.
-    """
+    """Refuse hooks on gradients, and those of W&B's watch, before a module is sharded and before it trains."""
     for part in module.modules():
         if any(name.startswith(("gradients/", "parameters/")) for name in getattr(part, "_wandb_hook_names", ())):
             raise ConfigurationError(
@@ -145,12 +145,7 @@ def refuse_parameter_hooks(module: nn.Module) -> None:
 
 
 def _refuse_parameters(module: nn.Module) -> None:
-    """Check a module before it is sharded.
-
-    Raises:
-        ConfigurationError: A parameter has hooks that run after its gradient is accumulated (later ones do run), or is
-            of a class derived from ``nn.Parameter``, which an optimizer may ask for.
-    """
+    """Refuse post-accumulate hooks (later ones do run) and classes of parameters, before a module is sharded."""
     for name, parameter in module.named_parameters():
         kind = type(parameter)
         if parameter.ndim and not isinstance(parameter, DTensor) and parameter._post_accumulate_grad_hooks:
@@ -168,11 +163,7 @@ def _refuse_parameters(module: nn.Module) -> None:
 
 
 def refuse_hooks_on_sums(module: nn.Module) -> None:
-    """Check before a step whose gradients accumulate: the hooks would run once per optimizer step, or per microbatch.
-
-    Raises:
-        ConfigurationError: A parameter has hooks that run after its gradient is accumulated.
-    """
+    """Refuse hooks where gradients accumulate: they would run once per optimizer step, or per microbatch."""
     for name, parameter in module.named_parameters():
         if parameter._post_accumulate_grad_hooks:
             raise ConfigurationError(
@@ -183,14 +174,7 @@ def refuse_hooks_on_sums(module: nn.Module) -> None:
 
 
 def _leave_out_others(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Remove other stages' parameters from each group; refuse parameters that aren't the module's.
-
-    Args:
-        names: ``id(parameter)`` to name, of this rank's parameters.
-
-    Raises:
-        ConfigurationError: An optimizer holds parameters that the module doesn't have, as from before it was sharded.
-    """
+    """Remove other stages' parameters from each group; refuse parameters that aren't the module's."""
     leave_out_elsewhere(optimizer)
     for group in optimizer.param_groups:
         if any(id(parameter) not in names for parameter in group["params"]):
@@ -219,26 +203,8 @@ def _is_setting(key: str, value: Any) -> bool:
     return key not in NAMES_OF_NOTHING_ELSE and all(isinstance(v, (str, int, float, type(None))) for v in values)
 
 
-def _check_same_groups(stages: Iterable[Mapping[str, str]]) -> None:
-    """Compare the stages' results of :func:`_groups_of`: copies with different settings would diverge.
-
-    Raises:
-        ConfigurationError: On all stages together.
-    """
-    for name, (one, other, *_) in unequal(by_name(stages)).items():
-        raise ConfigurationError(
-            f"{name} is on two pipeline stages, since it is tied, and configure_optimizers puts it into"
-            f" {one or 'no optimizer'} on one and {other or 'none'} on the other: choose groups by parameters' names or"
-            " shapes, which are the same on both."
-        )
-
-
 def refuse(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
-    """Check an optimizer that ``configure_optimizers`` made.
-
-    Raises:
-        ConfigurationError: It can't be right on the layout, or torch doesn't support it for sharded tensors.
-    """
+    """Check an optimizer that ``configure_optimizers`` made."""
     reason = _unfit(optimizer, layout)
     if reason is not None:
         raise ConfigurationError(f"{type(optimizer).__name__} {reason}", breaks=11)

@@ -106,11 +106,7 @@ def _anew(optimizer: torch.optim.Optimizer, group: int, parameters: list[nn.Para
 
 
 def _as_a_copy(optimizer: torch.optim.Optimizer, group: int, parameters: list[nn.Parameter]) -> Any:
-    """A copy of an optimizer and of those inside it; their groups of this index get these parameters, others none.
-
-    Raises:
-        TypeError: It holds other tensors.
-    """
+    """A copy of an optimizer and of those inside it; their groups of this index get these parameters, others none."""
     inside = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
     memo: dict[int, Any] = {}
     for each in (optimizer, *inside):
@@ -142,10 +138,7 @@ _OF_RANKS = "torch.distributed.optim."
 
 
 def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a parameter's updates depend on other parameters, tested on two small ones.
-
-    torch's own optimizers don't. Where nothing is known (``trials.tried``) the answer is ``False``.
-    """
+    """Whether a parameter's updates depend on others, tested on two small ones; ``False`` where nothing is known."""
     if is_of_torch(optimizer):
         return False
 

@@ -37,11 +37,7 @@ _running = ExitStack()
 
 
 def allow(optimizer: torch.optim.Optimizer) -> None:
-    """Compute from whole tensors what an optimizer needs so; collective over a stage's ranks.
-
-    Raises:
-        ConfigurationError: It steps sharded parameters otherwise than whole ones.
-    """
+    """Compute from whole tensors what an optimizer needs so; collective over a stage's ranks."""
     if is_of_torch(optimizer) and not isinstance(optimizer, _TRIED_OF_TORCH):
         return
     trials = [*_trials(optimizer)]
@@ -135,10 +131,7 @@ class _WholeWhereNeeded(TorchFunctionMode):
         return leaf
 
     def _refuse_lost(self, func: Any, args: Any) -> None:
-        """
-        Raises:
-            StepError: A view of what was gathered would be changed, and the parameter not.
-        """
+        """Refuse to change a view of what was gathered: the parameter wouldn't change."""
         targets = tree.tensors(args[0]) if args and _changes(func) else []
         if any(_memory_of(each) in self._gathered for each in targets):
             raise StepError(

@@ -78,9 +78,7 @@ def held_memory(
 
     Args:
         module: With its parameters sharded, as they are between steps.
-        stages: This rank's.
         device: This rank's; memory elsewhere, such as of offloaded shards, isn't counted.
-        group: All ranks, host to host.
     """
     seen: set[int] = set()
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,24 +31,16 @@ from lightning_shard.plugin.assembly.probe import restoring_state
 
 _BEFORE = "_lightning_shard_summary"
 """The attribute under which a module that was laid out keeps its summaries from before."""
+_SHOWN = ("total_parameters", "trainable_parameters", "model_size", "total_training_modes", "total_flops")
 
 
-@dataclass
-class WholeSummary:
+class _Whole:
     """The parts of a summary that a callback uses."""
 
-    data: list[tuple[str, list[str]]]
-    total_parameters: int
-    trainable_parameters: int
-    model_size: float
-    total_training_modes: dict[str, int]
-    total_flops: int
-
-    @classmethod
-    def of(cls, module: pl.LightningModule, depth: int) -> WholeSummary:
-        found = summarize(module, max_depth=depth)
-        counts = (found.total_parameters, found.trainable_parameters, found.model_size)
-        return cls(found._get_summary_data(), *counts, found.total_training_modes, found.total_flops)
+    def __init__(self, module: pl.LightningModule, depth: int) -> None:
+        found: Any = summarize(module, max_depth=depth)
+        self.data: list[tuple[str, list[str]]] = found._get_summary_data()
+        vars(self).update((name, getattr(found, name)) for name in _SHOWN)
 
     def _get_summary_data(self) -> list[tuple[str, list[str]]]:
         return self.data
@@ -70,14 +61,14 @@ class _Before:
         }
 
 
-def _on_fake_tensors(module: pl.LightningModule, depth: int) -> WholeSummary | None:
+def _on_fake_tensors(module: pl.LightningModule, depth: int) -> _Whole | None:
     """The summary of a run on the module's example, computing nothing; ``None`` if there is none, or it fails."""
     if module.example_input_array is None:
         return None
     modes = {part: part.training for part in module.modules()}
     try:
         with restoring_state(module), on_fake_tensors(module.parameters()):
-            return WholeSummary.of(module, depth)
+            return _Whole(module, depth)
     except Exception:
         return None  # finding the blocks warns of the reason
     finally:
@@ -85,10 +76,10 @@ def _on_fake_tensors(module: pl.LightningModule, depth: int) -> WholeSummary | N
             part.training = mode
 
 
-def _without_a_run(module: pl.LightningModule, depth: int) -> WholeSummary:
+def _without_a_run(module: pl.LightningModule, depth: int) -> _Whole:
     example, module.example_input_array = module.example_input_array, None
     try:
-        found = WholeSummary.of(module, depth)
+        found = _Whole(module, depth)
     finally:
         module.example_input_array = example
     if example is not None:
@@ -105,7 +96,7 @@ def report_whole(callbacks: Iterable[pl.Callback], module: pl.LightningModule) -
         vars(callback)["_summary"] = partial(_repeated, found)
 
 
-def _repeated(found: WholeSummary, *_: Any) -> WholeSummary:
+def _repeated(found: _Whole, *_: Any) -> _Whole:
     return deepcopy(found)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,21 +14,18 @@ from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_shard import lightning_private
-from lightning_shard.errors import ConfigurationError, ShardError
+from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.plugin.data.loader import drop_repeated
-from lightning_shard.plugin.running.failure import print_failed_saves
+from lightning_shard.plugin.running.failure import printing_failed_saves
 from lightning_shard.plugin.running.laid_out import LaidOut
 from lightning_shard.plugin.running.launchers import ForkedRanks, check_number_of_ranks, launcher_of
 from lightning_shard.plugin.running.preemption import Preemption
+from lightning_shard.plugin.steps.redirect import note_sharded, sharded_refusal
 
 
 class ConnectedStrategy(LaidOut, ModelParallelStrategy):
-    """Sets up a layout's mesh, process groups and seed, and watches for failures.
-
-    Args:
-        given: The arguments of :class:`HybridShardStrategy`, by name.
-    """
+    """Sets up a layout's mesh, process groups and seed, and watches for failures."""
 
     _known_after = "a Trainer was made with this strategy"
 
@@ -36,7 +33,7 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
         names = ("data_parallel_size", "tensor_parallel_size", "process_group_backend", "timeout")
         super().__init__(**{name: given[name] for name in names})
         self._take(given)
-        self._undo_guards: Callable[[], None] = lambda: None
+        self._printing_failed_saves = ExitStack()
         self._preemption = Preemption()
         lightning_private.choose_precision_by(self)
 
@@ -86,7 +83,7 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._report(exception)
-        self._undo_guards()
+        self._printing_failed_saves.close()
         if self._watch is None:
             return
         failure = self._watch.failure_elsewhere(exception)
@@ -96,12 +93,9 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
 
     def _report(self, exception: BaseException) -> None:
         """Report the failure to the other ranks, which then stop."""
+        note_sharded(exception)
         if self._watch is not None:
             self._watch.report(exception)
-
-    def _refusal(self, error: Exception) -> ShardError | None:
-        """A better error, if a user's code failed because of the layout."""
-        return None
 
     @contextmanager
     def _ending_as_it_should(self) -> Iterator[None]:
@@ -112,12 +106,13 @@ class ConnectedStrategy(LaidOut, ModelParallelStrategy):
                 with self._preemption.stopping():
                     yield
             except BaseException as error:
-                raised = (self._refusal(error) if isinstance(error, Exception) else None) or error
+                raised = (sharded_refusal(error) if isinstance(error, Exception) else None) or error
                 if watch is not None:
                     watch.fails()
                     self._report(raised)
                     raised = watch.failure_elsewhere(raised) or raised
-                    self._undo_guards = print_failed_saves(self._module.trainer, watch.say_once)
+                    printing = printing_failed_saves(self._module.trainer, watch.say_once)
+                    self._printing_failed_saves.enter_context(printing)
                 if raised is error:
                     raise
                 raise raised from error

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning_shard.errors import RankFailure, ShardError
 from lightning_shard.plugin.running.interrupts import Interrupts
 from lightning_shard.plugin.running.rendezvous import Rendezvous, collect
+from lightning_shard.torch_private import replaced
 
 _KEY = "lightning_shard/watch"
 _POLL_S = 1.0
@@ -369,12 +370,8 @@ def say(text: str) -> None:
     print(f"[lightning_shard] {text}", file=sys.stderr, flush=True)
 
 
-def print_failed_saves(trainer: pl.Trainer, say_once: Callable[[str], None]) -> Callable[[], None]:
-    """Have our own errors in ``on_exception`` hooks be printed, by one rank: the run's own error is to be raised.
-
-    Returns:
-        A function that undoes this.
-    """
+def printing_failed_saves(trainer: pl.Trainer, say_once: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Inside, our own errors in ``on_exception`` hooks are printed, by one rank: the run's own is to be raised."""
 
     def guarded(hook: Callable[..., None]) -> Callable[..., None]:
         def on_exception(*args: Any, **kwargs: Any) -> None:
@@ -386,16 +383,8 @@ def print_failed_saves(trainer: pl.Trainer, say_once: Callable[[str], None]) -> 
         return on_exception
 
     holders = [each for each in (*trainer.callbacks, trainer.datamodule) if each is not None]  # type: ignore[attr-defined]
-    guards = [(vars(each), guarded(each.on_exception)) for each in holders if "on_exception" not in vars(each)]
-    for attributes, guard in guards:
-        attributes["on_exception"] = guard
-
-    def undo() -> None:
-        for attributes, guard in guards:
-            if attributes.get("on_exception") is guard:
-                del attributes["on_exception"]
-
-    return undo
+    hooks = [(each, "on_exception", guarded(each.on_exception)) for each in holders if "on_exception" not in vars(each)]
+    return replaced(*hooks)
 
 
 def take_over_from_observer() -> None:

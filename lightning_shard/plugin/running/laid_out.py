@@ -28,15 +28,7 @@ from lightning_shard.torch_private import one_worker
 
 
 class LaidOut:
-    """A layout's ranks, for a class of Lightning's that connects them. The class after this one in the order is that.
-
-    Attributes:
-        _known_after: When the layout is known, for a message.
-        _settings: How modules are to be laid out.
-        _schedules: The schedules from which one is chosen.
-        _reduces_each: Whether each backward reduces gradients over the data ranks.
-        _loss_weight: Computes the weight of a batch's loss.
-    """
+    """A layout's ranks, for a class of Lightning's that connects them: the class after this one in the order."""
 
     _known_after: str
     _settings: Settings
@@ -47,11 +39,7 @@ class LaidOut:
     _timeout: Any
 
     def _take(self, given: Mapping[str, Any]) -> None:
-        """Take a strategy's arguments, by name, and check them against each other.
-
-        Raises:
-            ConfigurationError: They can't work.
-        """
+        """Take a strategy's arguments, by name, and check them against each other."""
         self._sizes = {name: given[name] for name in SIZES if name in given}
         check_sizes(**self._sizes)
         self._settings = Settings(**{each.name: given[each.name] for each in fields(Settings) if each.name in given})

@@ -104,9 +104,6 @@ def check_number_of_ranks(strategy: Any, maker: str) -> None:
     Args:
         strategy: Of a Trainer or a Fabric, once it knows its environment.
         maker: The name of the class that was given ``devices``.
-
-    Raises:
-        LayoutError: They differ.
     """
     devices, nodes, started = strategy.num_processes, strategy.num_nodes, strategy.world_size
     if started != devices * nodes:
@@ -132,11 +129,7 @@ def compute_alone(strategy: Any) -> None:
 
 
 def launcher_of(strategy: Any, by_script: Callable[..., Any], forked: Callable[[Any], Any]) -> Any:
-    """The launcher, of the two classes; None if something else has started the ranks, or one rank has no script.
-
-    Raises:
-        ConfigurationError: There is no script, and other machines would need one.
-    """
+    """The launcher, of the two classes; None if something else has started the ranks, or one rank has no script."""
     environment = strategy.cluster_environment
     assert environment is not None
     if environment.creates_processes_externally:

@@ -24,7 +24,6 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,7 +33,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_shard import lightning_private
-from lightning_shard.plugin.steps.checks.agreement import SameGradients, SameSettings
+from lightning_shard.plugin.steps.checks.agreement import SameUpdate
 from lightning_shard.plugin.steps.loop import is_overridden
 
 __all__ = ["Preemption"]
@@ -82,15 +81,10 @@ class Preemption(callbacks.Callback):
             trainer.should_stop = False  # until the exchange tells the others; accumulated gradients aren't saved
             return
         layout = trainer.strategy.layout  # type: ignore[attr-defined]
-        asked: list[SameGradients | SameSettings] = []
-        if layout.stage_size > 1:  # otherwise no other rank has parts of this stage
-            asked.append(SameGradients(trainer.lightning_module, layout))
-        if layout.world_size > 1:
-            asked.append(SameSettings(trainer.optimizers, layout))
-        sigterm, requeue, *largest = self._exchange(trainer, *chain.from_iterable(each.numbers for each in asked))
-        for each in asked:
-            each.check(largest[: len(each.numbers)])
-            del largest[: len(each.numbers)]
+        same = SameUpdate(trainer.lightning_module, trainer.optimizers, layout) if layout.world_size > 1 else None
+        sigterm, requeue, *largest = self._exchange(trainer, *(same.numbers if same is not None else ()))
+        if same is not None:
+            same.check(largest)
         if sigterm or requeue:
             self._act(trainer, bool(sigterm), bool(requeue))
 

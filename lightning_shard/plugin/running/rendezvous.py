@@ -69,11 +69,7 @@ class Rendezvous:
 
 
 def agree(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Agree on a new name among the present ranks, over a store that may hold any leftovers. A collective call.
-
-    Raises:
-        RankFailure: Some ranks didn't come in time.
-    """
+    """Agree on a new name among the present ranks, over a store that may hold any leftovers. A collective call."""
     return _lead(store, world_size, timeout) if rank == 0 else _follow(store, rank, timeout)
 
 

@@ -149,7 +149,6 @@ def by_stages(
 
     Args:
         shapes: Of this stage's parameters, by name. A key may be a name's end, as of ``module.net.named_parameters()``.
-        mesh: The ranks that hold this rank's stage.
     """
     rest = {key: value for key, value in checkpoint.items() if key not in _OTHER_STATE}
     paths = {*_paths(rest, ())}

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,9 +38,7 @@ def leave_out_of(checkpoint: dict[str, Any]) -> None:
     """Remove those that can't be held from what Lightning is about to save, with a warning on rank 0."""
     for key in _KEYS:
         kept = checkpoint.get(key)
-        if not isinstance(kept, dict):
-            continue
-        if _reason("hparams", kept) is None:
+        if not isinstance(kept, dict) or _reason("hparams", kept) is None:
             continue
         reasons = {name: _reason(f"hparams.{name}", value) for name, value in kept.items()}
         checkpoint[key] = {name: value for name, value in kept.items() if reasons[name] is None}
@@ -104,20 +103,24 @@ def describe(module: nn.Module, *holders: Any) -> dict[str, Any] | None:
         ``"models"``: by the prefix of their tensors' names (``"model."``), file names to their text; ``"tokenizer"``:
         file names to their bytes, as tensors.
     """
-    known = sys.modules.get("transformers.modeling_utils")
-    if known is None:
-        return None
     models: dict[str, dict[str, str]] = {}
-    for name, part in module.named_modules():
-        prefix = f"{name}." if name else ""
-        if isinstance(part, known.PreTrainedModel) and not any(prefix.startswith(outer) for outer in models):
-            models[prefix] = _configs(part)
+    for prefix, model in models_of_transformers(module):
+        if not any(prefix.startswith(outer) for outer in models):
+            models[prefix] = _configs(model)
     if not models:
         return None
     base = sys.modules.get("transformers.tokenization_utils_base")
     attributes = [value for holder in (module, *holders) if holder is not None for value in vars(holder).values()]
     tokenizer = next((v for v in attributes if base is not None and isinstance(v, base.PreTrainedTokenizerBase)), None)
     return {"models": models, "tokenizer": _files(tokenizer, len(tokenizer)) if tokenizer is not None else {}}
+
+
+def models_of_transformers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Each with the prefix of its tensors' names."""
+    known: Any = sys.modules.get("transformers.modeling_utils")
+    for name, part in module.named_modules() if known is not None else ():
+        if isinstance(part, known.PreTrainedModel):
+            yield f"{name}." if name else "", part
 
 
 def _configs(model: Any) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -40,6 +40,9 @@ from lightning_shard.plugin.saving.beside_tensors import leave_out_of, name_type
 from lightning_shard.plugin.saving.drift import Drift
 from lightning_shard.plugin.steps import randomness
 
+if TYPE_CHECKING:
+    from lightning_shard.plugin.groups import Groups
+
 SEVERAL_RANKS = (
     "ShardedCheckpointIO saves on every rank, and only HybridShardStrategy calls it so where there are several: use"
     " strategy='hybrid_shard'."
@@ -55,21 +58,17 @@ class Site:
 
     Attributes:
         mesh: The mesh of the ranks that hold this rank's stage.
-        gather_over_stages: All-gathers a value over the pipeline.
         order_of: Each parameter's position in the optimizer of a number, as one process would make it.
-        timeout: The timeout of collective operations.
-        host: All ranks, over gloo. With NCCL alone, rank 0 would have to join what all ranks wrote.
         drift: Settles replicas that differ.
     """
 
     mesh: DeviceMesh
     layout: Layout
     device: torch.device
-    gather_over_stages: Callable[[Any], list[Any]]
+    groups: Groups
     order_of: Callable[[int], Mapping[str, int]]
-    timeout: timedelta | None = None
-    host: Any = None
-    drift: Drift | None = None
+    timeout: timedelta | None
+    drift: Drift
 
 
 class ShardedCheckpointIO(CheckpointIO):
@@ -168,15 +167,15 @@ class ShardedCheckpointIO(CheckpointIO):
         optimizer, described = flatten_optimizer_states(rest.pop("optimizer_states")) if named else ({}, None)
         site = self._site
         if site is not None:
-            extra = {name: value for part in site.gather_over_stages(extra) for name, value in part.items()}
+            extra = {name: value for part in site.groups.gather_over_stages(extra) for name, value in part.items()}
             if described is not None:
-                described = merge_stages(site.gather_over_stages(described), site.order_of)
+                described = merge_stages(site.groups.gather_over_stages(described), site.order_of)
         name_types(rest)
         leave_out_of(rest)
         rest, sharded = lift(rest, "state", with_siblings=True)
         elsewhere: set[str] = set()
         if site is not None:
-            rest, of_stages = merge_over_stages(rest, site.gather_over_stages)
+            rest, of_stages = merge_over_stages(rest, site.groups.gather_over_stages)
             own = of_stages.pop(site.layout.pipeline_rank)
             elsewhere = own & set().union(*of_stages)
         if described is not None:
@@ -185,7 +184,7 @@ class ShardedCheckpointIO(CheckpointIO):
             rest[EXTRA_STATE] = extra
         path = absolute(path)
         sections: Any = {"model": tensors, "optimizer": {**optimizer, **sharded}}
-        if site is not None and site.drift is not None:
+        if site is not None:
             at = f"{path}, step {rest['global_step']}" if "global_step" in rest else path
             sections = site.drift.settle(sections, [f"optimizer/{name}" for name in elsewhere], at)
         arguments: dict[str, Any] = {
@@ -207,7 +206,8 @@ class ShardedCheckpointIO(CheckpointIO):
             self._saver.save(sections["model"], first, afterwards=carry, **arguments)
             self._last_path = path
         else:
-            ckpt.save(sections["model"], first, group=site.host if site else None, **arguments)
+            # over gloo: with NCCL alone, rank 0 would have to join what all ranks wrote
+            ckpt.save(sections["model"], first, group=site.groups.host if site else None, **arguments)
             if carry is not None:
                 carry(Ranks.of())
             if site is None:
@@ -321,11 +321,7 @@ class ShardedCheckpointIO(CheckpointIO):
 
 
 def sharded(io: object) -> ShardedCheckpointIO:
-    """A strategy's ``checkpoint_io``, as it is set.
-
-    Raises:
-        ConfigurationError: It is another one.
-    """
+    """A strategy's ``checkpoint_io``, as it is set; others are refused."""
     if not isinstance(io, ShardedCheckpointIO):
         raise ConfigurationError(
             f"checkpoint_io ({type(io).__name__}) must be a lightning_shard.ShardedCheckpointIO: sharded state is"

@@ -47,9 +47,14 @@ from lightning_shard.plugin.saving.own_loading import (
 from lightning_shard.plugin.saving.uploads import upload_folders
 from lightning_shard.plugin.steps.checks.agreement import check_copies
 from lightning_shard.plugin.steps.checks.stage_parameters import by_parts
+from lightning_shard.plugin.steps.first_step import FirstStepChecks
 
 _LOADED_BY_NAME = {"state_dict", "current_model_state", "optimizer_states", "optimizer_tensors"}
 """The second is the module's state where the first is an average."""
+
+
+UNTIL_SETUP: Any = None
+"""The value of attributes that a run's setup makes."""
 
 
 class CheckpointedStrategy(ConnectedStrategy):
@@ -58,9 +63,14 @@ class CheckpointedStrategy(ConnectedStrategy):
     Subclasses set what is saved: the assembly, and the names of the parameters that optimizers hold.
     """
 
+    # not after all of it: setup restores when the module is laid out, before there are optimizers
+    restore_checkpoint_after_setup = False
+    lightning_restore_optimizer = True
+
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
-        self._assembly: Assembly | None = None
+        self._assembly: Assembly = UNTIL_SETUP
+        self._first_checks: FirstStepChecks = UNTIL_SETUP
         self._names: dict[int, str] = {}
         """``id(parameter)`` to name, of this rank's parameters, which are those that its optimizers hold."""
         self._given: list[dict[str, int]] = []
@@ -74,12 +84,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         self._left_out: Frozen | None = None
         self._apart: Mapping[str, Tensor] = {}
         """What all stages hold and code has changed to different values, as found by the last save."""
-        self._restore: lightning_private.PostponedRestoring | None = None
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Not after all of it: :meth:`setup` restores when the module is laid out, before there are optimizers."""
-        return False
+        self._restore: lightning_private.PostponedRestoring = UNTIL_SETUP
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -95,10 +100,6 @@ class CheckpointedStrategy(ConnectedStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = sharded(io)
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
 
     def _report(self, exception: BaseException) -> None:
         # before the failure is reported, which stops the other ranks: a save in the background needs them
@@ -208,12 +209,6 @@ class CheckpointedStrategy(ConnectedStrategy):
             loaded["state_dict"] = as_lazy(loaded["state_dict"])
         return loaded
 
-    def _keep_loaded(self) -> None:
-        """After all loading hooks: read the lazy tensors that they have kept, while the checkpoint still exists."""
-        if self._gave_lazy:
-            self._gave_lazy = False
-            replace_lazy(self._module, *self._module.trainer.callbacks)  # type: ignore[attr-defined]
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         replace_lazy(self._module)
         reshard(self._module)
@@ -261,7 +256,6 @@ class CheckpointedStrategy(ConnectedStrategy):
                 f" {len(self.optimizers)}: return the same optimizers as in the run that saved."
             )
         states = [described(index, state) for index, state in enumerate(states)]
-        assert self._assembly is not None
         places = self._assembly.places
         listed = [name for names in listed_in(state for state in states if not state.get("numbered")) for name in names]
         prefix = prefix_of(listed, set(places)) if checkpoint.get(WEIGHTS_ALONE) else ""
@@ -287,12 +281,12 @@ class CheckpointedStrategy(ConnectedStrategy):
             self.checkpoint_io.remove_checkpoint(filepath)
 
     def _join_copies(self, *, tolerates: bool = False) -> Mapping[str, Tensor]:
-        """Join what several stages hold and code between steps has changed; a collective call over the pipeline.
-
-        Args:
-            tolerates: Return what can't be joined, in place of an error.
-        """
-        return {}
+        """Join copies on several stages; returns what can't be joined, if it tolerates that. Collective over them."""
+        apart = {} if self._first_checks is None else self._first_checks.join_copies(tolerates=tolerates)
+        for text in apart.values():
+            rank_zero_warn(f"{text} Until then, the last stage's copy is saved.")
+        state = self._module.state_dict() if apart else {}
+        return {name: state[name] for name in apart}
 
     def _check_saved(self) -> None:
         """After the first step: refuse optimizers whose state no save could hold. A collective call over all ranks."""
@@ -334,7 +328,6 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     def _order_in_optimizer(self, index: int) -> Mapping[str, int]:
         """All stages' parameters, as ``configure_optimizers`` gave them to it, and behind them those added later."""
-        assert self._assembly is not None
         given = self._given[index] if index < len(self._given) else {}
         return {name: len(given) + place for name, place in self._assembly.places.items()} | given
 
@@ -343,17 +336,15 @@ class CheckpointedStrategy(ConnectedStrategy):
         return [name for names in self.groups.gather_over_stages(own) for name in names]
 
     def _connect_checkpoint_io(self, trainer: pl.Trainer) -> None:
-        assert self._assembly is not None
         mesh = self.device_mesh[self.layout.stage_axes]
         self.checkpoint_io.connect(
             Site(
                 mesh=mesh,
                 layout=self.layout,
                 device=self.root_device,
-                gather_over_stages=self.groups.gather_over_stages,
+                groups=self.groups,
                 order_of=self._order_in_optimizer,
                 timeout=self._timeout,
-                host=self.groups.host,
                 drift=Drift(self._module, self.layout, mesh, self.groups.host, self._copies),
             ),
             fitting=trainer.state.fn == TrainerFn.FITTING,

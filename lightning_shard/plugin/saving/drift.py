@@ -93,12 +93,7 @@ def on_several_stages(module: nn.Module, ties: Iterable[Tie]) -> dict[str, nn.Pa
 def copies_of_stages(
     tied: Mapping[str, nn.Parameter], others: Mapping[str, Tensor], optimizers: Iterable[torch.optim.Optimizer]
 ) -> dict[str, Tensor]:
-    """The tensors that several stages save, by section and name.
-
-    Args:
-        tied: By :func:`on_several_stages`.
-        others: Further ones of the model.
-    """
+    """The tensors that several stages save, by section and name: tied ones, their optimizer states, and ``others``."""
     found: dict[str, Tensor] = {f"model/{name}": tensor for name, tensor in {**tied, **others}.items()}
     for index, optimizer in enumerate(optimizers):
         for name, parameter in tied.items():
@@ -112,8 +107,6 @@ class Drift:
     """What the saves of one run have found.
 
     Args:
-        mesh: The mesh of the ranks that hold this rank's stage.
-        host: All ranks, host to host.
         of_stages: The tensors that other stages hold too, by section and name.
     """
 

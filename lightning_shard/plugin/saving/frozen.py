@@ -9,7 +9,6 @@ resumes with other weights.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from lightning_shard.checkpoint.format.header import dtype_name
 from lightning_shard.checkpoint.memory import byte_view
 from lightning_shard.checkpoint.ranks import Ranks, together
 from lightning_shard.errors import StateMismatchError
+from lightning_shard.plugin.saving.beside_tensors import models_of_transformers
 from lightning_shard.sharding import local_tensor
 
 Result = TypeVar("Result")
@@ -51,7 +51,6 @@ class Frozen:
     """The frozen parameters of this rank's part of a module.
 
     Args:
-        mesh: The ranks that hold the same stage.
         base: The checkpoint that holds them, according to the user.
     """
 
@@ -148,9 +147,6 @@ class Frozen:
         """Add to ``stored`` what was left out: nothing if the module has it, otherwise the base's tensors.
 
         A collective call over all ranks.
-
-        Raises:
-            StateMismatchError: The module has other frozen weights, and there is no base to load them from.
         """
         self._loaded_base = record["base"]
         wrong = self.differing(record)
@@ -166,16 +162,10 @@ class Frozen:
 
     def differing(self, record: Record) -> list[str]:
         """The names of left-out parameters that differ in this module, on any rank, from the recorded content."""
-        own = {name: p.detach() for name, p in self._parameters().items() if name in record["tensors"]}
-        contents = content_of_all(own, self._mesh)
         told = record["tensors"]
-        parts = _everywhere(lambda: {name: [dtype_name(p.dtype, name), list(p.shape)] for name, p in own.items()})
-        everyone = {name: value for part in parts for name, value in part.items()}
-        return [
-            name
-            for name, tensor in told.items()
-            if contents.get(name) != tensor["content"] or everyone[name] != [tensor["dtype"], list(tensor["shape"])]
-        ]
+        now = self._tell({name: p.detach() for name, p in self._parameters().items() if name in told})
+        compared = ("dtype", "shape", "content")
+        return [name for name, was in told.items() if any(now.get(name, {}).get(key) != was[key] for key in compared)]
 
     def check(self, record: Record) -> None:
         """After loading: check that the module has what was left out, and record it. Collective over all ranks."""
@@ -226,12 +216,5 @@ def _other_weights(names: list[str], record: Record) -> str:
 
 def _origins(module: nn.Module) -> dict[str, str]:
     """Where transformers models in the module were loaded from, by the prefix of their tensors' names."""
-    known = sys.modules.get("transformers.modeling_utils")
-    found: dict[str, str] = {}
-    if known is None:
-        return found
-    for name, part in module.named_modules():
-        path = getattr(part, "name_or_path", "") if isinstance(part, known.PreTrainedModel) else ""
-        if path:
-            found[f"{name}." if name else ""] = os.path.abspath(path) if os.path.isdir(path) else str(path)
-    return found
+    paths = {prefix: getattr(model, "name_or_path", "") for prefix, model in models_of_transformers(module)}
+    return {prefix: os.path.abspath(p) if os.path.isdir(p) else str(p) for prefix, p in paths.items() if p}

@@ -76,7 +76,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         self.dirpath = _normalised(dirpath) if dirpath else None
         self._resumed_from: str | None = None
         self._step_resumed_from: int | None = None
-        self._last_is_resumed_from = False
+        self.last_is_resumed_from = False
+        """Whether this run was started with ``ckpt_path="last"``, and so will be when it is started again."""
         self._finds_last = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -89,7 +90,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             raise ConfigurationError(SEVERAL_RANKS)  # here, so that every rank raises, not only the one that saves
         _refuse_link(self)
         self.dirpath = dirpath = trainer.strategy.broadcast(_normalised(self.__resolve_ckpt_dir(trainer)))
-        if self._last_is_resumed_from:
+        if self.last_is_resumed_from:
             self._check_that_all_found_last(io)
         self._fs, _ = open_filesystem(dirpath, io.storage_options)
         if stage == TrainerFn.FITTING:  # a store that refuses the keys does so before training
@@ -156,7 +157,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         """The newest committed checkpoint, if any. Every rank searches by itself: they aren't connected yet."""
-        self._last_is_resumed_from = True
+        self.last_is_resumed_from = True
         dirpath = _normalised(self.__resolve_ckpt_dir(trainer))
         io = _sharded_io(trainer)
         if io is None:
@@ -201,20 +202,12 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             " its own there (use one that all see), or it was still being written when they looked (start again)."
         )
 
-    @property
-    def last_is_resumed_from(self) -> bool:
-        """Whether this run was started with ``ckpt_path="last"``, and so will be when it is started again."""
-        return self._last_is_resumed_from
-
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
         if _sharded_io(trainer) is None:
             return super()._should_remove_checkpoint(trainer, previous, current)
         if previous == current or self._place(previous) == self._resumed_from:
             return False
-        return self._is_in_dirpath(previous)
-
-    def _is_in_dirpath(self, path: str) -> bool:
-        return bool(path) and self._place(path).startswith(self._place(str(self.dirpath)).rstrip("/") + "/")
+        return bool(previous) and self._place(previous).startswith(self._place(str(self.dirpath)).rstrip("/") + "/")
 
     def _place(self, path: str) -> str:
         """One canonical path for all spellings of a location."""

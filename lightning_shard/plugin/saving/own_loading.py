@@ -150,9 +150,6 @@ def load_by_own_code(
 
     Args:
         plain: Names whose values are passed as plain tensors, such as a metric's state, which is kept as it is.
-
-    Raises:
-        StateMismatchError: ``load_state_dict`` refused something.
     """
     state = module.state_dict(keep_vars=True)
     given: Any = OrderedDict((name, _given(value, plain=name in plain)) for name, value in stored.items())
@@ -209,9 +206,6 @@ def load_module(
         also: Buffers that are filled as well, although they are another stage's state.
         left_out: Names that may be missing, since the module already has their values.
         by_own_code: Whether some stage has its own loading code, so that all call the module's ``load_state_dict``.
-
-    Raises:
-        StateMismatchError: Shapes differ; with ``strict``, names do.
     """
     state = module.state_dict(keep_vars=True)
     parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
@@ -251,11 +245,7 @@ def load_module(
 
 
 def fill(targets: Mapping[str, Tensor], stored: Mapping[str, Any], *, strict: bool) -> None:
-    """Fill tensors, in place, by name, from stored or plain ones; a collective call.
-
-    Raises:
-        StateMismatchError: Shapes differ; with ``strict``, names are missing.
-    """
+    """Fill tensors, in place, by name, from stored or plain ones; a collective call."""
 
     def pairs() -> list[ckpt.Pair]:
         missing = sorted(targets.keys() - stored.keys())

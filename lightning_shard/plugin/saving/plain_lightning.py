@@ -80,9 +80,6 @@ def load_into(
 
     Returns:
         What is left of the checkpoint; all of it without a state.
-
-    Raises:
-        KeyError: With ``strict``, the checkpoint has nothing for a key.
     """
     io = io or ShardedCheckpointIO()
     left = io.load_checkpoint(path)

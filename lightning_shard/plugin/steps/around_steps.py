@@ -117,11 +117,7 @@ class _Watched:
 
 @contextmanager
 def steps_no_scheduler(schedulers: Sequence[Any], microbatches: int) -> Iterator[None]:
-    """Context of a batch's steps on stages, for this number of microbatches.
-
-    Raises:
-        StepError: A scheduler was stepped, and with several microbatches more than once.
-    """
+    """Context of a batch's steps on stages, for this number of microbatches."""
     schedulers = schedulers if microbatches > 1 else []
     before = [getattr(scheduler, "last_epoch", None) for scheduler in schedulers]
     yield

@@ -37,11 +37,7 @@ class Step:
     """A step of the user's on one batch.
 
     Attributes:
-        method: Its name.
         kind: A key of what it may depend on, other than its batch.
-        call: The user's code.
-        parts: The batch's microbatches.
-        seeds: The seed of each.
         args: What it is given after the batch.
     """
 
@@ -58,7 +54,6 @@ class Batches:
     """Splits the batches of one loop.
 
     Args:
-        microbatches: Of a whole batch.
         of_all: For each flag, whether it is true on all data ranks; a collective call of these.
     """
 
@@ -120,11 +115,7 @@ class OwnCalls:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look at the pipelined step that runs inside.
-
-        Raises:
-            StepError: The user's code, or a library that it calls, makes a call over the world.
-        """
+        """Look at the pipelined step that runs inside; calls over the world that it makes are refused."""
         with calls_replaced(self._checking, _OF_LAYOUTS) if self._stages is not None else nullcontext():
             self._thread = get_ident()
             try:
@@ -157,8 +148,6 @@ class Alike:
     """The data ranks that hold the same part of one model.
 
     Args:
-        own_calls: The collective calls of the steps themselves, as far as seen.
-        data_ranks: How many there are.
         forwards_call: Whether forwards make collective calls over them.
         rehearses: Whether steps may run again at all.
     """
@@ -169,14 +158,10 @@ class Alike:
         self._groups = groups
         self._own_calls = own_calls
         self._has_peers = data_ranks > 1
-        self._forwards_call = self._runs_alike = forwards_call and self._has_peers
+        self._forwards_call = self.is_needed = forwards_call and self._has_peers
+        """The latter: whether all have to run equally often, as far as known."""
         self._rehearses = rehearses
         self._begun: set[str] = set()
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether all have to run equally often, as far as known."""
-        return self._runs_alike
 
     def knows(self, kind: str) -> bool:
         """Whether a step of this kind has run."""
@@ -184,7 +169,7 @@ class Alike:
 
     def of_any(self, condition: bool) -> bool:
         """Whether a condition holds on any that has to run alike; a collective call of these, if it is needed."""
-        return self._groups.of_any_peer(condition) if self._runs_alike else condition
+        return self._groups.of_any_peer(condition) if self.is_needed else condition
 
     def begin(self, kind: str) -> None:
         """After the first batch of a kind of step: agree whether all have to run alike from now on.
@@ -195,7 +180,7 @@ class Alike:
             self._begun.add(kind)
             if self._has_peers:
                 made = self._groups.of_any_peer(self._own_calls.made)
-                self._runs_alike |= any(self._groups.gather_over_stages(made))
+                self.is_needed |= any(self._groups.gather_over_stages(made))
 
     def may_rehearse(self, method: str) -> bool:
         """Whether a step may run again after the first batch of its kind.
@@ -203,7 +188,7 @@ class Alike:
         Evaluations whose steps themselves call other data ranks may not: each may see a loader's first batch at another
         time.
         """
-        return self._rehearses and (method == "training_step" or self._forwards_call or not self._runs_alike)
+        return self._rehearses and (method == "training_step" or self._forwards_call or not self.is_needed)
 
     def all_can(self, method: str, can: bool) -> bool:
         """Whether a run is possible on all ranks that have to run alike; a collective call of these.

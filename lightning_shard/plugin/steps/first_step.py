@@ -16,7 +16,7 @@ from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
 from lightning_shard.plugin.steps.batches import OwnCalls
 from lightning_shard.plugin.steps.checks import tensor_ranks
 from lightning_shard.plugin.steps.checks.agreement import check_same_batch
-from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers, CopiesOfStages, SharedBuffers
+from lightning_shard.plugin.steps.checks.buffers import ChangedBuffers, CopiesOfStages, unchanged
 from lightning_shard.plugin.steps.checks.tensor_ranks import Shown, TensorRanks
 from lightning_shard.plugin.steps.loop import Loop
 
@@ -28,13 +28,9 @@ _UPDATES = 2
 
 
 class FirstStepChecks:
-    """The checks of one module's steps in one run.
-
-    To make them is a collective call over the pipeline.
+    """The checks of one module's steps in one run. To make them is a collective call over the pipeline.
 
     Args:
-        stages: This rank's; ``None`` with one stage.
-        own_calls: The collective calls that steps make.
         check_saved: Refuses what could not be saved; a collective call over all ranks.
     """
 
@@ -57,8 +53,7 @@ class FirstStepChecks:
         self._data = groups.data
         self._check_saved = check_saved
         self._own_calls = own_calls
-        of_blocks = stages.shared_buffers if stages is not None else ()
-        self._shared = SharedBuffers(module, of_blocks)
+        self._of_blocks = of_blocks = stages.shared_buffers if stages is not None else ()
         self._copies: CopiesOfStages | None = None
         if stages is not None:
             self._copies = CopiesOfStages(module, of_blocks, groups, device, loop.whole_parameters)
@@ -89,7 +84,8 @@ class FirstStepChecks:
                 self._copies.join_for_step()
         shown = Shown()
         with ExitStack() as looks:
-            looks.enter_context(self._shared.unchanged(method))
+            if self._of_blocks:
+                looks.enter_context(unchanged(module, self._of_blocks, method))
             if method not in self._kinds:
                 self._kinds.add(method)
                 check_same_batch(batch, layout, self._loop.strategy)
@@ -110,16 +106,7 @@ class FirstStepChecks:
             tensor_ranks.check_losses(output, ranks, shares_sequences=shares, in_32_bits=self._loop.in_32_bits)
 
     def join_copies(self, *, tolerates: bool = False) -> dict[str, str]:
-        """Join what several stages hold and code between steps has changed; a collective call over the pipeline.
-
-        After the first steps a run isn't ended by what can't be joined.
-
-        Args:
-            tolerates: Nor is it in these.
-
-        Returns:
-            What to say of copies that have parted, by name.
-        """
+        """As ``CopiesOfStages.join``; after the first steps a run isn't ended by what can't be joined."""
         if self._copies is None:
             return {}
         is_early = self._steps <= _STEPS

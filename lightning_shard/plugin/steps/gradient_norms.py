@@ -44,14 +44,7 @@ from lightning_shard.torch_private import functions_replaced, replaced
 
 
 def counted_once(given: Sequence[Tensor], named: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tensors that count on this stage.
-
-    Args:
-        named: This stage's parameters, by name.
-
-    Raises:
-        StepError: One is no gradient, and may be computed from that of a weight that another stage counts.
-    """
+    """The tensors that count on this stage."""
     own = {name: {id(p), id(p.grad)} for name, p in named.items()}
     elsewhere = {name: own[name] for name, p in named.items() if is_counted_elsewhere(p)}
     passed, known = {id(tensor) for tensor in given}, set().union(*own.values())
@@ -72,15 +65,7 @@ _GROUP: Any = clip_grad._group_tensors_by_device_and_dtype
 
 
 class WholeNorms:
-    """Computes norms over all ranks. To make one is a collective call over the pipeline.
-
-    Args:
-        module: Cut and sharded.
-        stage_mesh: The mesh of the ranks that hold this rank's stage.
-        groups: This rank's groups.
-        device: The device of the resulting norms.
-        guard: That over parameters of incomplete modules.
-    """
+    """Computes norms over all ranks. To make one is a collective call over the pipeline."""
 
     current: WholeNorms | None = None
     """Whose norms the functions give; ``None``: their own."""
@@ -97,7 +82,7 @@ class WholeNorms:
         self._mesh = stage_mesh
         self._groups = groups
         self._device = device
-        self._guard = guard
+        self.guard = guard
         # by all stages' parameters: scales rounded to different dtypes would let tied copies part
         of_stages = groups.gather_over_stages(type_of_norm(self._own()))
         self._dtype = reduce(torch.promote_types, of_stages)
@@ -111,7 +96,7 @@ class WholeNorms:
         """
 
         def own(optimizer: Any) -> list[nn.Parameter]:
-            with self._guard.aside():  # a hook's own clip_gradients is right
+            with self.guard.aside():  # a hook's own clip_gradients is right
                 return [*plugin.main_params(optimizer)]
 
         def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
@@ -127,7 +112,7 @@ class WholeNorms:
 
     def _gives(self) -> bool:
         """Whether a hook sees unknown gradients of other stages' parameters: if there are any now."""
-        if not self._guard.is_in_hook:
+        if not self.guard.is_in_hook:
             return False
         training = [p for p in self._own() if p.requires_grad]
         return not training or any(p.grad is not None for p in training)
@@ -154,10 +139,6 @@ class WholeNorms:
         finally:
             WholeNorms.current = before
 
-    def take_whole(self) -> None:
-        """What a hook has iterated over was for such a function."""
-        self._guard.take_whole()
-
     @torch.no_grad()
     def total(
         self,
@@ -173,7 +154,7 @@ class WholeNorms:
                 gradient of a weight that several stages hold.
         """
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        self.take_whole()
+        self.guard.take_whole()
         if self._are_others(given):
             return _OWN[0](given, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
         counted = [tensor for tensor in given if not isinstance(tensor, Hollow)]
@@ -201,7 +182,7 @@ class WholeNorms:
     @torch.no_grad()
     def of_each(self, module: nn.Module, norm_type: float, group_separator: str) -> dict[str, Any]:
         """Lightning's ``grad_norm``, over all stages' parameters."""
-        with self._guard.aside():
+        with self.guard.aside():
             named = [(name, p) for name, p in module.named_parameters() if p.grad is not None]
         gradients = [p.grad for _, p in named if p.grad is not None]
         if self._are_others(gradients):
@@ -246,6 +227,6 @@ def _grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
 def _grouped(tensors: Any, *args: Any) -> Any:
     """As torch's function, which fails without tensors: a stage may have none of them."""
     if WholeNorms.current is not None:
-        WholeNorms.current.take_whole()
+        WholeNorms.current.guard.take_whole()
     own = [[tensor for tensor in each if not isinstance(tensor, Hollow)] for each in tensors]
     return _GROUP(own, *args) if own[0] else {}

@@ -30,10 +30,8 @@ class Gradients:
     """The gradients of one module on this rank.
 
     Args:
-        module: Sharded, on its device.
         group: The ranks that hold the same part of the model.
         reduces_each: Every backward reduces them, not only the last one before an optimizer step.
-        is_pipelined: Whether steps are pipelined.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class Gradients:
         self._is_pipelined = is_pipelined
         self._scalars = scalar_parameters(module)
         self._is_held = False
-        self._by_inputs = InputGradients(
+        self.by_inputs = InputGradients(
             module, lambda: not self._is_held or self._reduces_each, frees=not has_whole_steps(module)
         )
         self._has_added_up = False
@@ -68,10 +66,10 @@ class Gradients:
         """Prepare for an automatic step's backward: Lightning's ``zero_grad`` came after backwards within the step."""
         if self._loop.begins_accumulation:
             drop_unreduced_gradients(self._module)
-        self._by_inputs.begin()
+        self.by_inputs.begin()
 
     def end_backward(self) -> None:
-        self._by_inputs.end()
+        self.by_inputs.end()
         end_backward(self._module, reduces=not self._is_held)
         if not self._is_held:
             average_gradients((p for p in self._scalars if p.requires_grad), self._group)
@@ -92,16 +90,11 @@ class Gradients:
         finally:
             self._is_held = False
 
-    def of_inputs(self) -> AbstractContextManager[None]:
-        """A context for a step that may take gradients with respect to its inputs."""
-        return self._by_inputs.watched()
-
 
 class StageUnits:
     """The units of one module.
 
     Args:
-        module: Cut and sharded.
         bypassed: Gathers units that backwards bypass, where units are freed after their forwards.
         splits: Whether backwards are split in two parts.
         reduces_each: Whether each backward reduces gradients over the data ranks.
@@ -144,7 +137,6 @@ class StageUnits:
 
         Args:
             is_last: Whether it is the step's last on this rank.
-            accumulating: Whether no optimizer step follows.
         """
         if not self._reshards_each:
             leave_out_prefetching(self._units)

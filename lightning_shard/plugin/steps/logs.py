@@ -77,11 +77,7 @@ class HeldLogs:
 
     @contextmanager
     def holding(self, step: str = "") -> Iterator[None]:
-        """Hold every ``log`` and ``log_dict`` inside, which come from calls of the step of this name.
-
-        Raises:
-            StepError: Code inside logs in another way.
-        """
+        """Hold every ``log`` and ``log_dict`` inside, which come from the step of this name; refuse other ways."""
         self._records = {}
         self._times.clear()
         self._step = step
@@ -99,10 +95,7 @@ class HeldLogs:
                 self._module.__dict__["log"] = self._before
 
     def begin_microbatch(self) -> None:
-        """A forward or backward begins: what is logged in it several times by one name is several logs.
-
-        These are combined by their order.
-        """
+        """A forward or backward begins: what it logs several times by one name is combined by the order of calls."""
         self._times.clear()
         self._now.clear()
 

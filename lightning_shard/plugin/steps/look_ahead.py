@@ -38,7 +38,6 @@ class BatchesAhead:
 
     Args:
         loop: The evaluation loop, which reads its loaders one after the other.
-        method: The step's name.
         prepare: What the loop does with a batch before the step; must be idempotent.
     """
 

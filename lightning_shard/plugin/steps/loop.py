@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -54,12 +54,9 @@ class Loop:
         strategy: The strategy, as a user's code names it, for messages.
         whole_parameters: Where such code finds all parameters between steps.
         is_sanity_check: Whether evaluation steps run to try them before training.
-        epoch: Its number.
-        is_accumulating: Whether no optimizer step follows the current batch.
         begins_accumulation: Whether the current batch is the first one after an optimizer step.
         accumulates: The number of batches over whose losses an optimizer step takes the mean.
         observers: Objects of the user's, other than the module, whose state a step may change.
-        schedulers: Of learning rates.
     """
 
     precision: Any
@@ -105,64 +102,38 @@ class Loop:
         tree.refuse_list_of_samples(batch, None, may_be_last=may_be_last)
 
 
+def _of_trainer(get: Callable[[Any], Any]) -> Any:
+    return property(lambda self: get(self._module.trainer))
+
+
 class TrainerLoop(Loop):
     """The loops of the Trainer that a module has at the time."""
 
     strategy = "trainer.strategy"
     whole_parameters = "trainer.strategy.gather_full_parameters()"
+    precision = _of_trainer(lambda trainer: trainer.precision_plugin)
+    is_sanity_check = _of_trainer(lambda trainer: trainer.sanity_checking)
+    epoch = _of_trainer(lambda trainer: trainer.current_epoch)
+    is_accumulating = _of_trainer(lightning_private.is_accumulating)
+    begins_accumulation = _of_trainer(lightning_private.begins_accumulation)
+    accumulates = _of_trainer(lambda trainer: trainer.accumulate_grad_batches)
+    observers = _of_trainer(lambda trainer: trainer.callbacks)
+    schedulers = _of_trainer(lambda trainer: [config.scheduler for config in trainer.lr_scheduler_configs])
+    training_context = _of_trainer(lambda trainer: trainer.precision_plugin.train_step_context)
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
 
-    @property
-    def _trainer(self) -> Any:
-        return self._module.trainer
-
-    @property
-    def precision(self) -> Any:  # type: ignore[override]
-        return self._trainer.precision_plugin
-
-    @property
-    def is_sanity_check(self) -> bool:
-        return self._trainer.sanity_checking  # type: ignore[no-any-return]
-
-    @property
-    def epoch(self) -> int:
-        return self._module.current_epoch
-
-    @property
-    def is_accumulating(self) -> bool:
-        return lightning_private.is_accumulating(self._trainer)
-
-    @property
-    def begins_accumulation(self) -> bool:
-        return lightning_private.begins_accumulation(self._trainer)
-
-    @property
-    def accumulates(self) -> int:
-        return self._trainer.accumulate_grad_batches  # type: ignore[no-any-return]
-
-    @property
-    def observers(self) -> Sequence[Any]:
-        return self._trainer.callbacks  # type: ignore[no-any-return]
-
-    @property
-    def schedulers(self) -> Sequence[Any]:
-        return [config.scheduler for config in self._trainer.lr_scheduler_configs]
-
     def step(self, method: str) -> Callable[..., Any]:
         return getattr(self._module, method)  # type: ignore[no-any-return]
 
-    @property
-    def training_context(self) -> Callable[[], AbstractContextManager[Any]]:
-        return self._trainer.precision_plugin.train_step_context  # type: ignore[no-any-return]
-
     def receiver(self, hook: str) -> str | None:
-        return hook if is_used(self._trainer, self._module, hook) else None
+        return hook if is_used(self._module.trainer, self._module, hook) else None
 
     def follows(self) -> str:
-        return what_follows(self._trainer)
+        return what_follows(self._module.trainer)
 
     def refuse_list_of_samples(self, batch: Any, *, may_be_last: bool) -> None:
-        if not lightning_private.stacks_samples(self._trainer):
-            tree.refuse_list_of_samples(batch, lightning_private.samples_drawn(self._trainer), may_be_last=may_be_last)
+        trainer = self._module.trainer
+        if not lightning_private.stacks_samples(trainer):
+            tree.refuse_list_of_samples(batch, lightning_private.samples_drawn(trainer), may_be_last=may_be_last)

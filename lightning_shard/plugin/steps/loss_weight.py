@@ -38,13 +38,7 @@ class Weight(NamedTuple):
 
 
 class LossWeights:
-    """Computes the weights of batches.
-
-    Args:
-        weigh: A function of a batch; ``None``: all parts count equally.
-        group: The data ranks.
-        device: The device of losses.
-    """
+    """Computes the weights of batches by a function ``weigh`` of them; ``None``: all parts count equally."""
 
     def __init__(self, weigh: Callable[[Any], Any] | None, group: dist.ProcessGroup, device: torch.device) -> None:
         self._weigh = weigh
@@ -56,11 +50,7 @@ class LossWeights:
         return 1.0 if self._weigh is None else float(_number(self._weigh(part), self._device))
 
     def of(self, parts: Sequence[Any]) -> list[Weight]:
-        """The weights of this data rank's microbatches; a collective call over the data ranks.
-
-        Raises:
-            StepError: The function doesn't return a number.
-        """
+        """The weights of this data rank's microbatches; a collective call over the data ranks."""
         if self._weigh is None:
             return [Weight()] * len(parts)
         own = torch.stack([_number(self._weigh(part), self._device) for part in parts])
@@ -73,13 +63,7 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class Shares:
-    """How much microbatches, and the batches of data ranks, count in what steps take means of.
-
-    Attributes:
-        weights: In losses.
-        means: Compares the numbers that losses are means over.
-        metrics: In those that take means over steps.
-    """
+    """How much microbatches, and the batches of data ranks, count in losses, and in metrics that are means."""
 
     weights: LossWeights
     means: UnequalMeans
@@ -108,11 +92,7 @@ def _number(value: Any, device: torch.device) -> Tensor:
 
 
 def loss_of(result: Any) -> Tensor:
-    """The loss in what a training step returned, ``[]``.
-
-    Raises:
-        StepError: There is none.
-    """
+    """The loss in what a training step returned, ``[]``."""
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise StepError(
@@ -140,11 +120,7 @@ def weighted(loss: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def agree_on_overflows(scaler: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Make a ``GradScaler`` detect overflows on any rank; its steps become collective calls over all ranks.
-
-    Raises:
-        ConfigurationError: An optimizer that unscales gradients itself.
-    """
+    """Make a ``GradScaler`` detect overflows on any rank; its steps become collective calls over all ranks."""
     for optimizer in optimizers:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ConfigurationError(

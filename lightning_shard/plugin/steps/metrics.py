@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from torchmetrics import MeanMetric, Metric
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.lightning_private import told_of_new_metrics
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.state.walk import reachable
@@ -54,8 +53,8 @@ class SharedMetrics:
         finally:
             self._weight = 1.0
 
-    def find(self, module: nn.Module, callbacks: Iterable[object]) -> None:
-        """Share those of a module and of callbacks that weren't before: hooks may have made some.
+    def find(self, module: Any) -> None:
+        """Share those of a LightningModule and of callbacks that weren't before, where a run or an epoch begins.
 
         A collective call over the pipeline: what a step has made on the last stage only can't be computed by all.
         """
@@ -67,15 +66,11 @@ class SharedMetrics:
         in_blocks = {id(each): path for path, each in reversed(paths) if path.startswith(blocks)}
         for path, metric in found.items():
             self.share(metric, of_steps=path in everywhere, in_block=in_blocks.get(id(metric), ""))
-        for callback in callbacks:
+        for callback in module.trainer.callbacks:
             for leaf in tree.leaves(dict(vars(callback))):
                 for part in leaf.modules() if isinstance(leaf, nn.Module) else ():
                     if isinstance(part, Metric):
                         self.share(part, of_steps=False)
-
-    def reducing_new_ones(self) -> AbstractContextManager[None]:
-        """Inside, metrics that are made reduce over data ranks; what hooks made is found where an epoch begins."""
-        return told_of_new_metrics(partial(self.share, of_steps=False))
 
     def share(self, metric: Metric, *, of_steps: bool, in_block: str = "") -> None:
         """
@@ -109,10 +104,7 @@ class SharedMetrics:
         return copied
 
     def _compute(self, compute: Callable[[], Any], in_block: str) -> Any:
-        """
-        Raises:
-            StepError: On every stage, if a block holds the metric.
-        """
+        """A metric's value on all stages, in a call that they make together; refused if a block holds the metric."""
         stages = self._stages
         assert stages is not None
         # in a step, where Metric.forward computes the batch's value, stages don't reach this call together

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import ShardError
-from lightning_shard.layout import Layout
 from lightning_shard.parallel.fsdp.shard import kept_gathered, reshard
 from lightning_shard.pipeline.dataflow.crossing import StageEnd
 from lightning_shard.pipeline.dataflow.taint import refuse
@@ -28,9 +27,9 @@ from lightning_shard.pipeline.runtime.outputs import merge, with_losses
 from lightning_shard.pipeline.runtime.step import PipelinedStep, RunOn
 from lightning_shard.pipeline.schedules.recorded import StopWatch
 from lightning_shard.pipeline.schedules.schedule import Row, Schedule
-from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Stage
-from lightning_shard.pipeline.stages.tied import Tie, TiedGradients
+from lightning_shard.pipeline.stages.tied import TiedGradients
+from lightning_shard.plugin.assembly.assemble import Assembly
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.steps.around_steps import DirectOutput, inference_mode_as_no_grad, steps_no_scheduler
 from lightning_shard.plugin.steps.batches import Alike, Batches, Step
@@ -67,7 +66,6 @@ class _Begun:
     """An evaluation batch for which this rank has run its part.
 
     Attributes:
-        step: The step on it.
         results: The microbatches' results on the last stage; ``None`` if the batch has to run call by call.
         sent: The number of tensors that each stage of this rank had sent when the batch was done.
     """
@@ -77,21 +75,6 @@ class _Begun:
     sent: list[int]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How a module was cut.
-
-    Attributes:
-        stages: This rank's.
-        schedule: The order in which its microbatches run.
-        ties: Parameters that several stages hold.
-    """
-
-    stages: Stages
-    schedule: Schedule
-    ties: Iterable[Tie]
-
-
 class PipelinedSteps:
     """Runs one module's training and evaluation steps on this rank's stages, for a Trainer's loops or Fabric's."""
 
@@ -99,24 +82,25 @@ class PipelinedSteps:
         self,
         module: nn.Module,
         loop: Loop,
-        cut: Cut,
+        known: Assembly,
+        schedule: Schedule,
         groups: Groups,
-        layout: Layout,
         shares: Shares,
         alike: Alike,
         units: StageUnits,
     ) -> None:
         self._module = module
         self._loop = loop
-        self._stages = stages = cut.stages
-        self._schedule = cut.schedule
+        assert known.stages is not None
+        self._stages = stages = known.stages
+        self._schedule = schedule
         self._groups = groups
-        self._layout = layout
+        self._layout = layout = known.layout
         self._shares = shares
         self._alike = alike
         self._units = units
         self._device = device = stages[0].device
-        self._microbatches = cut.schedule.microbatches
+        self._microbatches = schedule.microbatches
         self._batches = Batches(loop, self._microbatches, groups.of_all_peers)
         self._seeds = Seeds(module, stages, device, layout.data_rank)
         self._unused_results: set[str] = set()
@@ -126,7 +110,7 @@ class PipelinedSteps:
         self._kept = LateState(module, stages, self._apart)
         self.reset_crossings()
         earlier = groups.backward.earlier
-        self._ties = TiedGradients(module, cut.ties, layout.pipeline_rank, earlier, groups.control, device)
+        self._ties = TiedGradients(module, known.ties, layout.pipeline_rank, earlier, groups.control, device)
         self._logs = HeldLogs(module, self._block, self._is_silent)
         self._output = DirectOutput(module, self._is_silent)
         warns = stages.is_last and layout.data_rank == layout.tensor_rank == 0
@@ -228,7 +212,6 @@ class PipelinedSteps:
         """Run the forwards of a batch; returns on every stage what the step would have returned for it.
 
         Args:
-            draw: Computes a step's seed from its arguments.
             upcoming: The arguments of the next steps. A rank with one stage runs its part of these too, where it is
                 known what crosses the cuts, until as many batches are in flight as stages follow.
         """
@@ -385,7 +368,7 @@ class PipelinedSteps:
         self._late_changes |= self._kept.carry(broadcast, self._device)
 
     def _remember(self, *, puts_back: bool = True) -> StepMemory:
-        self._seeds.look_for_generators()  # a first step may make some
+        self._seeds.may_have_new_generators = True  # a first step may make some
         others = [self._apart.begin, self._kept.forget, self._output.remember()] if puts_back else ()
         return StepMemory(self._module, len(self._stages), self._loop.observers, others, puts_back=puts_back)
 

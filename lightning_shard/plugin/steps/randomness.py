@@ -52,11 +52,7 @@ def derive(*parts: object) -> int:
 
 
 def seed_all(seed: int, own: Mapping[str, OwnGenerator] = _NONE) -> None:
-    """Seed torch (on the CPU and on CUDA devices), numpy and Python.
-
-    Args:
-        own: A module's own generators by name, each of which gets its own seed.
-    """
+    """Seed torch (on the CPU and on CUDA devices), numpy and Python, and a module's ``own`` generators."""
     # torch.manual_seed formats a stack trace for each uninitialized kind of device: a tenth of a small step's time
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -163,7 +159,7 @@ class Seeds:
         self._device = device
         self._data_rank = data_rank
         self._own: Mapping[str, OwnGenerator] = {}
-        self._may_have_new_generators = True
+        self.may_have_new_generators = True
         for stage in stages:
             stage.draws = partial(self._seed_block, stage)
         self._numpys: defaultdict[int, np.random.MT19937] = defaultdict(partial(np.random.MT19937, 0))
@@ -174,16 +170,12 @@ class Seeds:
     def remember(self, for_numpy: np.random.MT19937 | None = None) -> Callable[[], None]:
         return remember(self._device, self._own, for_numpy)
 
-    def look_for_generators(self) -> None:
-        """Before the next steps, look for the generators that the module itself holds."""
-        self._may_have_new_generators = True
-
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restore all generators after the steps that run inside."""
-        if self._may_have_new_generators:
+        if self.may_have_new_generators:
             self._own = own_generators(self._module)
-            self._may_have_new_generators = False
+            self.may_have_new_generators = False
         with preserved(self._device, self._own):
             yield
 

@@ -52,12 +52,8 @@ def _why(error: BaseException) -> tuple[str, int | None]:
     """What an exception comes from, and the contract's sentence; an empty text for other exceptions."""
     if str(error).startswith(_FOR_SPARSE):
         return SPARSE_GRADIENT, None
-    return (_OF_SHARDED, 9) if _is_about_sharded(error) else ("", None)
-
-
-def _is_about_sharded(error: BaseException) -> bool:
     said = str(error) if type(error) in (RuntimeError, NotImplementedError) else ""
-    return any(text in said for text in _NOT_FOR_SHARDED)
+    return (_OF_SHARDED, 9) if any(text in said for text in _NOT_FOR_SHARDED) else ("", None)
 
 
 def refuse_sharded(loss: Any) -> None:
@@ -81,9 +77,6 @@ def call_through(module: nn.Module, function: Callable[[], Any]) -> Any:
 
     Steps are methods other than ``forward``, but the root FSDP module gathers its parameters in hooks around
     ``forward``. The step itself may call ``module(x)``: the real ``forward`` is restored before the step begins.
-
-    Raises:
-        StepError: The step computes with parameters of a block that isn't being called.
     """
     own = module.__dict__.get("forward")
 

@@ -85,11 +85,7 @@ def _stages_per_rank(name: str, ranks: int, placement: Policy) -> int | None:
 
 
 def effective_schedule(schedule: Schedule, settings: Mapping[str, Any]) -> Schedule:
-    """The schedule with whole backwards, if settings leave nothing for a backward's second part; logs that.
-
-    Args:
-        settings: Settings of blocks, by name.
-    """
+    """The schedule with whole backwards, if settings leave nothing for a backward's second part; logs that."""
     against = against_parts(settings)
     if not schedule.splits_backwards or not against:
         return schedule
@@ -119,11 +115,7 @@ def evaluation_schedules(schedules: Sequence[Schedule], placement: Policy) -> Se
 
 
 def fitting_schedules(schedules: Sequence[Schedule], blocks: int, placement: Policy) -> list[Schedule]:
-    """The schedules for which there is a block for each stage, and which match explicit counts.
-
-    Raises:
-        PlacementError: There are too few blocks for several stages on each rank.
-    """
+    """The schedules for which there is a block for each stage, and which match explicit counts."""
     fit = [s for s in schedules if s.stages <= blocks and (isinstance(placement, str) or len(placement) == s.stages)]
     if fit:
         return fit
@@ -144,13 +136,7 @@ def choose(
     *,
     has_data_ranks: bool,
 ) -> Choice | None:
-    """Choose the best of several schedules; ``None`` if there is only one.
-
-    Args:
-        placed: Returns the placement of blocks on a schedule's stages.
-        settings: Settings of blocks, by name.
-        has_data_ranks: Whether gradients are reduced over several ranks.
-    """
+    """Choose the best of several schedules, as ``placed`` on their stages; ``None`` if there is only one."""
     if len(schedules) == 1:
         return None
     if against_parts(settings):
@@ -159,11 +145,7 @@ def choose(
 
 
 def agree(schedules: Sequence[Schedule], choice: Choice | None, groups: Groups) -> Schedule:
-    """Make all ranks use the same schedule: rank 0's choice is broadcast, and logged. A collective call.
-
-    Raises:
-        ConfigurationError: The ranks have read different files.
-    """
+    """Make all ranks use the same schedule: rank 0's choice is broadcast, and logged. A collective call."""
     if choice is not None:
         number = groups.from_first_rank(schedules.index(choice.schedule))
         rank_zero_info(str(choice))

@@ -31,12 +31,6 @@ class SingleStageSteps:
     """Runs ``training_step``, its backward and the evaluation steps of one LightningModule.
 
     Args:
-        module: Sharded, on its device.
-        device: Where this rank computes.
-        data_rank: This rank's index on the data axis, which its random numbers depend on.
-        gradients: The module's gradient reduction.
-        weights: How much the losses of batches count.
-        means: Warns of losses that should be weighted.
         bypassed: Gathers units whose backward begins elsewhere than at their output; ``None`` with one data rank.
         lockstep: Keeps data ranks' all-gathers in step during evaluation steps; ``None`` with one data rank.
     """
@@ -71,15 +65,11 @@ class SingleStageSteps:
             self._sees_parameters = has_hooks(self._module.trainer, self._module, _BEFORE_BACKWARD)
 
     def train(self, precision: Precision, draw: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a training step; its backward is a separate call.
-
-        Args:
-            draw: The seed of random numbers, equal on all ranks.
-        """
+        """Run the forward of a training step, with random numbers of the seed ``draw``; the backward is separate."""
         module, automatic = self._module, self._module.automatic_optimization
         reshard(module)  # a hook may have called it before the optimizer's step, which changes the shards
         [self._weight] = self._weights.of(args[:1] or [None])
-        with precision.train_step_context(), self._gradients.of_inputs(), self._watched():
+        with precision.train_step_context(), self._gradients.by_inputs.watched(), self._watched():
             result = self._run("training_step", draw, args, kwargs)
         if automatic:
             self._means.note(result.get("loss") if isinstance(result, dict) else result)

@@ -86,29 +86,37 @@ def check_what_follows(own: str, told: str) -> None:
         )
 
 
-class SameGradients:
-    """Checks that a stage's data ranks have gradients of the same parameters, within a message that is sent anyway.
+class SameUpdate:
+    """Checks what a stage's ranks must have alike at an optimizer's step, within a message that is sent anyway.
 
-    FSDP2 (torch 2.13) reduces the gradients that each rank has in sequence. If ranks ran different experts of a list,
-    or different branches, it adds one parameter's gradient to another's, and nothing fails.
+    * Gradients of the same parameters. FSDP2 (torch 2.13) reduces the gradients that each rank has in sequence. If
+      ranks ran different experts of a list, or different branches, it adds one parameter's gradient to another's, and
+      nothing fails.
+    * Optimizers with equal settings. Each rank updates its part of the parameters. A ReduceLROnPlateau that monitors a
+      data rank's own value lowers the learning rate on that rank only. Learning rates are compared over all stages,
+      where these have as many groups.
 
     Args:
         module: After a backward that has reduced gradients.
-        layout: This rank's.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            self._without = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
-        self.numbers = _of_stage(self._without, layout)
+    def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], layout: Layout) -> None:
+        self._without: list[str] = []
+        if layout.stage_size > 1:  # otherwise no other rank has parts of this stage
+            with torch._C.DisableTorchFunctionSubclass():
+                self._without = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
+        self._rates = [[group.get("lr") for group in optimizer.param_groups] for optimizer in optimizers]
+        settings = [[_numbers(group) for group in optimizer.param_groups] for optimizer in optimizers]
+        groups = [len(each) for each in self._rates]
+        rates = [rate if isinstance(rate, (int, float)) else None for each in self._rates for rate in each]
+        of_stages = (*_of_stage(self._without, layout), *_of_stage(settings, layout))
+        self.numbers = [*of_stages, *_of_all(groups), *_of_all(rates)]
 
     def check(self, largest: Sequence[int]) -> None:
-        """Check the largest of all ranks' ``numbers``.
-
-        Raises:
-            StepError: On every rank, if they differ.
-        """
-        if _differ(largest):
+        """Check the largest of all ranks' ``numbers``: where they differ, every rank raises."""
+        size = len(largest) // 2 - 2
+        of_gradients, of_settings = largest[:size], largest[size:-4]
+        if _differ(of_gradients):
             here = f"on this rank {self._without[:3]} have none" if self._without else "on another rank some have none"
             raise StepError(
                 f"Data ranks have gradients of different parameters in this step ({here}), so they were reduced"
@@ -116,34 +124,7 @@ class SameGradients:
                 " use the same parameters, such as by 0 * output of those that it leaves out; lists of experts may be"
                 " distributed to ranks by expert_parallel_size."
             )
-
-
-class SameSettings:
-    """Checks that the optimizers of a stage's ranks have equal settings, within the same message.
-
-    Each rank updates its part of the parameters. A ReduceLROnPlateau that monitors a data rank's own value lowers the
-    learning rate on that rank only. Learning rates are compared over all stages, where these have as many groups.
-
-    Args:
-        optimizers: After a step.
-        layout: This rank's.
-    """
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], layout: Layout) -> None:
-        self._rates = [[group.get("lr") for group in optimizer.param_groups] for optimizer in optimizers]
-        settings = [[_numbers(group) for group in optimizer.param_groups] for optimizer in optimizers]
-        groups = [len(each) for each in self._rates]
-        rates = [rate if isinstance(rate, (int, float)) else None for each in self._rates for rate in each]
-        self.numbers = [*_of_stage(settings, layout), *_of_all(groups), *_of_all(rates)]
-
-    def check(self, largest: Sequence[int]) -> None:
-        """Check the largest of all ranks' ``numbers``.
-
-        Raises:
-            StepError: On every rank, if they differ.
-        """
-        of_stages, of_groups, of_rates = largest[:-4], largest[-4:-2], largest[-2:]
-        if _differ(of_stages) or (_differ(of_rates) and not _differ(of_groups)):
+        if _differ(of_settings) or (_differ(largest[-2:]) and not _differ(largest[-4:-2])):
             raise StepError(
                 f"The ranks' optimizers have different settings (this rank's learning rates: {self._rates}), and each"
                 " steps its own part of the parameters, so this step's weights are wrong:"
@@ -200,9 +181,7 @@ def check_copies(
     tensor in the state of a sharded parameter is saved as replicated on every rank that holds the parameter.
 
     Args:
-        tied: This stage's tied parameters, by name.
         names: ``id(parameter)`` to name, of the parameters whose plain state is compared.
-        group: All ranks, host to host.
 
     Raises:
         UnsupportedStateError: On every rank, if copies have diverged, or a plain tensor is a rank's own part.

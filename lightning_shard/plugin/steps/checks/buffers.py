@@ -70,11 +70,7 @@ class ChangedBuffers:
         return {name: ((), *changed.get(name, NOTHING)[1:]) for name in self._names}
 
     def warn_of_data_ranks(self, ranks: dist.ProcessGroup, *, warns: bool) -> None:
-        """Compare them over data ranks; a collective call over these, until some are reported.
-
-        Args:
-            warns: Whether this rank does.
-        """
+        """Compare them over data ranks; a collective call over these, until some are reported."""
         if self._has_warned or not self._names:
             return
         if not (apart := differing(exchanged(ranks, self.changed())[0], _REDUCED)):
@@ -103,50 +99,33 @@ class ChangedBuffers:
         return {name: held[name] for name in self._names if type(held.get(name)) in (Tensor, DTensor)}
 
 
-class SharedBuffers:
-    """Buffers of modules that several stages hold, as of the projections that all adapters of VeRA share.
+@contextmanager
+def unchanged(module: nn.Module, names: Collection[str], method: str) -> Iterator[None]:
+    """Context of a step, which may not change buffers of modules that several stages hold, as VeRA's projections.
 
     Each stage has a copy, which changes with the calls of its own stage's blocks, and in one process with those of all
     blocks. So copies that a step changes are wrong, even where they are equal. Hooks between steps may change them:
     these run on every stage.
-
-    Args:
-        names: Of the buffers, of each one name.
     """
 
-    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
-        self._module = module
-        self._names = names
+    def held() -> dict[str, Tensor]:
+        owners = {name: module.get_submodule(name.rpartition(".")[0])._buffers for name in names}
+        found = {name: buffers.get(name.rpartition(".")[2]) for name, buffers in owners.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
 
-    @contextmanager
-    def unchanged(self, method: str) -> Iterator[None]:
-        """Context of a step.
-
-        Raises:
-            StepError: The step has changed a buffer.
-        """
-        before = sums_of(self._now())
-        yield
-        now = self._now()
-        known = sums_of({name: buffer for name, buffer in now.items() if not isinstance(buffer, Unknown)})
-        # one that is unknown here another stage has set
-        changed = next((name for name in now if name not in known or known[name] != before.get(name)), None)
-        if changed is not None:
-            raise StepError(
-                f"{method} changes {changed}, and several pipeline stages hold this buffer's module. Each has a copy,"
-                " which changes with the calls of its own blocks only: use one module per call, which may share"
-                " their weights, or pipeline_parallel_size=1.",
-                breaks=6,
-            )
-
-    def _now(self) -> dict[str, Tensor]:
-        found = {}
-        for name in self._names:
-            path, _, key = name.rpartition(".")
-            buffer = self._module.get_submodule(path)._buffers.get(key)
-            if buffer is not None:
-                found[name] = buffer
-        return found
+    before = sums_of(held())
+    yield
+    now = held()
+    known = sums_of({name: buffer for name, buffer in now.items() if not isinstance(buffer, Unknown)})
+    # one that is unknown here another stage has set
+    changed = next((name for name in now if name not in known or known[name] != before.get(name)), None)
+    if changed is not None:
+        raise StepError(
+            f"{method} changes {changed}, and several pipeline stages hold this buffer's module. Each has a copy,"
+            " which changes with the calls of its own blocks only: use one module per call, which may share"
+            " their weights, or pipeline_parallel_size=1.",
+            breaks=6,
+        )
 
 
 _OF_FROZEN = (
@@ -166,9 +145,7 @@ class CopiesOfStages:
     """Frozen parameters and saved buffers of which other stages have copies. The constructor is a collective call.
 
     Args:
-        module: The stage's.
         others: Names of buffers that are compared elsewhere.
-        device: Where this rank computes.
         whole: Where code between steps finds all parameters, for messages.
     """
 

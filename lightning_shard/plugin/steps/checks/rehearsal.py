@@ -105,11 +105,8 @@ class Rehearsals:
     """The rehearsals of one module's steps on this rank, one for each kind of step, and what they report.
 
     Args:
-        logged: Gives what the microbatch has logged, by name.
         weight: Gives how much a microbatch's loss counts.
-        loss_of: The loss of what a training step returned.
         alike: The data ranks, which agree on runs that they take part in.
-        warns: Whether this rank reports.
     """
 
     def __init__(
@@ -151,17 +148,11 @@ class Rehearsals:
         A collective call over the pipeline, and over data ranks that have to run alike.
 
         Args:
-            run_on: Calls it on a microbatch, inside of a call of the root, with the random numbers of that of a number.
-            remember: Takes a snapshot of what it may change.
-            carry: Has all stages go on from the state that the last one has left.
-            uses_results: Whether what it returns is used.
+            remember: Takes a snapshot of what it may change; the others are :func:`rehearse`'s.
             is_known: Whether it was said already why the loss isn't a mean; logs are then none for the same reason.
 
         Returns:
             Whether it was rehearsed.
-
-        Raises:
-            StepError: Its result depends on what the step before has left. Or it failed, and data ranks would wait.
         """
         method, parts, key = step.method, step.parts, _of_step(step)
         if len(parts) == 1 or key in self._lengths:  # the same on data ranks that run alike
@@ -266,7 +257,6 @@ def rehearse(
     """Run two microbatches again, and both as one; a collective call over the pipeline.
 
     Args:
-        kind: The kind of step.
         run_on: Calls the step for a stage on a microbatch, with the random numbers of that of a number.
         joined: ``None`` if they can't be joined: then only the second one's result is compared.
         memory: A snapshot of the present state, which is put back; released at the end.

@@ -31,6 +31,7 @@ from torch import nn
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.taint import Hollow
 from lightning_shard.plugin.steps.loop import is_overridden, is_users
+from lightning_shard.torch_private import replaced
 
 _EACH_BY_ITSELF = ("requires_grad_", "zero_grad", "freeze", "unfreeze")
 """Methods of modules that iterate over ``parameters()``, and are right with this stage's only."""
@@ -118,8 +119,8 @@ class StageParameters:
     @contextmanager
     def watching(self, trainer: pl.Trainer) -> Iterator[None]:
         """Context of a run, whose hooks are guarded."""
-        own: Any = vars(trainer.profiler)  # type: ignore[attr-defined]
-        before, profile = own.get("profile"), trainer.profiler.profile  # type: ignore[attr-defined]
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+        profile = profiler.profile
         of_users: dict[str, bool] = {}
 
         def watched(action: str) -> AbstractContextManager[Any]:
@@ -129,21 +130,12 @@ class StageParameters:
                 return self.hook(action.partition("]")[2], profile(action))
             return self._beside(profile(action)) if any(self._calls[-1:]) else profile(action)
 
-        own["profile"] = watched
-        try:
+        with replaced((profiler, "profile", watched)):
             yield
-        finally:
-            del own["profile"]
-            if before is not None:
-                own["profile"] = before
 
     @contextmanager
     def hook(self, name: str, profiled: AbstractContextManager[Any]) -> Iterator[Any]:
-        """Context of a call of a user's hook; at its end it is refused, or warned, by what it has iterated over.
-
-        Raises:
-            StepError: It was ``parameters()``.
-        """
+        """Context of a call of a user's hook; at its end it is refused, or warned, by what it has iterated over."""
         call = _HookCall(name)
         self._calls.append(call)
         try:

@@ -21,10 +21,8 @@ class StepMemory:
     """The state that a step on pipeline stages may change beside gradients.
 
     Args:
-        root: The LightningModule.
         stages: How many stages of this rank run the step. With several, the step may not draw from an iterator.
         callbacks: The Trainer's, whose state a step may change too.
-        others: Each restores something else.
         puts_back: Whether the state may have to be restored; else it is taken for :meth:`check` alone.
     """
 
@@ -48,11 +46,7 @@ class StepMemory:
         self._taken = take(root, callbacks) if puts_back else Taken([])
 
     def put_back(self) -> None:
-        """Restore the state.
-
-        Raises:
-            StepError: Something was changed that can't be restored. All else of objects is restored first.
-        """
+        """Restore the state; all else of objects before it raises for what can't be restored."""
         self._taken.put_back()
         for put_back in self._others:
             put_back()
@@ -66,11 +60,7 @@ class StepMemory:
         self._taken.forget()
 
     def check(self) -> None:
-        """Check, after a run, that parameters are as they were.
-
-        Raises:
-            StepError: A parameter was changed in place. Or several stages have drawn from one iterator.
-        """
+        """Check, after a run, that parameters are as they were, and that one stage at most has drawn from iterators."""
         if self._stages > 1 and self._taken.has_drawn():
             raise StepError(
                 f"The step draws from an iterator that the module keeps, and {self._stages} stages on this rank, which"

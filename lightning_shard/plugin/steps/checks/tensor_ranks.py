@@ -68,11 +68,7 @@ _GATHERED = '"colwise_gather_output" and the layer after it "rowwise_split_input
 
 @dataclass
 class Shown:
-    """What a step shows to the user.
-
-    Attributes:
-        output: What it returned.
-    """
+    """What a step shows to the user."""
 
     output: Any = None
 
@@ -97,15 +93,9 @@ class TensorRanks:
 
     @contextmanager
     def comparing_what_is_shown(self, method: str, shown: Shown) -> Iterator[None]:
-        """Compare what the first step of a kind, which runs inside, logs and returns.
+        """Compare what the first step of a kind, which runs inside, logs, and what it returns, as put in ``shown``.
 
         At its end, a collective call over the axis.
-
-        Args:
-            shown: The caller stores the step's output there.
-
-        Raises:
-            PlanError: On every rank of the axis, if returned tensors differ.
         """
         logs: dict[str, Fingerprint] = {}
 
@@ -133,11 +123,7 @@ class TensorRanks:
             )
 
     def check_update(self) -> None:
-        """Compare the gradients of what isn't split, and changed buffers; a collective call over the axis.
-
-        Raises:
-            PlanError: On every rank of the axis, if one differs.
-        """
+        """Compare the gradients of what isn't split, and changed buffers; a collective call over the axis."""
         buffers = dict(self._module.named_buffers())
         changed = {
             name: values
@@ -163,11 +149,6 @@ def check_losses(output: Any, group: dist.ProcessGroup, *, shares_sequences: boo
     Args:
         output: What the step returned: a loss, a dict with one, or none.
         shares_sequences: Whether the ranks share sequences, and not features.
-        in_32_bits: Whether nothing is computed in fewer bits.
-
-    Raises:
-        PlanError: On every rank of the group, if the losses differ.
-        StepError: The same, of ranks that share sequences.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     own = {"loss": loss} if isinstance(loss, Tensor) and loss.numel() == 1 else {}
@@ -217,12 +198,8 @@ def _said(ranks: Mapping[int, Fingerprint]) -> str:
 def is_split(parameter: Tensor, axis: DeviceMesh) -> bool:
     if not isinstance(parameter, DTensor):
         return False
-    assert axis.mesh_dim_names is not None
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return any(
-        name == axis.mesh_dim_names[0] and not placement.is_replicate()
-        for name, placement in zip(names, parameter.placements)
-    )
+    placed = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements))
+    return any(name in placed and not placed[name].is_replicate() for name in axis.mesh_dim_names or ())
 
 
 def _gradients(module: nn.Module, axis: DeviceMesh) -> dict[str, Fingerprint]:

@@ -113,13 +113,7 @@ _TEXT = (
 
 
 class UnequalMeans:
-    """Compares the divisors of one LightningModule's training losses, in one run.
-
-    Args:
-        parts: How many microbatches a batch is split into.
-        group: The data ranks.
-        is_weighted: Whether the user has set ``loss_weight``.
-    """
+    """Compares the divisors of one LightningModule's training losses, in one run."""
 
     def __init__(self, parts: int, group: dist.ProcessGroup, *, is_weighted: bool) -> None:
         self._group = group
@@ -135,10 +129,9 @@ class UnequalMeans:
             self._seen.append((loss.detach(), [number for _, number in divisions(loss)]))
 
     def warn(self) -> bool:
-        """Warn once, after a batch's parts; a collective call over the data ranks in the steps that are looked at.
+        """Warn once, after a batch's parts; returns whether it has warned now.
 
-        Returns:
-            Whether it has warned now.
+        A collective call over the data ranks in the steps that are looked at.
         """
         looks = self._looks
         self._begin_step()
