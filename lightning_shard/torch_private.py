@@ -243,15 +243,6 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def object_to_bytes(value: Any) -> Tensor:
-    """A pickle, as torch's broadcasts of objects send it."""
-    return distributed_c10d._object_to_tensor(value, torch.device("cpu"), None)[0]
-
-
-def object_of_bytes(sent: Tensor) -> Any:
-    return distributed_c10d._tensor_to_object(sent, len(sent), None)
-
-
 def set_version(tensor: Tensor, version: int) -> None:
     """Set the number by which a graph that saved a tensor detects that it was changed in place."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

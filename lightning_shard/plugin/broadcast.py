@@ -6,8 +6,9 @@ Also one rank's tensor to a group.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from math import prod
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -15,12 +16,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_shard import tree
-from lightning_shard.torch_private import object_of_bytes, object_to_bytes
 from lightning_shard.tree import as_bytes
 
 _INLINE_BYTES = 512
 """Host tensors of up to this many bytes in all are sent within the first message."""
 _NEW, _SAME, _SAME_INLINE = range(3)
+_IMMUTABLE = (
+    FunctionType,
+    BuiltinFunctionType,
+    str,
+    bytes,
+    bool,
+    int,
+    float,
+    complex,
+    type,
+    type(None),
+    torch.dtype,
+    torch.device,
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +52,7 @@ class _TensorSlot(tree.Leaf):
 class Broadcaster:
     """Broadcasts a value from a pipeline's first rank, which holds the last stage, to its other ranks.
 
-    From step to step usually only the tensors differ. Then one short message says so, and no pickle is sent.
+    From step to step usually only the tensors differ. Then one short message says so, and nothing is pickled.
 
     Args:
         control: The pipeline's ranks, host to host.
@@ -48,7 +62,8 @@ class Broadcaster:
     def __init__(self, control: dist.ProcessGroup, values: dist.ProcessGroup) -> None:
         self._control = control
         self._values = values
-        self._last = torch.empty(0, dtype=torch.uint8)  # all but the tensors, as it was sent last
+        self._last: Any = None
+        self._slots: list[_TensorSlot] = []
 
     def broadcast(self, value: Any, device: torch.device) -> Any:
         """Return the first rank's value on all ranks; a collective call. On the first rank it is the same object.
@@ -75,10 +90,10 @@ class Broadcaster:
             sent.append(leaf.detach().resolve_conj().resolve_neg())
             return _TensorSlot(tuple(leaf.shape), leaf.dtype)
 
-        skeleton = object_to_bytes(tree.map_leaves(slot_or_leaf, value))
+        skeleton = tree.map_leaves(slot_or_leaf, value)
         flat = _concatenated(sent)
         message = torch.zeros(1 + _INLINE_BYTES, dtype=torch.uint8)
-        if torch.equal(skeleton, self._last):
+        if _is_equal_and_immutable(self._last, skeleton):
             message[0] = _SAME
             if flat is not None and device.type == "cpu" and len(flat) <= _INLINE_BYTES:
                 message[0] = _SAME_INLINE
@@ -99,17 +114,16 @@ class Broadcaster:
             box: list[Any] = [None]
             dist.broadcast_object_list(box, group=self._control, group_src=0)
             self._last = box[0]
-        skeleton = object_of_bytes(self._last)
-        slots = tree.leaves(skeleton, _TensorSlot)
-        size = sum(slot.bytes for slot in slots)
+            self._slots = [leaf for _, leaf in tree.walk(self._last) if isinstance(leaf, _TensorSlot)]
+        size = sum(slot.bytes for slot in self._slots)
         if message[0] == _SAME_INLINE:
             flat = message[1 : 1 + size]
         else:
             flat = torch.empty(size, dtype=torch.uint8, device=device)
             if size:
                 dist.broadcast(flat, group=self._values, group_src=0)
-        tensors = _split(flat, slots)
-        return tree.map_leaves(lambda leaf: next(tensors) if isinstance(leaf, _TensorSlot) else leaf, skeleton)
+        tensors = _split(flat, self._slots)
+        return tree.map_leaves(lambda leaf: next(tensors) if isinstance(leaf, _TensorSlot) else leaf, self._last)
 
 
 def values_of(source: int, tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
@@ -139,3 +153,16 @@ def _split(flat: Tensor, slots: list[_TensorSlot]) -> Iterator[Tensor]:
     """Split into tensors with memory of their own: keeping one alive keeps no other."""
     for slot, part in zip(slots, flat.split([slot.bytes for slot in slots])):
         yield part.clone().view(slot.dtype).reshape(slot.shape)
+
+
+def _is_equal_and_immutable(one: Any, other: Any) -> bool:
+    """Whether two trees are equal and all their leaves immutable, so that the earlier object can be returned again."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(map(_is_equal_and_immutable, one.values(), other.values()))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_equal_and_immutable, one, other))
+    if is_dataclass(one):
+        return all(_is_equal_and_immutable(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
+    return isinstance(one, _IMMUTABLE) and bool(one == other)
