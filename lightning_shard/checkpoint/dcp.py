@@ -66,10 +66,9 @@ from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.catalog import Earlier
 from lightning_shard.checkpoint.format.chunks import TensorEntry
-from lightning_shard.checkpoint.format.decode import decode
-from lightning_shard.checkpoint.format.encode import TAG, encode
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import table_path
+from lightning_shard.checkpoint.format.typed_json import TAG, decode, encode
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor

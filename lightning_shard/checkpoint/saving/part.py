@@ -24,8 +24,8 @@ from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.engine import collection_paused
 from lightning_shard.checkpoint.format.blocks import digest
-from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.format.header import check_name
+from lightning_shard.checkpoint.format.typed_json import encode
 from lightning_shard.checkpoint.memory import byte_view, resolved, settle
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.saving.accounts import Account

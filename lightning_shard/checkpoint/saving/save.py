@@ -100,7 +100,7 @@ def save(
         path: A directory, new or with an earlier checkpoint; local, or any URL that fsspec knows.
         optimizer: A torch optimizer, its ``state_dict()``, that of ``torch.distributed.checkpoint``, or a list of
             these; their groups are kept in the trainer state, under ``optimizer_states``. Or tensors by name.
-        trainer_state: Anything that :mod:`~lightning_shard.checkpoint.format.encode` supports; the first rank's is
+        trainer_state: Anything that :mod:`~lightning_shard.checkpoint.format.typed_json` supports; the first rank's is
             saved.
         rank_state: Tensors that belong to this rank alone, such as states of random generators.
         mesh: The ranks that hold this same list of tensors, such as the ranks of one pipeline stage; its axes must
