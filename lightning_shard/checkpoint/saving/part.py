@@ -165,9 +165,8 @@ def plan_part(
     )
     plan = _plan(frame, outline)
     contents = fingerprints([sections[section][number].local for section, number in plan.shared])
-    account = Account(ranks.rank, frame.ranks, plan.fingerprint, replicated=plan.replicated, contents=contents)
-    account.aliases = {section: found for section, found in aliases.items() if found}
-    part = RankPart(attempt, account)
+    told = {"fingerprint": plan.fingerprint, "replicated": plan.replicated, "contents": contents}
+    part = RankPart(attempt, Account.of_rank(ranks.rank, frame.ranks, aliases, **told))
     own = f"rank-{ranks.rank:05d}-{attempt}.safetensors"
     for section, (cuts, file) in plan.files.items():
         data = [cut.of(sections[section][cut.number]) for cut in cuts]
@@ -249,7 +248,7 @@ class Cut:
 class _Plan:
     fingerprint: tuple[int, str]
     replicated: bytes
-    """See :class:`Account`."""
+    """See :class:`Party`."""
     shared: list[tuple[str, int]]
     """The tensors of ``replicated``, by section and number."""
     files: dict[str, tuple[list[Cut], FilePlan]] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from lightning_shard.checkpoint.engine import collection_paused, each, files_at_
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_WRITER, table_path
 from lightning_shard.checkpoint.optimizers.taken import take_apart
 from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
-from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined
+from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.commit import (
     check_files,
     check_own_files,
@@ -190,7 +190,7 @@ class _Saving:
                 abandon(self.store, [*self.part.paths(), *table])
             raise_cause(own, outcome, self.ranks.rank, self.order.path)
         assert self.part is not None
-        rank_bytes, seconds = sum(file.bytes for file in self.part.account.files()), time.monotonic() - self.began_s
+        rank_bytes, seconds = sum(file.bytes for file in self.part.account.files), time.monotonic() - self.began_s
         return SaveReport(os.fspath(self.order.path), outcome.attempt, rank_bytes, outcome.bytes, seconds)
 
     def _write(self) -> Account:
@@ -202,7 +202,7 @@ class _Saving:
         self.part = self.plan()
         return write_part(self.part, self.store, order)
 
-    def _conclude(self, parts: list[Joined]) -> _Committed | _Compare:
+    def _conclude(self, parts: list[Account]) -> _Committed | _Compare:
         with collection_paused():
             self.merged = Merged(parts)
         unsettled = self.merged.unsettled()
@@ -239,7 +239,9 @@ def write_part(part: RankPart, store: Store, order: Order) -> Account:
     """Write a rank's files, then check that all of them exist and have their sizes."""
     account = part.account
     if part.state is not None:
-        account.state_file = write_json(store, part.state_path, part.state, digests=order.digests, durable=order.fsync)
+        account.files.append(
+            write_json(store, part.state_path, part.state, digests=order.digests, durable=order.fsync)
+        )
     stop = threading.Event()
 
     def write(file: PartFile) -> Written:
@@ -252,7 +254,7 @@ def write_part(part: RankPart, store: Store, order: Order) -> Account:
         account.add(file.section, written)
     if order.fsync:
         store.sync(part.paths())
-    check_own_files(store, account.files())
+    check_own_files(store, account.files)
     return account
 
 
