@@ -33,7 +33,7 @@ from lightning_shard.checkpoint.format.table import Table
 from lightning_shard.checkpoint.loading.load import all_asked
 from lightning_shard.checkpoint.loading.ranges import plan_reads
 from lightning_shard.checkpoint.ranks import GROUP_RANKS
-from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined
+from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Piece
 from lightning_shard.checkpoint.saving.merge import Merged
 from lightning_shard.checkpoint.saving.save import WRITER
@@ -139,7 +139,7 @@ def measure(layout: Layout, layers: int, width: int, rounds: int) -> tuple[dict[
     return {what: min(seconds[what] for seconds in tried) for what in tried[0]}, facts
 
 
-def _join(sent: Sequence[bytes]) -> Joined:
+def _join(sent: Sequence[bytes]) -> Account:
     return joined([pickle.loads(data) for data in sent])
 
 

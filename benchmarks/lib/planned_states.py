@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
@@ -123,16 +124,18 @@ def pieces_of(parameters: Parameters, layout: Layout, stage: int, data: int, ten
 
 def account_of(pieces: dict[str, Pieces], rank: int, mesh_ranks: tuple[int, ...]) -> Account:
     """What the rank would tell after writing; the digests are made up."""
-    account = Account(rank, mesh_ranks)
+    account = Account.of_rank(rank, mesh_ranks)
     for section, parts in pieces.items():
         if not parts:
             continue
         plan = plan_file([piece for piece, _ in parts])
         header = header_of(plan.header, plan.places)
-        digests = bytes(DIGEST_BYTES * sum(-(-data.nbytes // BLOCK_BYTES) for _, data in parts))
+        blocks = sum(-(-data.nbytes // BLOCK_BYTES) for _, data in parts)
         path = f"{section}/rank-{rank:05d}-{ATTEMPT}.safetensors"
         file = FileEntry(path, len(header) + plan.data_bytes, len(header), "00" * DIGEST_BYTES)
-        account.add(section, Written(file, plan.columns, digests))
+        digests = np.zeros((blocks, DIGEST_BYTES), np.uint8)
+        rows = plan.rows._replace(begin=plan.rows.begin + len(header), digests=digests)
+        account.add(section, Written(file, plan.tensors, rows))
     return account
 
 

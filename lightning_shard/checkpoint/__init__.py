@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_shard.checkpoint.catalog import Entry, exists, latest, prune, remove
 from lightning_shard.checkpoint.catalog import list_checkpoints as list
 from lightning_shard.checkpoint.convert.gather import Format, GatherReport, gather
-from lightning_shard.checkpoint.format.encode import register_codec
+from lightning_shard.checkpoint.format.typed_json import register_codec
 from lightning_shard.checkpoint.half_loaded import declare_filled
 from lightning_shard.checkpoint.loading.load import LoadReport, Pair, load, load_tensors, load_together
 from lightning_shard.checkpoint.loading.open import read, read_together

@@ -18,12 +18,7 @@ from lightning_shard.checkpoint.format.chunks import Chunk
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange, together
-from lightning_shard.checkpoint.saving.commit import (
-    check_files,
-    check_own_files,
-    commit,
-    look_before_saving,
-)
+from lightning_shard.checkpoint.saving.commit import check_files, commit, look_before_saving
 from lightning_shard.checkpoint.saving.save import raise_cause
 from lightning_shard.checkpoint.store import Buffer, Store, open_store
 from lightning_shard.errors import CheckpointConflictError, CheckpointError, CorruptCheckpointError
@@ -78,7 +73,7 @@ def carry(
             pass
         if fsync:
             store.sync(file.path for file in own_files)
-        check_own_files(store, own_files)
+        check_files(store, own_files)
 
     def conclude(_: list[None]) -> None:
         check_files(store, manifest.files, began_s)

@@ -17,7 +17,6 @@ import errno
 import os
 import posixpath
 import re
-import secrets
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_FILE
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.store import Stamp, Store, as_path, local_path, open_filesystem, open_store
 from lightning_shard.checkpoint.store.calls import Calls, naming
+from lightning_shard.checkpoint.store.protocol import temporary_name
 from lightning_shard.checkpoint.store.remote import REQUESTS
 from lightning_shard.errors import (
     CheckpointConflictError,
@@ -161,7 +161,7 @@ def remove_leftovers(store: Store, *, keep: Iterable[str] = (), clock: Callable[
 
 def _clock(store: Store) -> float | None:
     """The time by the store's own clock, which may differ from this machine's: the mtime of a file written now."""
-    name = f"{MANIFEST_NAME}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    name = temporary_name(MANIFEST_NAME)
     try:
         store.write(name, [], 0, durable=False)
         return store.modified(name)

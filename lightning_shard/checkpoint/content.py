@@ -55,9 +55,9 @@ def content_of_all(
         for file in part.files:
             for piece, data in file.pieces():
                 sums[piece.name] += content_sum([(piece, data)])
-        for name, target in part.account.aliases.get("model", {}).items():
-            sums[name] = sums[target]
-        return part.account.mesh_ranks, sums
+        for alias in part.account.aliases:
+            sums[alias.name] = sums[alias.target]
+        return part.account.meshes[0], sums
 
     def total(everyone: list[tuple[tuple[int, ...], dict[str, int]]]) -> dict[str, str]:
         sums: dict[str, int] = {}

@@ -66,16 +66,15 @@ from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.catalog import Earlier
 from lightning_shard.checkpoint.format.chunks import TensorEntry
-from lightning_shard.checkpoint.format.decode import decode
-from lightning_shard.checkpoint.format.encode import TAG, encode
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import table_path
+from lightning_shard.checkpoint.format.typed_json import TAG, decode, encode
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.memory import settle
 from lightning_shard.checkpoint.ranks import FILES_STAY
-from lightning_shard.checkpoint.saving.accounts import Account, joined
+from lightning_shard.checkpoint.saving.accounts import Account
 from lightning_shard.checkpoint.saving.commit import (
     check_files,
     commit,
@@ -176,7 +175,7 @@ class DcpWriter(_AtPath, StorageWriter):
         settle(data for pieces in sections.values() for _, data in pieces)
         name = f"rank-{_rank():05d}-{self._attempt}.safetensors"
         files = [PartFile(title, f"{title}/{name}", *arranged(own)) for title, own in sections.items() if own]
-        part = RankPart(self._attempt, Account(_rank(), ()), files)
+        part = RankPart(self._attempt, Account.of_rank(_rank(), ()), files)
         with told_as(f"The checkpoint {_path(self.checkpoint_id)} could not be written"):
             try:
                 sent = _Part(write_part(part, self._store, self._order), values)
@@ -195,19 +194,16 @@ class DcpWriter(_AtPath, StorageWriter):
         """
         assert self._store is not None
         parts: list[_Part] = [result[0].storage_data for result in results if result]
-        accounts = {part.account.rank: part.account for part in parts}
-        own = accounts.setdefault(_rank(), Account(_rank(), ()))
-        for account in accounts.values():
-            account.mesh_ranks = tuple(accounts)
         values = {name: value for part in parts for name, value in part.values.items()}
-        state = RankPart(self._attempt, own, state=values or None)
-        names = [file.path for account in accounts.values() for file in account.files()]
+        state = RankPart(self._attempt, Account.of_rank(_rank(), ()), state=values or None)
+        names = [file.path for part in parts for file in part.account.files]
         names += [table_path(self._attempt), *state.paths()]
         with told_as(f"The checkpoint {_path(self.checkpoint_id)} could not be written"):
             try:
-                write_part(state, self._store, self._order)
-                merged = Merged([joined(list(accounts.values()))])
-                manifest = merged.manifest(
+                accounts = [write_part(state, self._store, self._order), *(part.account for part in parts)]
+                for account in accounts:
+                    account.meshes = [tuple(account.ranks[0] for account in accounts)]
+                manifest = Merged(accounts).manifest(
                     attempt=self._attempt, layout=None, writer=WRITER, digests=self._order.digests
                 )
                 manifest.world_size = len(results)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.format.encode import Reference
+from lightning_shard.checkpoint.format.typed_json import Reference
 from lightning_shard.checkpoint.loading.stored import StoredTensor
 from lightning_shard.checkpoint.tensors import is_dtensor
 from lightning_shard.errors import UnsupportedStateError

@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_shard.checkpoint.convert.outfile import OutFile, Source
 from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY, put_together
 from lightning_shard.checkpoint.foreign.torchfile import Skeleton, fake_tensor, skeleton
-from lightning_shard.checkpoint.format.decode import decode
 from lightning_shard.checkpoint.format.header import check_name, dtype_name, header_of, tensor_table
+from lightning_shard.checkpoint.format.typed_json import decode
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.names import Rename, new_names, unmatched
 from lightning_shard.checkpoint.store import open_store

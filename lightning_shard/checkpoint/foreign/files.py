@@ -18,9 +18,9 @@ from torch import Tensor
 from lightning_shard.checkpoint.foreign import lightning_ckpt
 from lightning_shard.checkpoint.foreign.torchfile import MAGIC, Archive, read_archive
 from lightning_shard.checkpoint.format.chunks import Chunk, TensorEntry, rows_of
-from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.format.header import DTYPES, MAX_HEADER_BYTES, layout_fault, loads, parse_header, text
 from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest, Section, is_safe_path
+from lightning_shard.checkpoint.format.typed_json import encode
 from lightning_shard.checkpoint.store import Store, open_store, parted, read_range
 from lightning_shard.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 

@@ -56,6 +56,30 @@ class Rows(NamedTuple):
     digests: NDArray[np.uint8]
     """The digests of all chunks' blocks, ``(blocks, 16)``."""
 
+    @classmethod
+    def none(cls) -> Rows:
+        no_number, no_box = np.empty(0, np.int64), np.empty((0, 0), np.int64)
+        return cls(no_number, no_number, no_number, no_box, no_box, np.empty((0, DIGEST_BYTES), np.uint8))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows], files: Sequence[int]) -> Rows:
+        """The rows of several tables, one after another; ``files``: where each one's files begin among those of all."""
+        dims = max(part.sizes.shape[1] for part in parts)
+        digests = np.cumsum([0, *(len(part.digests) for part in parts)]).tolist()
+        return cls(
+            np.concatenate([part.file + before for part, before in zip(parts, files)]),
+            np.concatenate([part.begin for part in parts]),
+            np.concatenate([part.block + before for part, before in zip(parts, digests)]),
+            np.concatenate([_padded(part.offsets, dims, 0) for part in parts]),
+            np.concatenate([_padded(part.sizes, dims, 1) for part in parts]),
+            np.concatenate([part.digests for part in parts]),
+        )
+
+    def taken(self, order: Integers) -> Rows:
+        """Some of the rows, with the digests of all."""
+        file, begin, block, offsets, sizes = (column[order] for column in self[:5])
+        return Rows(file, begin, block, offsets, sizes, self.digests)
+
     def boxes(self, first: int, last: int, ndim: int) -> list[Box]:
         """The boxes of the rows from ``first`` up to ``last`` (exclusive), of a tensor of ``ndim`` dims."""
         boxes = zip(self.offsets[first:last, :ndim].tolist(), self.sizes[first:last, :ndim].tolist())
@@ -72,7 +96,7 @@ def columns_of(numbers: Sequence[tuple[int, ...]], dims: int, fill: int) -> Inte
     return np.array([(*each, *(fill,) * (dims - len(each))) for each in numbers], np.int64).reshape(len(numbers), dims)
 
 
-def padded(numbers: Integers, dims: int, fill: int) -> Integers:
+def _padded(numbers: Integers, dims: int, fill: int) -> Integers:
     """Offsets or sizes with more dims."""
     return np.pad(numbers, ((0, 0), (0, dims - numbers.shape[1])), constant_values=fill)
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.chunks import TensorEntry
-from lightning_shard.checkpoint.format.decode import decode, parse
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, Section
+from lightning_shard.checkpoint.format.typed_json import decode, parse
 from lightning_shard.checkpoint.loading.index import select
 from lightning_shard.checkpoint.loading.ranges import Read, naming_what_fails, read_boxes
 from lightning_shard.checkpoint.store import Store

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_shard.checkpoint.format.decode import decode
+from lightning_shard.checkpoint.format.typed_json import decode
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor
 from lightning_shard.checkpoint.names import Rename, renamed_among
 from lightning_shard.checkpoint.optimizers.named import (

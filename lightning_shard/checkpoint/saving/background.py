@@ -34,7 +34,7 @@ from lightning_shard.checkpoint.optimizers.taken import take_apart
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none
 from lightning_shard.checkpoint.saving.commit import new_attempt
 from lightning_shard.checkpoint.saving.part import PartFile, RankPart, plan_part
-from lightning_shard.checkpoint.saving.save import Order, SaveReport, plain, write_together
+from lightning_shard.checkpoint.saving.save import Order, SaveReport, Saving, plain
 from lightning_shard.checkpoint.store import absolute
 from lightning_shard.errors import CheckpointError
 
@@ -204,7 +204,7 @@ class AsyncSaver:
 
 
 def _write(order: Order, ranks: Ranks, part: RankPart, afterwards: Callable[[Ranks], None] | None) -> SaveReport:
-    report = write_together(order, ranks, lambda: part)
+    report = Saving(order, ranks, lambda: part).run()
     if afterwards is not None:
         afterwards(ranks)
     return report

@@ -12,8 +12,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from lightning_shard.arguments import few
 from lightning_shard.checkpoint.catalog import LEFTOVER_AGE_S, Earlier, look, remove_files, remove_leftovers
@@ -46,11 +45,12 @@ def look_before_saving(store: Store) -> Earlier:
     return look(store)
 
 
-def check_files(store: Store, files: Sequence[FileEntry], began_s: float) -> None:
-    """Check that all files that the manifest will name exist and have their sizes, just before the commit.
+def check_files(store: Store, files: Sequence[FileEntry], began_s: float | None = None) -> None:
+    """Check that files that this rank has just written exist and have their sizes; or, with ``began_s``, all files that
+    the manifest will name, just before the commit.
 
-    Each rank has checked its own files. In a folder the first rank checks all of them again; in a remote store only if
-    so much time has passed that another save may have removed them as a crashed save's leftovers.
+    In a folder the first rank checks all of them again; in a remote store only if so much time has passed that another
+    save may have removed them as a crashed save's leftovers.
 
     Args:
         began_s: When the save began, by ``time.monotonic()``.
@@ -58,32 +58,19 @@ def check_files(store: Store, files: Sequence[FileEntry], began_s: float) -> Non
     Raises:
         CheckpointError: A file is missing or has another size.
     """
-    if store.is_remote and time.monotonic() - began_s < LEFTOVER_AGE_S / 2:
+    if began_s is not None and store.is_remote and time.monotonic() - began_s < LEFTOVER_AGE_S / 2:
         return
+
+    def fault(file: FileEntry) -> str:
+        try:
+            size = store.size(file.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{file.path} is gone"
+        return "" if size == file.bytes else f"{file.path} has {size:,} bytes instead of {file.bytes:,}"
+
     # a folder may be a network mount, where a look takes a round trip
-    looks = each(partial(_fault, store), files, LOOKS if len(files) > FEW_LOOKS else 1)
-    _refuse(store, [fault for _, fault in looks if fault])
-
-
-def check_own_files(store: Store, files: Iterable[FileEntry]) -> None:
-    """Check that the files that this rank has just written exist and have their sizes.
-
-    Raises:
-        CheckpointError: A file is missing or has another size.
-    """
-    _refuse(store, [fault for file in files if (fault := _fault(store, file))])
-
-
-def _fault(store: Store, file: FileEntry) -> str:
-    try:
-        size = store.size(file.path)
-    except (FileNotFoundError, NotADirectoryError):
-        return f"{file.path} is gone"
-    return "" if size == file.bytes else f"{file.path} has {size:,} bytes instead of {file.bytes:,}"
-
-
-def _refuse(store: Store, lost: list[str]) -> None:
-    if lost:
+    looks = each(fault, files, LOOKS if len(files) > FEW_LOOKS else 1)
+    if lost := [what for _, what in looks if what]:
         raise CheckpointError(
             f"{store.root}: files that were just written are missing or have another size ({few(lost, 3)}): another"
             " program may be removing files there, or it is a disk of each machine's own. Save to a path that all"

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box, slabs
 from lightning_shard.checkpoint.engine import Digests
-from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, digest, digest_bytes
+from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, DIGEST_BYTES, digest, digest_bytes
 from lightning_shard.checkpoint.format.header import ALIGNMENT_BYTES, dtype_name, header_of, tensor_table
 from lightning_shard.checkpoint.format.manifest import FileEntry
-from lightning_shard.checkpoint.format.table import Integers, columns_of
+from lightning_shard.checkpoint.format.table import Rows, columns_of
 from lightning_shard.checkpoint.memory import byte_view, is_plain, narrow, resolved
 from lightning_shard.checkpoint.store import Buffer, Store
 
@@ -51,7 +51,9 @@ class FilePlan:
         header: The header's JSON of tensors, without metadata.
         places: Entries of the header's metadata: the box that a piece is of its tensor.
         data_bytes: Bytes of all pieces.
-        columns: What the manifest needs of the pieces.
+        tensors: JSON of the pieces' tensors: an array of ``[name, dtype, shape]``. Ranks that write parts of the same
+            tensors have equal texts, which are parsed once.
+        rows: The pieces' rows of the table, without digests; bytes are counted from the beginning of the data section.
     """
 
     order: tuple[int, ...]
@@ -59,40 +61,17 @@ class FilePlan:
     header: str
     places: dict[str, str]
     data_bytes: int
-    columns: Columns
-
-
-class Columns(NamedTuple):
-    """A file's ``n`` pieces in columns.
-
-    Attributes:
-        tensors: JSON of the pieces' tensors: an array of ``[name, dtype, shape]``. Ranks that write parts of the same
-            tensors have equal texts, which are parsed once.
-        begins: The pieces' first bytes from the beginning of the file's data section, of shape ``(n,)``.
-        nbytes: Their sizes in bytes, ``(n,)``.
-        offsets, sizes: Their boxes, ``(n, dims)``, padded by offset 0 and size 1.
-    """
-
     tensors: str
-    begins: Integers
-    nbytes: Integers
-    offsets: Integers
-    sizes: Integers
+    rows: Rows
 
 
 @dataclass(frozen=True)
 class Written:
-    """One written file and its chunks, as sent to the group's leader.
-
-    Attributes:
-        file: The file's entry.
-        columns: The chunks' metadata, the same in every save.
-        digests: The digests of all chunks' blocks, concatenated; empty without digests.
-    """
+    """One written file, as an account has it; see :class:`FilePlan` for ``tensors``."""
 
     file: FileEntry
-    columns: Columns
-    digests: bytes
+    tensors: str
+    rows: Rows
 
 
 def plan_file(pieces: Sequence[Piece]) -> FilePlan:
@@ -120,13 +99,18 @@ def plan_file(pieces: Sequence[Piece]) -> FilePlan:
     }
     header, spans = tensor_table([(key, dtype, piece.box.sizes) for key, dtype, piece in zip(keys, dtypes, ordered)])
     dims = max((len(piece.shape) for piece in ordered), default=0)
-    offsets = columns_of([piece.box.offsets for piece in ordered], dims, 0)
-    sizes = columns_of([piece.box.sizes for piece in ordered], dims, 1)
     begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
-    tensors = [(piece.name, dtype, piece.shape) for piece, dtype in zip(ordered, dtypes)]
-    columns = Columns(json.dumps(tensors), begins, ends - begins, offsets, sizes)
-    data_bytes = spans[-1][1] if spans else 0
-    return FilePlan(tuple(order), tuple(ordered), header, places, data_bytes, columns)
+    blocks = -(-(ends - begins) // BLOCK_BYTES)
+    rows = Rows(
+        np.zeros_like(begins),
+        begins,
+        np.cumsum(blocks) - blocks,
+        columns_of([piece.box.offsets for piece in ordered], dims, 0),
+        columns_of([piece.box.sizes for piece in ordered], dims, 1),
+        Rows.none().digests,
+    )
+    tensors = json.dumps([(piece.name, dtype, piece.shape) for piece, dtype in zip(ordered, dtypes)])
+    return FilePlan(tuple(order), tuple(ordered), header, places, spans[-1][1] if spans else 0, tensors, rows)
 
 
 def arranged(pieces: Sequence[tuple[Piece, Tensor]]) -> tuple[FilePlan, list[Tensor]]:
@@ -161,7 +145,12 @@ def write_file(
     sums: list[bytes] = []
     store.write(path, _stream(header, data, sums if digests else None, stop), size, durable=durable)
     entry = FileEntry(path, size, len(header), digest(header) if digests else None)
-    return Written(entry, plan.columns, b"".join(sums))
+    rows = plan.rows._replace(
+        begin=plan.rows.begin + len(header),
+        block=plan.rows.block * digests,
+        digests=np.frombuffer(b"".join(sums), np.uint8).reshape(-1, DIGEST_BYTES),
+    )
+    return Written(entry, plan.tensors, rows)
 
 
 def write_json(store: Store, path: str, tree: Any, *, digests: bool, durable: bool) -> FileEntry:

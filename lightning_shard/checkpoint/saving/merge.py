@@ -6,8 +6,9 @@ several meshes hold are equal.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,9 +16,9 @@ from lightning_shard.checkpoint.boxes import Box, coverage_fault, uncovered
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES
 from lightning_shard.checkpoint.format.chunks import TensorEntry
 from lightning_shard.checkpoint.format.header import item_bytes
-from lightning_shard.checkpoint.format.manifest import FileEntry, Manifest, Section
-from lightning_shard.checkpoint.format.table import Integers, Rows, padded
-from lightning_shard.checkpoint.saving.accounts import Alias, Held, Joined, Party
+from lightning_shard.checkpoint.format.manifest import Manifest, Section
+from lightning_shard.checkpoint.format.table import Integers
+from lightning_shard.checkpoint.saving.accounts import Account, Alias, Party, joined
 from lightning_shard.checkpoint.saving.part import FINGERPRINT_BYTES
 from lightning_shard.checkpoint.tensors import short
 from lightning_shard.errors import CheckpointError
@@ -28,6 +29,17 @@ Sums = dict[Name, int]
 """One rank's :func:`~lightning_shard.checkpoint.content.content_sum` of the chunks that it wrote, by tensor."""
 
 
+class Held(NamedTuple):
+    """A tensor as the ranks of one mesh hold it; see :class:`Listed` for ``title`` and ``rank``."""
+
+    title: str | int
+    name: str
+    mesh: int
+    dtype: str
+    shape: tuple[int, ...]
+    rank: int
+
+
 class Merged:
     """What all ranks have written, merged.
 
@@ -36,17 +48,15 @@ class Merged:
     to it.
 
     Args:
-        parts: The joined accounts of all groups of ranks, in rank order.
+        parts: The accounts of all ranks, or groups of ranks, in rank order.
 
     Raises:
         CheckpointError: Chunks of a tensor overlap or leave a gap, since a rank that holds it didn't write, or several
             wrote the same part; meshes hold different tensors under one name; or ranks tie tensors differently.
     """
 
-    def __init__(self, parts: Sequence[Joined]) -> None:
-        self.files: list[FileEntry] = []
-        self._state_file: int | None = None
-        self._meshes: dict[tuple[int, ...], int] = {}
+    def __init__(self, parts: Sequence[Account]) -> None:
+        self._account = account = joined(parts)
         self._all: list[Held] = []
         """The tensors as each mesh holds them. A tensor's number is its index here."""
         self._tensors: dict[str | int, dict[str, int]] = {}
@@ -56,61 +66,41 @@ class Merged:
         self._aliases: dict[str, dict[str, str]] = {}
         self._pairs: list[tuple[Held, Held]] = []
         """Pairs of tensors of one section that must be equal."""
-        meshes = [[self._meshes.setdefault(ranks, len(self._meshes)) for ranks in part.meshes] for part in parts]
-        parties = [p._replace(mesh=own[p.mesh]) for part, own in zip(parts, meshes) for p in part.parties]
-        _check_agreement(parties, list(self._meshes))
-        mesh_of = {rank: party.mesh for party in parties for rank in party.ranks}
-        self._mesh_of = {rank: mesh_of[rank] for part in parts for rank in part.ranks}
-        """Rank to mesh number, in the order of the accounts."""
-        owners = [self._add(part, own) for part, own in zip(parts, meshes)]
-        self._take_rows(parts, owners)
+        _check_agreement(account.parties, account.meshes)
+        owner = self._number_all()[account.owners]
+        order = np.argsort(owner, kind="stable")
+        self._rows = account.rows.taken(order)
+        self._bounds = np.searchsorted(owner[order], np.arange(len(self._all) + 1))
         for (section, name, _), number in self._numbers.items():
             if (first := self._tensors[section][name]) != number:
                 self._pairs.append((self._all[first], self._all[number]))
         # after all tensors are known: a name may be an alias on one mesh and a plain tensor on another
-        for part, own in zip(parts, meshes):
-            for alias in part.aliases:
-                self._add_alias(alias._replace(mesh=own[alias.mesh]))
+        for alias in account.aliases:
+            self._add_alias(alias)
         self._check_coverage()
 
-    def _add(self, part: Joined, meshes: list[int]) -> Integers:
-        """Add all but the rows; returns the tensor's number of each of the part's tensors."""
-        if part.state_file is not None:
-            self._state_file = len(self.files) + part.state_file
-        self.files += part.files
-        return np.array([self._number(held, meshes[held.mesh]) for held in part.tensors], np.int64)
+    def _number_all(self) -> Integers:
+        """The number of each of the account's tensors."""
+        parsed = {text: json.loads(text) for text in {listed.text for listed in self._account.lists}}
+        numbers = [
+            self._number(Held(listed.title, name, listed.mesh, dtype, tuple(shape), listed.rank))
+            for listed in self._account.lists
+            for name, dtype, shape in parsed[listed.text]
+        ]
+        return np.array(numbers, np.int64)
 
-    def _number(self, held: Held, mesh: int) -> int:
-        number = self._numbers.setdefault((held.title, held.name, mesh), len(self._all))
+    def _number(self, held: Held) -> int:
+        number = self._numbers.setdefault(held[:3], len(self._all))
         if number == len(self._all):
-            self._all.append(held._replace(mesh=mesh))
+            self._all.append(held)
             self._tensors.setdefault(held.title, {}).setdefault(held.name, number)
         known = self._all[number]
-        if (known.dtype, known.shape) != (held.dtype, held.shape):
+        if not _alike(known, held):
             raise CheckpointError(
                 f"{held.name!r} is {held.dtype} {held.shape} on rank {held.rank}, and {known.dtype} {known.shape} on a"
                 " rank before it: ranks that hold one tensor must agree."
             )
         return number
-
-    def _take_rows(self, parts: Sequence[Joined], owners: Sequence[Integers]) -> None:
-        """Join the parts' rows, in the order of their tensors."""
-        dims = max((part.rows.sizes.shape[1] for part in parts), default=0)
-        owner = np.concatenate([np.empty(0, np.int64), *(own[part.owners] for part, own in zip(parts, owners))])
-        order = np.argsort(owner, kind="stable")
-        stored = np.cumsum([0, *(len(part.rows.digests) for part in parts)])
-        blocks = [part.rows.block + before for part, before in zip(parts, stored.tolist())]
-        numbers = np.cumsum([0, *(len(part.files) for part in parts)]).tolist()
-        files = [part.rows.file + before for part, before in zip(parts, numbers)]
-        self._rows = Rows(
-            np.concatenate(files)[order],
-            np.concatenate([part.rows.begin for part in parts])[order],
-            np.concatenate(blocks)[order] if stored[-1] else np.zeros_like(owner),
-            np.concatenate([padded(part.rows.offsets, dims, 0) for part in parts])[order],
-            np.concatenate([padded(part.rows.sizes, dims, 1) for part in parts])[order],
-            np.concatenate([part.rows.digests for part in parts]),
-        )
-        self._bounds = np.searchsorted(owner[order], np.arange(len(self._all) + 1))
 
     def _add_alias(self, alias: Alias) -> None:
         section, name, target, mesh, rank = alias
@@ -180,7 +170,8 @@ class Merged:
     def settle(self, sums: list[Sums]) -> None:
         """Compare the :meth:`unsettled` tensors by their content sums; ``sums`` has those of each rank's chunks."""
         totals: dict[tuple[str, str, int], int] = {}
-        for mesh, own in zip(self._mesh_of.values(), sums, strict=True):
+        mesh_of = {rank: party.mesh for party in self._account.parties for rank in party.ranks}
+        for mesh, own in zip((mesh_of[rank] for rank in self._account.ranks), sums, strict=True):
             for (section, name), value in own.items():
                 totals[section, name, mesh] = totals.get((section, name, mesh), 0) + value
         for pair in self._pairs:
@@ -189,7 +180,7 @@ class Merged:
                 raise self._differ(*pair)
 
     def _differ(self, first: Held, other: Held) -> CheckpointError:
-        ranks = {number: short(members) for members, number in self._meshes.items()}
+        ranks = [short(members) for members in self._account.meshes]
         what = "content" if _alike(first, other) else "dtype or shape"
         return CheckpointError(
             f"{first.name!r} is on the ranks {ranks[first.mesh]} and on the ranks {ranks[other.mesh]}, which hold"
@@ -199,7 +190,7 @@ class Merged:
 
     def manifest(self, *, attempt: str, layout: Any, writer: str, digests: bool) -> Manifest:
         kept: list[Integers] = []
-        rows, bounds = 0, self._bounds.tolist()
+        files, rows, bounds = self._account.files, 0, self._bounds.tolist()
 
         def section(title: str | int) -> Section:
             nonlocal rows
@@ -213,20 +204,19 @@ class Merged:
 
         manifest = Manifest(
             attempt=attempt,
-            files=self.files,
+            files=files,
             layout=layout,
-            world_size=len(self._mesh_of),
+            world_size=len(self._account.ranks),
             writer=writer,
             block_bytes=BLOCK_BYTES if digests else 0,
-            state_file=self._state_file,
+            state_file=next((number for number, file in enumerate(files) if not file.header_bytes), None),
             model=section("model"),
             optimizer=section("optimizer"),
             trainer=section("trainer"),
             ranks={title: section(title) for title in self._tensors if isinstance(title, int)},
         )
         order = np.concatenate([np.empty(0, np.int64), *kept])
-        file, begin, block, offsets, sizes = (column[order] for column in self._rows[:5])
-        return manifest.with_rows(Rows(file, begin, block, offsets, sizes, self._rows.digests))
+        return manifest.with_rows(self._rows.taken(order))
 
 
 def _alike(one: Held, other: Held) -> bool:

@@ -24,9 +24,9 @@ from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.engine import collection_paused
 from lightning_shard.checkpoint.format.blocks import digest
-from lightning_shard.checkpoint.format.encode import encode
 from lightning_shard.checkpoint.format.header import check_name
-from lightning_shard.checkpoint.memory import byte_view, resolved, settle
+from lightning_shard.checkpoint.format.typed_json import encode
+from lightning_shard.checkpoint.memory import byte_view, narrow, resolved, settle
 from lightning_shard.checkpoint.ranks import Ranks
 from lightning_shard.checkpoint.saving.accounts import Account
 from lightning_shard.checkpoint.saving.files import FilePlan, Piece, arranged, plan_file
@@ -165,9 +165,8 @@ def plan_part(
     )
     plan = _plan(frame, outline)
     contents = fingerprints([sections[section][number].local for section, number in plan.shared])
-    account = Account(ranks.rank, frame.ranks, plan.fingerprint, replicated=plan.replicated, contents=contents)
-    account.aliases = {section: found for section, found in aliases.items() if found}
-    part = RankPart(attempt, account)
+    told = {"fingerprint": plan.fingerprint, "replicated": plan.replicated, "contents": contents}
+    part = RankPart(attempt, Account.of_rank(ranks.rank, frame.ranks, aliases, **told))
     own = f"rank-{ranks.rank:05d}-{attempt}.safetensors"
     for section, (cuts, file) in plan.files.items():
         data = [cut.of(sections[section][cut.number]) for cut in cuts]
@@ -229,27 +228,24 @@ def outlined(tensors: Iterable[Located]) -> tuple[Outlined, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A box that this rank writes of the ``number``-th tensor of a list, and how to narrow the local tensor to it."""
+    """A box that this rank writes of the ``number``-th tensor of a list, and where it lies in the local tensor; None if
+    it is all of that."""
 
     number: int
     box: Box
-    narrows: tuple[tuple[int, int, int], ...]
-    """(dim, start, length) of each ``Tensor.narrow``, to be applied in turn."""
+    local: Box | None
 
     def of(self, tensor: Located) -> Tensor:
         if 0 in tensor.spread.shape:
             return tensor.local.new_empty(tensor.spread.shape)
-        data = tensor.local
-        for dim, start, length in self.narrows:
-            data = data.narrow(dim, start, length)
-        return data
+        return tensor.local if self.local is None else narrow(tensor.local, self.local)
 
 
 @dataclass(frozen=True)
 class _Plan:
     fingerprint: tuple[int, str]
     replicated: bytes
-    """See :class:`Account`."""
+    """See :class:`Party`."""
     shared: list[tuple[str, int]]
     """The tensors of ``replicated``, by section and number."""
     files: dict[str, tuple[list[Cut], FilePlan]] = field(default_factory=dict)
@@ -292,20 +288,10 @@ def my_cuts(tensors: Sequence[tuple[int, Outlined]], frame: Frame) -> list[Cut]:
         parts = share(shared, len(holders), holders.index(frame.rank))
         for (number, tensor, place), part in zip(items, parts, strict=True):
             if part is not None:
+                offsets = (a + b for a, b in zip(place.local_offsets, part.within(place.box).offsets))
                 whole = part is place.box and len(tensor.spread.boxes) == 1
-                cuts.append(Cut(number, part, () if whole else _narrows(tensor.spread, place, part)))
+                cuts.append(Cut(number, part, None if whole else Box(tuple(offsets), part.sizes)))
     return cuts
-
-
-def _narrows(spread: Spread, place: LocalBox, part: Box) -> tuple[tuple[int, int, int], ...]:
-    """The narrows from the local tensor to ``part``, which lies inside its box ``place``."""
-    within = part.within(place.box)
-    extents = [max(b.local_offsets[dim] + b.box.sizes[dim] for b in spread.boxes) for dim in range(len(spread.shape))]
-    return tuple(
-        (dim, place.local_offsets[dim] + offset, size)
-        for dim, (offset, size) in enumerate(zip(within.offsets, part.sizes))
-        if size != extents[dim]
-    )
 
 
 def _fingerprint(sections: Iterable[tuple[str, Iterable[Outlined], Any]]) -> tuple[int, str]:

@@ -22,14 +22,8 @@ from lightning_shard.checkpoint.engine import collection_paused, each, files_at_
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_WRITER, table_path
 from lightning_shard.checkpoint.optimizers.taken import take_apart
 from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
-from lightning_shard.checkpoint.saving.accounts import Account, Joined, joined
-from lightning_shard.checkpoint.saving.commit import (
-    check_files,
-    check_own_files,
-    commit,
-    look_before_saving,
-    new_attempt,
-)
+from lightning_shard.checkpoint.saving.accounts import Account, joined
+from lightning_shard.checkpoint.saving.commit import check_files, commit, look_before_saving, new_attempt
 from lightning_shard.checkpoint.saving.files import Written, file_metadata, write_file, write_json
 from lightning_shard.checkpoint.saving.merge import Merged, Name, Sums
 from lightning_shard.checkpoint.saving.part import PartFile, RankPart, plan_part
@@ -100,7 +94,7 @@ def save(
         path: A directory, new or with an earlier checkpoint; local, or any URL that fsspec knows.
         optimizer: A torch optimizer, its ``state_dict()``, that of ``torch.distributed.checkpoint``, or a list of
             these; their groups are kept in the trainer state, under ``optimizer_states``. Or tensors by name.
-        trainer_state: Anything that :mod:`~lightning_shard.checkpoint.format.encode` supports; the first rank's is
+        trainer_state: Anything that :mod:`~lightning_shard.checkpoint.format.typed_json` supports; the first rank's is
             saved.
         rank_state: Tensors that belong to this rank alone, such as states of random generators.
         mesh: The ranks that hold this same list of tensors, such as the ranks of one pipeline stage; its axes must
@@ -126,7 +120,7 @@ def save(
     order = Order(path, storage_options, layout, fsync, digests, own_disks)
     optimizer, trainer_state = take_apart(optimizer, state, trainer_state, mesh, ranks)
     what = state, optimizer, trainer_state, rank_state
-    return write_together(order, ranks, lambda: plan_part(*what, mesh=mesh, ranks=ranks, attempt=new_attempt()))
+    return Saving(order, ranks, lambda: plan_part(*what, mesh=mesh, ranks=ranks, attempt=new_attempt())).run()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,29 +136,9 @@ class Order:
     own_disks: bool = False
 
 
-def write_together(order: Order, ranks: Ranks, plan: Callable[[], RankPart]) -> SaveReport:
-    """Write each rank's part and commit; if any rank fails, in ``plan`` or after, every rank raises."""
-    return _Saving(order, ranks, plan).run()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Committed:
-    """The first rank's outcome of a successful commit."""
-
-    attempt: str
-    bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Compare:
-    """The first rank's request to compare tensors that several meshes hold, cut into different chunks."""
-
-    names: list[Name]
-
-
 @dataclasses.dataclass
-class _Saving:
-    """One save on one rank."""
+class Saving:
+    """One save on one rank; if any rank fails, in ``plan`` or after, :meth:`run` raises on every rank."""
 
     order: Order
     ranks: Ranks
@@ -181,17 +155,17 @@ class _Saving:
         # If a collective fails, or this rank is interrupted, the first rank may still commit. So the files stay, and a
         # later save removes those that no manifest names.
         own, outcome = exchange(self.ranks, self._write, self._conclude, joined)
-        if isinstance(outcome, _Compare):
-            own, outcome = exchange(self.ranks, partial(self._sums, outcome.names), self._settle)
-        if not isinstance(outcome, _Committed):
+        if isinstance(outcome, list):
+            own, outcome = exchange(self.ranks, partial(self._sums, outcome), self._settle)
+        if not isinstance(outcome, SaveReport):
             assert isinstance(outcome, Failure)
             if self.store is not None and self.part is not None and not outcome.files_stay:
                 table = [table_path(self.part.attempt)] if self.ranks.first else []
                 abandon(self.store, [*self.part.paths(), *table])
             raise_cause(own, outcome, self.ranks.rank, self.order.path)
         assert self.part is not None
-        rank_bytes, seconds = sum(file.bytes for file in self.part.account.files()), time.monotonic() - self.began_s
-        return SaveReport(os.fspath(self.order.path), outcome.attempt, rank_bytes, outcome.bytes, seconds)
+        rank_bytes = sum(file.bytes for file in self.part.account.files)
+        return dataclasses.replace(outcome, rank_bytes=rank_bytes, seconds=time.monotonic() - self.began_s)
 
     def _write(self) -> Account:
         order = self.order
@@ -202,11 +176,11 @@ class _Saving:
         self.part = self.plan()
         return write_part(self.part, self.store, order)
 
-    def _conclude(self, parts: list[Joined]) -> _Committed | _Compare:
+    def _conclude(self, parts: list[Account]) -> SaveReport | list[Name]:
+        """Commit, unless tensors that several meshes hold, cut into different chunks, have to be compared first."""
         with collection_paused():
             self.merged = Merged(parts)
-        unsettled = self.merged.unsettled()
-        return _Compare(unsettled) if unsettled else self._commit()
+        return self.merged.unsettled() or self._commit()
 
     def _sums(self, names: list[Name]) -> Sums:
         assert self.part is not None
@@ -217,12 +191,12 @@ class _Saving:
                     sums[name] = sums.get(name, 0) + content_sum([(piece, data)])
         return sums
 
-    def _settle(self, sums: list[Sums]) -> _Committed:
+    def _settle(self, sums: list[Sums]) -> SaveReport:
         assert self.merged is not None
         self.merged.settle(sums)
         return self._commit()
 
-    def _commit(self) -> _Committed:
+    def _commit(self) -> SaveReport:
         assert self.store is not None
         assert self.part is not None
         assert self.merged is not None
@@ -232,14 +206,14 @@ class _Saving:
         if not self.order.own_disks:
             check_files(self.store, manifest.files, self.began_s)
         commit(self.store, manifest, self.earlier, durable=self.order.fsync)
-        return _Committed(attempt, sum(file.bytes for file in manifest.files))
+        return SaveReport(os.fspath(self.order.path), attempt, 0, sum(file.bytes for file in manifest.files), 0.0)
 
 
 def write_part(part: RankPart, store: Store, order: Order) -> Account:
     """Write a rank's files, then check that all of them exist and have their sizes."""
     account = part.account
     if part.state is not None:
-        account.state_file = write_json(store, part.state_path, part.state, digests=order.digests, durable=order.fsync)
+        account.files.append(write_json(store, part.state_path, part.state, digests=order.digests, durable=order.fsync))
     stop = threading.Event()
 
     def write(file: PartFile) -> Written:
@@ -252,7 +226,7 @@ def write_part(part: RankPart, store: Store, order: Order) -> Account:
         account.add(file.section, written)
     if order.fsync:
         store.sync(part.paths())
-    check_own_files(store, account.files())
+    check_files(store, account.files)
     return account
 
 

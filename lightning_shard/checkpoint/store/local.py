@@ -7,7 +7,6 @@ import errno
 import fcntl
 import mmap
 import os
-import secrets
 import stat
 import sys
 import time
@@ -17,10 +16,12 @@ from lightning_shard import processors
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.store.protocol import (
     ANYTHING,
+    FOLDERS,
     Buffer,
     Reader,
     Segment,
     Stamp,
+    Store,
     adjacent,
     conflict,
     too_short,
@@ -37,7 +38,6 @@ _MAX_CALL_BYTES = 2**30  # Linux moves at most 2 GiB − 4 KiB per call
 LOCK_WAIT_S = 10.0
 """Limit for a lock. It is held only to read and rename a file; a process that holds it longer was stopped, and may
 continue later."""
-_FOLDERS = ("model", "optimizer", "trainer")
 _TRIES = 10
 # Errors of mounts without locks, without hard links, or whose folders can't be opened or synced.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF, errno.EPERM}
@@ -51,7 +51,7 @@ def thread_count() -> int:
     return min(MAX_THREADS, processors.share())
 
 
-class LocalStore:
+class LocalStore(Store):
     """A directory of the local disk."""
 
     is_remote = False
@@ -59,8 +59,7 @@ class LocalStore:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self.folder = root if os.path.isabs(root) else os.path.join(os.getcwd(), root)  # independent of later chdir
-        self.links_lead_anywhere = True
+        self.folder: str = root if os.path.isabs(root) else os.path.join(os.getcwd(), root)  # whatever chdir follows
         self._made: set[str] = set()
         """Parents in which a folder was created; they need a sync."""
         self._inside: set[str] = set()
@@ -188,40 +187,21 @@ class LocalStore:
                     os.makedirs(folder, exist_ok=True)
         return os.open(path, flags, 0o666)
 
-    def make(self, *, durable: bool) -> None:
-        """Create the directory and its parents."""
-        parents, folder = [], self.folder
-        while not os.path.exists(folder):
-            folder = os.path.dirname(folder)
-            parents.append(folder)
-        os.makedirs(self.folder, exist_ok=True)
-        for parent in parents if durable else ():
-            _fsync_folder(parent)
-
-    def stamp(self, name: str) -> Stamp | None:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return digest(self.read(name))
-        return None
-
     def publish(
         self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool, replaces: Stamp | None = ANYTHING
     ) -> None:
-        temporary = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        try:
-            self.write(temporary, buffers, size_bytes, durable=durable)
-            if replaces == ANYTHING:
-                os.replace(self._path(temporary), self._path(name))
-            else:
-                self._put_in_place(temporary, name, replaces)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path(temporary))
-            raise
+        def move(temporary: str) -> None:
+            self._put_in_place(temporary, name, replaces)
+
+        self._write_beside(name, buffers, size_bytes, move, durable=durable)
         if durable:
             _fsync_folder(os.path.dirname(self._path(name)))
 
     def _put_in_place(self, temporary: str, name: str, replaces: Stamp | None) -> None:
         source, target = self._path(temporary), self._path(name)
+        if replaces == ANYTHING:
+            os.replace(source, target)
+            return
         if replaces is not None:
             with self._held(name, replaces) as there:
                 if there:
@@ -280,7 +260,7 @@ class LocalStore:
             os.unlink(self._path(name))
 
     def remove_empty_folders(self) -> None:
-        for folder in (*_FOLDERS, ""):
+        for folder in (*FOLDERS, ""):
             with contextlib.suppress(OSError):
                 os.rmdir(self._path(folder).rstrip("/"))
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.errors import CheckpointConflictError, CorruptCheckpointError
 
 Buffer = memoryview
@@ -15,6 +19,8 @@ Reader = Callable[[Sequence[Segment]], None]
 """Reads segments, which are in ascending order. Raises CorruptCheckpointError if the file is too short."""
 Stamp = str
 """Identifies a version of a file's content, among all that its name has had or will have: a hash, or an ETag."""
+FOLDERS = ("model", "optimizer", "trainer")
+"""The folders in a checkpoint's directory."""
 ANYTHING: Stamp = "anything"
 """Passed in place of a stamp: matches any content, and a missing file."""
 
@@ -25,28 +31,20 @@ class Store(Protocol):
     A store is rooted at one checkpoint's directory; names are relative to it, with ``/``. Its methods are thread-safe.
     """
 
-    @property
-    def root(self) -> str:
-        """The path as the user passed it; never contains credentials."""
-
-    @property
-    def folder(self) -> str | None:
-        """The directory's absolute path on the local disk; None for any other store."""
-
-    links_lead_anywhere: bool
-    """Whether files, and folders of the directory, may be symbolic links that lead out of it; True at first."""
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether it is reached through a network, which all ranks share."""
+    root: str
+    """The path as the user passed it; never contains credentials."""
+    folder: str | None
+    """The directory's absolute path on the local disk; None for any other store."""
+    links_lead_anywhere: bool = True
+    """Whether files, and folders of the directory, may be symbolic links that lead out of it."""
+    is_remote: bool
+    """Whether it is reached through a network, which all ranks share."""
+    step_bytes: int
+    """The best size of one read: what fits into a core's cache, or what amortizes a network round trip."""
 
     @property
     def requests(self) -> int:
         """The best number of concurrent calls, each from its own thread."""
-
-    @property
-    def step_bytes(self) -> int:
-        """The best size of one read: what fits into a core's cache, or what amortizes a network round trip."""
 
     def place(self) -> tuple[str, ...]:
         """Identifies this directory among all stores: the path, and what else locates it, such as an endpoint."""
@@ -69,12 +67,16 @@ class Store(Protocol):
             FileNotFoundError: There is no such file.
             CorruptCheckpointError: The file is too short.
         """
+        return None
 
     def write(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         """Write a new file from buffers. The iterator may reuse a buffer's memory once the next one is requested."""
 
     def stamp(self, name: str) -> Stamp | None:
         """The stamp of a file's current content; None if there is no such file."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return digest(self.read(name))
+        return None
 
     def publish(
         self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool, replaces: Stamp | None = ANYTHING
@@ -97,9 +99,6 @@ class Store(Protocol):
             CheckpointConflictError: The file's content isn't the one of stamp ``only``; it stays.
         """
 
-    def make(self, *, durable: bool) -> None:
-        """Create the directory and its parents. Does nothing on remote stores, where files come with their folders."""
-
     def remove_empty_folders(self) -> None:
         """Remove this directory, and the folders in it that the format makes, where they are empty.
 
@@ -119,7 +118,26 @@ class Store(Protocol):
         """All files in the directory and one level below. Used to find leftovers, never to find data."""
 
     def sync(self, names: Iterable[str]) -> None:
-        """Sync the folder entries of these files, so that they survive a crash of the machine."""
+        """Sync the folder entries of these files, so that they survive a crash of the machine. Does nothing on remote
+        stores, which are as durable as they get when a write returns."""
+        return
+
+    def _write_beside(
+        self, name: str, buffers: Iterable[Buffer], size_bytes: int, move: Callable[[str], None], *, durable: bool
+    ) -> None:
+        """Write a file under a temporary name, which ``move`` is called with to give it its own."""
+        temporary = temporary_name(name)
+        try:
+            self.write(temporary, buffers, size_bytes, durable=durable)
+            move(temporary)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.remove(temporary)
+            raise
+
+
+def temporary_name(name: str) -> str:
+    return f"{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
 
 
 def adjacent(

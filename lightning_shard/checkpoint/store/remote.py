@@ -11,7 +11,6 @@ import errno
 import os
 import posixpath
 import re
-import secrets
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC
@@ -23,10 +22,12 @@ from lightning_shard.checkpoint.store.calls import STALL_S, Calls
 from lightning_shard.checkpoint.store.paths import places, redact
 from lightning_shard.checkpoint.store.protocol import (
     ANYTHING,
+    FOLDERS,
     Buffer,
     Reader,
     Segment,
     Stamp,
+    Store,
     adjacent,
     conflict,
     too_short,
@@ -58,7 +59,7 @@ _PLACES = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_CONNECTION_STRING", "STO
 """Environment variables by which adlfs and gcsfs find their stores."""
 
 
-class RemoteStore:
+class RemoteStore(Store):
     """A directory on any fsspec filesystem.
 
     Args:
@@ -68,7 +69,6 @@ class RemoteStore:
 
     is_remote = True
     folder = None
-    links_lead_anywhere = True
     step_bytes = RANGE_BYTES
     requests = REQUESTS
     _puts_streams_whole = False
@@ -145,9 +145,6 @@ class RemoteStore:
             raise CheckpointError(f"{self.root}/{name}: the store doesn't tell its size.")
         return int(info["size"])
 
-    def mapped(self, name: str, begin: int, end: int) -> Buffer | None:
-        return None
-
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[Reader]:
         def read(segments: Sequence[Segment]) -> None:
@@ -213,9 +210,7 @@ class RemoteStore:
                 f"{self.root} goes through a cache, which shows files as they were when they were first read:"
                 f" {self.root.partition('::')[2]} can be saved to, and be removed from."
             )
-        with contextlib.suppress(FileNotFoundError):
-            return digest(self.read(name))
-        return None
+        return super().stamp(name)
 
     def publish(
         self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool, replaces: Stamp | None = ANYTHING
@@ -239,14 +234,11 @@ class RemoteStore:
         if self._is_object_store and (size_bytes <= self._put_bytes or self._puts_streams_whole):
             self.write(name, buffers, size_bytes, durable=durable)
             return
-        temporary = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        try:
-            self.write(temporary, buffers, size_bytes, durable=durable)
+
+        def move(temporary: str) -> None:
             self._move(temporary, name, size_bytes)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                self.remove(temporary)
-            raise
+
+        self._write_beside(name, buffers, size_bytes, move, durable=durable)
 
     def _move(self, name: str, to: str, size_bytes: int) -> None:
         """Move a file, perhaps over another one. A truncated file is never visible at the target."""
@@ -297,13 +289,10 @@ class RemoteStore:
         with contextlib.suppress(FileNotFoundError):
             self._calls("rm_file", self._path(name))
 
-    def make(self, *, durable: bool) -> None:
-        pass
-
     def remove_empty_folders(self) -> None:
         if self._is_object_store:
             return
-        for folder in ("model", "optimizer", "trainer", ""):
+        for folder in (*FOLDERS, ""):
             with contextlib.suppress(Exception):
                 self._calls("rmdir", self._path(folder).rstrip("/"))
 
@@ -325,9 +314,6 @@ class RemoteStore:
             paths = self._calls("find", self.base, maxdepth=2)
             return sorted(str(path)[len(base) :].lstrip("/") for path in paths)
         return []
-
-    def sync(self, names: Iterable[str]) -> None:
-        """Does nothing: a remote store is as durable as it gets when a write returns."""
 
 
 def in_parts(buffers: Iterable[Buffer], size_bytes: int, part_bytes: int) -> Iterator[bytearray]:

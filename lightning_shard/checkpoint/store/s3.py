@@ -86,11 +86,9 @@ class S3Store(RemoteStore):
         condition = {"IfNoneMatch": "*"} if replaces is None else {"IfMatch": replaces}
         put = {**self._where(name), "Body": data}
         try:
-            return str(self._once("put_object", limit_s, **put, **condition)["ETag"])
+            return str(self._once_if("put_object", condition, limit_s, **put)["ETag"])
         except OSError as error:
             status, code = answer_of(error)
-            if code in _NO_CONDITIONS or status == 501:
-                return str(self._once("put_object", limit_s, **put)["ETag"])
             if status not in (404, 412) or code == "NoSuchBucket":
                 raise
             try:
@@ -101,6 +99,16 @@ class S3Store(RemoteStore):
                 if replaces is not None:  # removed since, which is allowed
                     return self._put_if(name, data, None, limit_s)
             raise conflict(self.root, name) from error
+
+    def _once_if(self, method: str, condition: dict[str, str], limit_s: float, **arguments: Any) -> Any:
+        """One call, conditional if the server supports that."""
+        try:
+            return self._once(method, limit_s, **arguments, **condition)
+        except OSError as error:
+            status, code = answer_of(error)
+            if code not in _NO_CONDITIONS and status != 501:
+                raise
+        return self._once(method, limit_s, **arguments)
 
     def _where(self, name: str) -> dict[str, str]:
         bucket, key, _ = self.fs.split_path(self._path(name))
@@ -214,17 +222,13 @@ class S3Store(RemoteStore):
 
     def _remove_if(self, name: str, stamp: Stamp, limit_s: float) -> None:
         try:
-            self._once("delete_object", limit_s, **self._where(name), IfMatch=stamp)
+            self._once_if("delete_object", {"IfMatch": stamp}, limit_s, **self._where(name))
         except FileNotFoundError:
             return
         except OSError as error:
-            status, code = answer_of(error)
-            if code in _NO_CONDITIONS or status == 501:
-                self._once("delete_object", limit_s, **self._where(name))
-            elif status == 412:
+            if answer_of(error)[0] == 412:
                 raise conflict(self.root, name) from error
-            else:
-                raise
+            raise
 
     def _call(self, method: str, **arguments: Any) -> Any:
         moving_bytes = len(arguments.get("Body", b""))

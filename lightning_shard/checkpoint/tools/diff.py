@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box, slabs
 from lightning_shard.checkpoint.format.chunks import TensorEntry
-from lightning_shard.checkpoint.format.encode import TAG
 from lightning_shard.checkpoint.format.manifest import Section
+from lightning_shard.checkpoint.format.typed_json import TAG
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, fetch

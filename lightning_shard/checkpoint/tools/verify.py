@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from lightning_shard.checkpoint.engine import each, read_blocks, thread_memory
 from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest
 from lightning_shard.checkpoint.format.chunks import Chunk, ChunkTable
-from lightning_shard.checkpoint.format.decode import parse
 from lightning_shard.checkpoint.format.header import CARRIERS, HeaderEntry, layout_fault, parse_header
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry
+from lightning_shard.checkpoint.format.typed_json import parse
 from lightning_shard.checkpoint.loading.open import read
 from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.memory import byte_view

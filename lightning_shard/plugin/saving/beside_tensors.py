@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_shard.checkpoint.convert.export import CONFIG, GENERATION_CONFIG
-from lightning_shard.checkpoint.format.encode import encode
+from lightning_shard.checkpoint.format.typed_json import encode
 from lightning_shard.checkpoint.tensors import check_storable
 from lightning_shard.errors import UnsupportedStateError
 from lightning_shard.parallel.fsdp.units import class_name

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.convert import write
-from lightning_shard.checkpoint.saving import accounts, files, merge
+from lightning_shard.checkpoint.saving import files, merge
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.checkpoint.store.remote import RemoteStore
 from lightning_shard.cli import main
@@ -68,7 +68,7 @@ def test_any_layout_is_gathered(tmp_path_factory, where, copies, dtype, size):
     folder = tmp_path_factory.mktemp("c")
     full = {"t": torch.randn(shape), "last": torch.arange(math.prod(shape)).view(shape)}
     with contextlib.ExitStack() as patches:
-        for module in (merge, files, accounts):
+        for module in (merge, files):
             patches.enter_context(mock.patch.object(module, "BLOCK_BYTES", 64))
         save_simulated(folder, full, mesh_shape, dict.fromkeys(full, placements), copies)
     # blocks of 64 bytes, and steps and slabs that fit neither them nor rows

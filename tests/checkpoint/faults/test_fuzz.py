@@ -21,10 +21,10 @@ import torch
 from lightning_shard import checkpoint
 from lightning_shard.checkpoint.foreign.files import _indexed
 from lightning_shard.checkpoint.foreign.torchfile import read_archive
-from lightning_shard.checkpoint.format.decode import decode, parse
 from lightning_shard.checkpoint.format.header import header_of, layout_fault, parse_header, tensor_table
 from lightning_shard.checkpoint.format.manifest import Manifest, signed
 from lightning_shard.checkpoint.format.table import Table, table_file
+from lightning_shard.checkpoint.format.typed_json import decode, parse
 from lightning_shard.errors import CheckpointError
 from tests.checkpoint.manifests import body_of
 from tests.paths import GOLDEN

@@ -22,8 +22,7 @@ from lightning.fabric.utilities.data import AttributeDict
 from omegaconf import OmegaConf
 
 from lightning_shard.checkpoint import register_codec
-from lightning_shard.checkpoint.format.decode import decode, parse
-from lightning_shard.checkpoint.format.encode import Reference, by_name, by_type, encode
+from lightning_shard.checkpoint.format.typed_json import Reference, by_name, by_type, decode, encode, parse
 from lightning_shard.errors import CheckpointError, UnsupportedStateError
 
 

@@ -15,7 +15,7 @@ from lightning_shard.checkpoint import memory
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.header import CARRIERS, DTYPES
 from lightning_shard.checkpoint.format.manifest import Manifest
-from lightning_shard.checkpoint.saving import accounts, files, merge
+from lightning_shard.checkpoint.saving import files, merge
 from lightning_shard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -265,7 +265,7 @@ def test_any_name_is_only_a_name(tmp_path, name):
 
 
 def test_blocks_are_hashed_on_a_fixed_grid(tmp_path, monkeypatch):
-    for module in (files, accounts, merge):
+    for module in (files, merge):
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     monkeypatch.setattr(files, "WRITE_STEP_BYTES", 24)
     tensor = torch.arange(50, dtype=torch.int32)

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_shard import checkpoint
-from lightning_shard.checkpoint.format.encode import Reference, by_name, by_type
 from lightning_shard.checkpoint.format.header import DTYPES
 from lightning_shard.checkpoint.format.manifest import FORMAT_VERSION
+from lightning_shard.checkpoint.format.typed_json import Reference, by_name, by_type
 from lightning_shard.checkpoint.memory import byte_view
 from lightning_shard.checkpoint.saving import save as saving
 from lightning_shard.errors import FormatVersionError

@@ -19,7 +19,6 @@ from lightning_shard.checkpoint.boxes import Box, coverage_fault, rows_of, uncov
 from lightning_shard.checkpoint.catalog import Earlier
 from lightning_shard.checkpoint.loading import ranges
 from lightning_shard.checkpoint.loading.ranges import Read
-from lightning_shard.checkpoint.saving import accounts as accounts_module
 from lightning_shard.checkpoint.saving import commit, files, merge
 from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Piece, arranged, write_file
@@ -163,7 +162,7 @@ def save_simulated(folder, full, mesh_shape, placements, extra_axis):
             local = by_fsdp(tensor, where, mesh_shape, coordinate)
             places = _boxes(tuple(tensor.shape), splits, tuple(local.shape))
             located.append(Located(name, local, Spread(tuple(tensor.shape), places, mesh, where)))
-        account = Account(rank, frame.ranks)
+        account = Account.of_rank(rank, frame.ranks)
         pieces = [
             (Piece(t.name, t.local.dtype, t.spread.shape, cut.box), cut.of(t))
             for cut in my_cuts(list(enumerate(outlined(located))), frame)
@@ -190,9 +189,8 @@ def test_any_layout_reads_into_any_other(tmp_path_factory, data):
     limits = mock.patch.multiple(files, BLOCK_BYTES=64, WRITE_STEP_BYTES=24, STAGING_BYTES=32)
     reading = mock.patch.multiple(ranges, BATCH_BYTES=128, SPAN_BYTES=data.draw(st.sampled_from([32, 4096])))
     grid, parts = mock.patch.object(merge, "BLOCK_BYTES", 64), mock.patch.object(shards, "MIN_PART_BYTES", 8)
-    blocks = mock.patch.object(accounts_module, "BLOCK_BYTES", 64)
     steps = mock.patch.object(LocalStore, "step_bytes", data.draw(st.sampled_from([24, 4096])))
-    with limits, reading, grid, blocks, parts, steps:
+    with limits, reading, grid, parts, steps:
         folder = tmp_path_factory.mktemp("checkpoint")
         save_simulated(folder, full, source_mesh, placements, data.draw(st.integers(1, 2)))
         saved = checkpoint.read(folder)

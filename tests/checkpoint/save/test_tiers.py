@@ -433,12 +433,12 @@ def test_a_carrying_that_fails_takes_nothing_from_one_that_counts_on_it(
     copy = checkpoint.read(tier.copy_of(path))
     files, options = copy.manifest.files, {"storage_options": {}, "fsync": False}
     stalled = ["run"]
-    check = carry_module.check_own_files
+    check = carry_module.check_files
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    def check_own_files(*arguments: Any) -> None:
+    def check_files(*arguments: Any) -> None:
         check(*arguments)
         if stalled:
             stalled.pop()
@@ -446,7 +446,7 @@ def test_a_carrying_that_fails_takes_nothing_from_one_that_counts_on_it(
             with mock.patch.object(kind, "write", fail), pytest.raises(CheckpointError, match="Input/output"):
                 carry_files(copy, path, files, ALONE, **options)
 
-    monkeypatch.setattr(carry_module, "check_own_files", check_own_files)
+    monkeypatch.setattr(carry_module, "check_files", check_files)
     carry_files(copy, path, files, ALONE, **options)
     assert not stalled
     assert checkpoint.verify(path).ok
