@@ -163,8 +163,7 @@ class _Found:
                 if value.__name__.partition(".")[0] == package or _is_own_module(value.__name__):
                     self._add_used(value.__name__, vars(value), used)
             elif self._is_first_look(held, name):
-                if _is_callable(value):
-                    self._add(value, package)
+                self._add(value, package)
                 if _is_data(name, held):
                     self.globals.setdefault(id(held), (module, held, set()))[2].add(name)
 
@@ -185,15 +184,11 @@ class _Found:
         return is_new
 
 
-def _is_callable(value: Any) -> bool:
-    """Whether a global is a class, a function, or what a decorator made of one; asks no ``__getattr__``."""
-    if isinstance(value, (type, types.FunctionType, functools.partial)):
-        return True
-    return "__wrapped__" in (getattr(value, "__dict__", None) or ()) and not isinstance(value, types.ModuleType)
-
-
 def _callables(value: Any) -> Iterator[Any]:
-    """A class, or the plain functions behind a class attribute or global, through decorators' closures too."""
+    """A class, or the plain functions behind a class attribute or global, through decorators' closures too.
+
+    Asks no ``__getattr__``.
+    """
     waiting, seen = [value], {}
     while waiting:
         each = waiting.pop()
@@ -210,7 +205,9 @@ def _callables(value: Any) -> Iterator[Any]:
             if isinstance(each, types.FunctionType):
                 yield each
                 waiting += _closed_over(each)
-            waiting += [getattr(each, "__func__", None), getattr(each, "__wrapped__", None)]
+            if isinstance(each, (types.MethodType, classmethod, staticmethod)):
+                waiting.append(each.__func__)
+            waiting.append((getattr(each, "__dict__", None) or {}).get("__wrapped__"))
 
 
 def _closed_over(function: types.FunctionType) -> Iterator[Any]:

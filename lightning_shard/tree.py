@@ -237,7 +237,7 @@ def refuse_list_of_samples(batch: Any, drawn: int | None, *, may_be_last: bool =
         as_drawn = len(node) == drawn and (size >= len(node) or not may_be_last)
         as_long = drawn is None and len(node) == size and len(node) > _PARTS
         are_nested = len(node) == size and node is not batch and all(map(is_node, node))
-        if are_nested or ((as_drawn or as_long) and not are_parts and _are_alike(node)):
+        if are_nested or ((as_drawn or as_long) and not are_parts and len({*map(_outline, node)}) == 1):
             made_of = "" if drawn is None else f", and a batch is made of {drawn} samples"
             raise BatchError(
                 f"The batch has a {type(node).__name__} of {len(node)} entries, and the size of their tensors' dim 0 is"
@@ -250,10 +250,6 @@ def refuse_list_of_samples(batch: Any, drawn: int | None, *, may_be_last: bool =
 
 _PARTS = 3
 """A batch that is a tuple of at most so many tensors is taken for inputs and targets, not for a tuple of samples."""
-
-
-def _are_alike(node: Any) -> bool:
-    return len({_outline(entry) for entry in node}) == 1
 
 
 def _holds_tensors(tree: Any, found: list[Any]) -> bool:

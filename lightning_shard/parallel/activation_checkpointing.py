@@ -24,7 +24,8 @@ from lightning_shard import tree
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.parallel.fsdp.units import class_name
 from lightning_shard.parallel.kept_results import FirstRun, KeptResults, SecondRun
-from lightning_shard.state.tree_state import TakenArguments
+from lightning_shard.state.tree_state import Note, as_taken, notes
+from lightning_shard.state.walk import LEAVES, below
 
 Recomputing = bool | int | Literal["selective"] | None
 """``None`` or ``False``: recompute nothing; ``True``: every block; ``n``: every n-th block; ``"selective"``: in every
@@ -111,7 +112,7 @@ def recompute(
     forward = block.forward
 
     def contexts(
-        state: TakenArguments, kept: KeptResults | None
+        before: list[Note], kept: KeptResults | None
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         restore = snapshot()
 
@@ -121,7 +122,7 @@ def recompute(
             put_back = snapshot()
             restore()
             try:
-                with _leaving_no_trace(block), state.as_before(), nullcontext() if kept is None else SecondRun(kept):
+                with _leaving_no_trace(block), as_taken(before), nullcontext() if kept is None else SecondRun(kept):
                     yield
             finally:
                 put_back()
@@ -133,12 +134,13 @@ def recompute(
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         call, kept = functools.partial(forward, **kwargs), KeptResults(_keeps) if selective else None
-        state = TakenArguments((args, kwargs))
-        context_fn = functools.partial(contexts, state, kept)
+        # what objects hold; tensors are held as they are: a change of their elements isn't seen
+        before = [*notes(each for each in below("", (args, kwargs)) if not isinstance(each[1], LEAVES))]
+        context_fn = functools.partial(contexts, before, kept)
         given = [(tensor, tensor._version) for tensor in tree.tensors((args, kwargs)) if not tensor.is_inference()]
         output = checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
-        state.forget_unchanged()
-        if any(tensor._version != before for tensor, before in given) and _needs_gradients(output):
+        before[:] = [note for note in before if note.has_changed()]
+        if any(tensor._version != version for tensor, version in given) and _needs_gradients(output):
             raise StepError(
                 f"{class_name(block)} changes an argument in place, and activation_checkpointing runs it a second time"
                 " on what it was given: write x = x + y in place of x += y, or leave activation_checkpointing out."

@@ -13,8 +13,6 @@ from __future__ import annotations
 import functools
 import io
 import random
-import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,12 +30,11 @@ from lightning_shard.namespaces import Namespace
 from lightning_shard.sharding import local_tensor
 from lightning_shard.state.walk import (
     CONTAINERS,
-    LEAVES,
     OwnGenerator,
     below,
+    children,
     entries,
     hold_same,
-    is_object,
     put_entries,
     put_entry,
     reachable,
@@ -116,30 +113,17 @@ def take(root: nn.Module, others: Iterable[Any] = ()) -> Taken:
     return Taken([*reachable(root), *chain.from_iterable(of_others)])
 
 
-class TakenArguments:
-    """What objects among the arguments of a call hold, so that a second run of it finds what the first one found.
-
-    Tensors are held as they are: a change of their elements isn't seen.
-    """
-
-    def __init__(self, arguments: Any) -> None:
-        self._before = [*notes(each for each in below("", arguments) if not isinstance(each[1], LEAVES))]
-
-    def forget_unchanged(self) -> None:
-        """A run has ended: hold only what it has changed."""
-        self._before = [note for note in self._before if note.has_changed()]
-
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Inside, the objects are as they were before the first run; afterwards, as they are now."""
-        now = [*notes((note.path, note.value) for note in self._before)]
-        try:
-            for note in self._before:
-                note.put_back()
-            yield
-        finally:
-            for note in now:
-                note.put_back()
+@contextmanager
+def as_taken(before: Sequence[Note]) -> Iterator[None]:
+    """Inside, objects are as they were when these notes were taken; afterwards, as they are now."""
+    now = [*notes((note.path, note.value) for note in before)]
+    try:
+        for note in before:
+            note.put_back()
+        yield
+    finally:
+        for note in now:
+            note.put_back()
 
 
 @contextmanager
@@ -178,7 +162,10 @@ def _note_entries(path: str, value: Any) -> Note:
             return before
         now = entries(value)
         if isinstance(value, dict):
-            return {key: now[key] if _are_parameters(old, now.get(key)) else old for key, old in before.items()}
+            return {
+                key: now[key] if _is_parameter(old) and _is_parameter(now.get(key)) else old
+                for key, old in before.items()
+            }
         held = [entry for entry in now.values() if _is_parameter(entry)]
         places = [place for place, entry in before.items() if _is_parameter(entry)]
         return before | dict(zip(places, held)) if len(places) == len(held) else before
@@ -187,10 +174,6 @@ def _note_entries(path: str, value: Any) -> Note:
         return not hold_same(latest(), entries(value), in_order=in_order)
 
     return Note(path, value, lambda: put_entries(value, latest()), has_changed)
-
-
-def _are_parameters(*values: Any) -> bool:
-    return all(map(_is_parameter, values))
 
 
 def _is_parameter(value: Any) -> bool:
@@ -205,14 +188,12 @@ def _note_generator(path: str, generator: OwnGenerator) -> Note | None:
 
 def remember_own(generator: OwnGenerator) -> Callable[[], None]:
     """Snapshot a generator's state; returns a function that restores it."""
-    if isinstance(generator, torch.Generator):
-        set_state: Any = generator.set_state
-        return partial(set_state, generator.get_state())
     if isinstance(generator, np.random.Generator):
         return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-    if isinstance(generator, np.random.RandomState):
-        return partial(generator.set_state, generator.get_state())
-    return partial(generator.setstate, generator.getstate())
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    own: Any = generator
+    return partial(own.set_state, own.get_state())
 
 
 def _note_tensor(path: str, tensor: Tensor) -> Note | None:
@@ -307,7 +288,7 @@ class _Iterators:
         self._begin: dict[_Replayed, int] = {}  # where each is rewound to; includes those replaced by another instance
         self._places: list[tuple[Any, Any, _Replayed]] = []
         for holder in holders:
-            for key, value in _entries_of_holder(holder).items():
+            for key, value in [*children(holder)]:
                 if not is_iterator(value):
                     continue
                 if isinstance(value, _Replayed):
@@ -341,11 +322,6 @@ def is_iterator(value: Any) -> bool:
 @functools.cache  # checks against an abstract class are slow
 def _are_iterators(kind: Any) -> bool:
     return issubclass(kind, Iterator) and not issubclass(kind, (nn.Module, io.IOBase))
-
-
-def _entries_of_holder(holder: Any) -> dict[Any, Any]:
-    kinds = (list, deque, dict, Namespace, types.CellType, nn.Module)
-    return entries(holder) if isinstance(holder, kinds) or is_object(holder) else {}
 
 
 def _can_put(holder: Any, key: Any) -> bool:

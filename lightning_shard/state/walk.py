@@ -54,34 +54,10 @@ _NOT_STATE = ("_parameters", "_modules", *OF_RECURRENT_LAYERS)
 def reachable(root: nn.Module) -> list[tuple[str, Any]]:
     """Each object that may change, once, with the first path to it; the same order on every stage.
 
-    Returns modules, other objects, containers, closure cells, tensors (parameters too), arrays, generators, namespaces.
-    """
-    _, found = _searched(root)
-    return found
-
-
-def beside(root: nn.Module) -> tuple[Namespace, ...]:
-    """The namespaces that a module's code uses: globals, attributes of classes and functions.
-
-    That is code of the classes of its submodules and of the user's objects that it holds, and functions that it holds.
-    """
-    outside, _ = _searched(root)
-    return outside
-
-
-def beside_classes(root: nn.Module) -> tuple[Namespace, ...]:
-    """Those of them that the code of its submodules' classes uses, such as steps and forwards."""
-    return namespaces(*_kinds(root))
-
-
-def _kinds(root: nn.Module) -> dict[Any, None]:
-    return dict.fromkeys(type(module) for module in root.modules())
-
-
-def _searched(root: nn.Module) -> tuple[tuple[Namespace, ...], list[tuple[str, Any]]]:
-    """Namespaces, and all reachable objects. Each may lead to more of the other, so it walks until there are no more.
-
-    What the last search began at is remembered: mostly one walk is enough then.
+    Returns modules, other objects, containers, closure cells, tensors (parameters too), arrays, generators; and the
+    namespaces that code of the submodules' classes, and of the user's objects and functions, uses. Namespaces and
+    objects may each lead to more of the other, so it walks until there are no more. What the last search began at is
+    remembered: mostly one walk is enough then.
     """
     package = package_of(type(root))
     of_modules = _kinds(root)
@@ -92,8 +68,17 @@ def _searched(root: nn.Module) -> tuple[tuple[Namespace, ...], list[tuple[str, A
         found = _reached([*root.named_modules(), *((each.name, each) for each in outside)], package, begins)
         if not begins.keys() - of_modules.keys() - of_objects.keys():
             _BEGINS[root] = of_objects
-            return outside, found
+            return found
         of_objects = of_objects | begins
+
+
+def beside_classes(root: nn.Module) -> tuple[Namespace, ...]:
+    """The namespaces that the code of a module's and its submodules' classes uses, such as steps and forwards."""
+    return namespaces(*_kinds(root))
+
+
+def _kinds(root: nn.Module) -> dict[Any, None]:
+    return dict.fromkeys(type(module) for module in root.modules())
 
 
 def _name_of(begin: Any) -> tuple[str, str, int]:

@@ -26,35 +26,28 @@ Name = tuple[str, str]
 """The path of a submodule, and an attribute's or a buffer's name."""
 
 
-@dataclass(frozen=True)
 class Attributes:
-    """A snapshot of modules' attributes and buffers, without those of metrics."""
+    """A snapshot of modules' attributes and buffers, without those of metrics.
 
-    noted: list[tuple[str, nn.Module, dict[str, Outline]]]
-    looks_into_objects: bool = False
+    Args:
+        named: Modules, without those in them.
+        looks_into_objects: Whether changes in objects of a user's classes are noted, too, which takes longer.
+    """
 
-    @classmethod
-    def of(cls, named: Iterable[tuple[str, nn.Module]], *, looks_into_objects: bool = False) -> Attributes:
-        """
-        Args:
-            named: Modules, without those in them.
-            looks_into_objects: Whether changes in objects of a user's classes are noted, too, which takes longer.
-        """
-        return cls(
-            [
-                (path, each, dict(_noted(each, looks_into_objects)))
-                for path, each in named
-                if not isinstance(each, Metric)  # the stage that updates it shares what it computes
-            ],
-            looks_into_objects,
-        )
+    def __init__(self, named: Iterable[tuple[str, nn.Module]] = (), *, looks_into_objects: bool = False) -> None:
+        self._looks_into_objects = looks_into_objects
+        self._noted = [
+            (path, each, dict(_noted(each, looks_into_objects)))
+            for path, each in named
+            if not isinstance(each, Metric)  # the stage that updates it shares what it computes
+        ]
 
     def changed(self, also: Collection[Name] = ()) -> list[Kept]:
         """What was set, written to or changed since, and the attributes ``also``."""
         return [
             Kept(path, key, now.value, before is not None and before.value is now.value)
-            for path, module, noted in self.noted
-            for key, now in _noted(module, self.looks_into_objects)
+            for path, module, noted in self._noted
+            for key, now in _noted(module, self._looks_into_objects)
             if (before := noted.get(key)) is None or not before.is_as(now) or (path, key) in also
         ]
 

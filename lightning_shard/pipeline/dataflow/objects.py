@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -68,31 +67,24 @@ def objects(
         yield from objects(child, (*path, key), seen, deepest=deepest)
 
 
-@dataclass
 class Noted:
     """An object, and what it held when it was noted.
 
+    Args:
+        version_of: Gives what a write in place changes of a tensor.
+
     Attributes:
         held: Its entries.
-        version_of: Gives what a write in place changes of a tensor.
         versions: Of the tensors among the entries.
     """
 
-    value: Any
-    held: dict[Any, Any]
-    version_of: Callable[[Tensor], Any]
-    versions: dict[Any, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = {key: self.version_of(each) for key, each in self.held.items() if isinstance(each, Tensor)}
-
-    @classmethod
-    def of(cls, value: Any, version_of: Callable[[Tensor], Any] = version) -> Noted:
-        return cls(value, entries(value), version_of)
+    def __init__(self, value: Any, version_of: Callable[[Tensor], Any] = version) -> None:
+        self.value, self.held, self._version_of = value, entries(value), version_of
+        self.versions = {key: version_of(each) for key, each in self.held.items() if isinstance(each, Tensor)}
 
     def written(self) -> list[Any]:
         """The keys of tensors that were written to in place since, whether or not they are still there."""
-        return [key for key, before in self.versions.items() if self.version_of(self.held[key]) != before]
+        return [key for key, before in self.versions.items() if self._version_of(self.held[key]) != before]
 
     def changed(self) -> dict[Any, Any]:
         """The entries that were set or written to since."""
@@ -128,11 +120,9 @@ def set_entry(value: Any, key: Any, entry: Any) -> None:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two nestings of objects, tuples and tensors are equal, objects by their types and entries."""
+    """Whether two nestings of objects, tuples and plain values are equal, objects by their types and entries."""
     if type(one) is not type(other):
         return False
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
     if isinstance(one, tree.Leaf) or not (is_object(one) or isinstance(one, tuple)):
         return bool(one == other)
     mine, theirs = entries(one), entries(other)
@@ -146,10 +136,8 @@ def rebuilt(value: Any, function: Callable[[Any], Any], remedy: str) -> Any:
         StepError: It is a module, a function, or a set, a deque or an object with slots that holds tensors;
             ``remedy`` says what to do.
     """
-    if isinstance(value, tuple) and not hasattr(value, "_make"):
-        return type(value)(map(function, value))
-    if isinstance(value, tuple):  # a named one
-        return type(value)._make(map(function, value))  # type: ignore[attr-defined]
+    if isinstance(value, tuple):
+        return tree.rebuild(value, [*map(function, value)])
     if isinstance(value, (list, dict)):
         filled = copy.copy(value)
         for key, each in entries(value).items():

@@ -8,7 +8,7 @@ sent to other stages. Changes of globals, and of sets and the like that a block 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from types import BuiltinMethodType, CellType
 from typing import Any
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.namespaces import Namespace, namespaces
+from lightning_shard.namespaces import Namespace
 from lightning_shard.pipeline.dataflow.kept import OF_TORCH, Attributes
 from lightning_shard.pipeline.dataflow.messages import Change, Held, Slot
 from lightning_shard.pipeline.dataflow.objects import Noted, Path, is_object, objects, rebuilt
-from lightning_shard.state.walk import LEAVES, below, entries
+from lightning_shard.state.walk import LEAVES, below, beside_classes, entries
 from lightning_shard.versions import version
 
 _MOST = 1024
@@ -73,48 +73,31 @@ class _Outside:
             )
 
 
-@dataclass(frozen=True)
 class Before:
     """A snapshot of what a block could change, taken before its call.
 
+    Args:
+        deeply: Whether to include attributes of submodules, and globals and attributes of classes and functions, which
+            takes longer.
+
     Attributes:
-        arguments: The leaves of its arguments, with the versions of tensors.
-        containers: Lists, dicts and dataclasses among the arguments.
         objects: All mutable objects among the arguments, by path.
-        attributes: Those of its submodules, in a search.
-        outside: Deques, sets, objects with slots and closures that the arguments lead to; sets, deques and objects that
-            its submodules hold; and what its code keeps in globals, classes and functions.
+        attributes: Those of its submodules.
     """
 
-    arguments: list[tuple[Any, int]]
-    containers: list[Any]
-    objects: dict[Path, Noted]
-    attributes: Attributes
-    outside: list[_Outside]
-
-    @classmethod
-    def of(cls, block: nn.Module, arguments: Any, *, deeply: bool = False) -> Before:
-        """
-        Args:
-            deeply: Whether to include attributes of submodules, and globals and attributes of classes and
-                functions, which takes longer.
-        """
-        noted = [(leaf, version(leaf)) for _, leaf in tree.walk(arguments)]
-        containers = [*tree.containers(arguments)]
-        held = {path: Noted.of(each) for path, each in objects(arguments, deepest=DEEPEST)}
-        outside = [*_among(arguments, {id(each.value) for each in held.values()})]
+    def __init__(self, block: nn.Module, arguments: Any, *, deeply: bool = False) -> None:
+        self._arguments = [(leaf, version(leaf)) for leaf in tree.leaves(arguments)]
+        self._containers = [*tree.containers(arguments)]
+        self.objects = {path: Noted(each) for path, each in objects(arguments, deepest=DEEPEST)}
+        self.attributes = Attributes(block.named_modules() if deeply else (), looks_into_objects=True)
+        self._outside = [*_among(arguments, {id(each.value) for each in self.objects.values()})]
         for path, module in block.named_modules():
             for key, value in vars(module).items():
                 is_compared = deeply and not tree.is_node(value)
                 if key not in OF_TORCH and (isinstance(value, (set, deque)) or is_compared):
-                    outside += _all_in(f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value)
-        if deeply:
-            kinds: dict[Any, None] = dict.fromkeys(type(module) for module in block.modules())
-            for each in namespaces(*kinds):
-                outside += _all_in("", each)
-        modules = block.named_modules() if deeply else ()
-        attributes = Attributes.of(modules, looks_into_objects=True)
-        return cls(noted, containers, held, attributes, outside)
+                    self._outside += _all_in(f"its {type(value).__name__} {path}{'.' * bool(path)}{key}", value)
+        for each in beside_classes(block) if deeply else ():
+            self._outside += _all_in("", each)
 
     def slot(self, name: str, leaf: Any) -> Any:
         """What stands for a leaf of the output, with the argument's index if it is an argument.
@@ -123,7 +106,7 @@ class Before:
             StepError: It is an object with tensors, a module or a function, and no argument.
         """
         place, before = next(
-            ((place, before) for place, (argument, before) in enumerate(self.arguments) if argument is leaf),
+            ((place, before) for place, (argument, before) in enumerate(self._arguments) if argument is leaf),
             (None, 0),
         )
         if place is not None and is_object(leaf):
@@ -137,7 +120,7 @@ class Before:
 
     def returned_containers(self, output: Any) -> tuple[tuple[int | None, int], ...]:
         """The argument containers that a block returns: index in a returned tuple (else ``None``), and theirs."""
-        places = {id(each): place for place, each in enumerate(self.containers)}
+        places = {id(each): place for place, each in enumerate(self._containers)}
         if id(output) in places:
             return ((None, places[id(output)]),)
         returned = output if type(output) is tuple else ()
@@ -156,10 +139,10 @@ class Before:
                 masks that are created once, are allowed.
         """
         returned = {id(each) for each in tree.containers(output)}
-        for holder in self.outside:
+        for holder in self._outside:
             if id(holder.value) not in returned:
                 holder.check(name)
-        places = enumerate(self.arguments)
+        places = enumerate(self._arguments)
         return [(p, leaf) for p, (leaf, before) in places if isinstance(leaf, Tensor) and version(leaf) != before]
 
     def changed_objects(self, name: str, output: Any) -> tuple[tuple[Change, ...], list[Tensor]]:
@@ -203,25 +186,17 @@ class Before:
             if changed := noted.changed():
                 written = frozenset(key for key in noted.written() if changed[key] is noted.held[key])
                 told_of = {key: told(each) for key, each in changed.items()}
-                changes.append(Change(path, told_of, written, self._is_cache(path)))
+                changes.append(Change(path, told_of, written, self._is_in_cache(path)))
         return tuple(changes), tensors
 
-    def written_in(self, changes: Iterable[Change]) -> list[Tensor]:
-        """The tensors that the changes wrote to in place."""
-        return [self.objects[change.path].held[key] for change in changes for key in change.written]
-
-    def _is_cache(self, path: Path) -> bool:
-        above = (self.objects.get(path[:length]) for length in range(len(path) + 1))
-        return any(noted is not None and is_cache(noted.value) for noted in above)
+    def _is_in_cache(self, path: Path) -> bool:
+        """Whether the object is a cache of transformers, or in one."""
+        above = (self.objects[path[:length]].value for length in range(len(path) + 1) if path[:length] in self.objects)
+        return any(kind.__module__ == _CACHES for value in above for kind in type(value).__mro__)
 
     def changes_elsewhere(self) -> bool:
         """Whether anything in globals, or in objects that it was given or holds, is another one than before."""
-        return any(each.has_changed() for each in self.outside)
-
-
-def is_cache(value: Any) -> bool:
-    """Whether it is a cache of transformers, or a layer of one."""
-    return any(kind.__module__ == _CACHES for kind in type(value).__mro__)
+        return any(each.has_changed() for each in self._outside)
 
 
 def check_sendable(name: str, output: Any) -> None:

@@ -76,7 +76,7 @@ class _Given:
     """
 
     def __init__(self, value: Any) -> None:
-        self.before = self.begun = Noted.of(value, _version)
+        self.before = self.begun = Noted(value, _version)
         self.values = {key: each.detach().clone() for key, each in self.before.held.items() if _is_told(each)}
 
     @property
@@ -89,7 +89,7 @@ class _Given:
         for key in self.begun.written():
             held[key] = self.values[key].clone() if key in self.values else place(Slot.of(held[key]))
         put_entries(self.value, held)
-        self.begun = Noted.of(self.value, _version)
+        self.begun = Noted(self.value, _version)
 
 
 class GivenObjects:
@@ -97,6 +97,9 @@ class GivenObjects:
 
     Args:
         place: Makes what this rank has of a tensor, or a slot, that another rank's object holds.
+
+    Attributes:
+        told: What the call has changed, on the last stage's rank; on others nothing.
     """
 
     def __init__(self, place: Place) -> None:
@@ -105,7 +108,7 @@ class GivenObjects:
         self._of_network: dict[Path, _Given] = {}
         self._noted: dict[Path, _Given] = {}  # also of the blocks of the current, or last, stage
         self._known: dict[Key, Tensor] = {}
-        self._told: dict[Path, _Changed] = {}
+        self.told: dict[Path, _Changed] = {}
 
     def call_begins(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._note((), args, kwargs, self._of_network)
@@ -114,7 +117,7 @@ class GivenObjects:
         self._given = [(each, _version(each)) for each in tensors]
 
     def call_ends(self) -> None:
-        for each in (self._given, self._of_network, self._noted, self._known, self._told):
+        for each in (self._given, self._of_network, self._noted, self._known, self.told):
             each.clear()
 
     def stage_begins(self) -> None:
@@ -138,7 +141,7 @@ class GivenObjects:
         """
         self._known |= ledger.known([*self._tensors()])
         if is_last:
-            self._told = dict(self._changes())
+            self.told = dict(self._changes())
 
     def block_begins(self, block: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A block is called: note objects in its arguments that weren't noted yet."""
@@ -169,10 +172,6 @@ class GivenObjects:
 
     def __contains__(self, path: Path) -> bool:
         return path in self._noted
-
-    def told(self) -> dict[Path, _Changed]:
-        """What the call has changed, on the last stage's rank; on others nothing."""
-        return self._told
 
     def take(self, told: Mapping[Path, _Changed]) -> None:
         """Change the objects as on the last stage, without those that only later stages get to."""

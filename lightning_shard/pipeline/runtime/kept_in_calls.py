@@ -45,13 +45,13 @@ class KeptInCalls:
         self._others = [named for stage in stages[:-1] for named in _below(self._root, stage)]
         if stages[-1].is_last:
             self._own += [named for named in self._root.named_modules() if named[1] in stages[-1].entrances]
-        self._before = Attributes.of(())
+        self._before = Attributes()
         self._taken: dict[Name, Any] = {}
         self.told: dict[Name, tuple[bool, Any]] = {}
 
     def stages_begin(self) -> None:
         """Before this rank's stages run; none of their views is in place."""
-        self._before = Attributes.of([*self._own, *self._others])
+        self._before = Attributes([*self._own, *self._others])
 
     def stages_end(self) -> None:
         self.told = {}

@@ -199,7 +199,7 @@ class Calls:
         """Broadcast the network's output, and what the call has changed in objects and modules."""
         returned: list[Tensor] = []
         described = _described(output, self.objects.paths(), returned) if self._is_last else None
-        said = self._meeting.gather((described, self.objects.told(), self.kept.told))
+        said = self._meeting.gather((described, self.objects.told, self.kept.told))
         for _, _, kept in said:
             self.kept.take(kept)
         described, told, _ = said[-1]

@@ -59,7 +59,7 @@ class OwnCall:
         if passage.wants("inside", index):
             self._watch_inside()
         if passage.wants("changed", index) or changes_objects:
-            self._before = Before.of(block, arguments, deeply=passage.searching)
+            self._before = Before(block, arguments, deeply=passage.searching)
 
     def end(self, output: Any) -> None:
         """The block returned: note and send what it did.
@@ -197,7 +197,7 @@ class OwnCall:
     def _note_objects(self, output: Any, before: Before) -> tuple[Change, ...]:
         passage, index = self._passage, self._index
         changes, tensors = before.changed_objects(self._name, output)
-        written = set(map(id, before.written_in(changes)))
+        written = {id(before.objects[each.path].held[key]) for each in changes for key in each.written}
         for number, tensor in enumerate(tensors):
             passage.produced(("object", index, number), tensor, written=id(tensor) in written)
         agreed = passage.blocks[index].objects if index in passage.blocks else changes

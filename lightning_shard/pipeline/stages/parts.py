@@ -74,7 +74,7 @@ class ForeignPart:
         return self.stage.passage.unknown(slot, ("part", self.name), text, self.stage.device)
 
     def _run(self, kind: Hashable, args: Any, kwargs: Any) -> Any:
-        before, drawn = Before.of(self.part, (args, kwargs), deeply=True), _generators()
+        before, drawn = Before(self.part, (args, kwargs), deeply=True), _generators()
         output = self.forward(*args, **kwargs)
         given = {id(leaf) for _, leaf in tree.walk((args, kwargs))}
         is_new = all(isinstance(leaf, Unknown) and id(leaf) not in given for _, leaf in tree.walk(output))
@@ -185,7 +185,7 @@ class PartCalls:
         stage = self._stage
         if stage.trace is not None and stage.is_shown and stage.in_step:
             if stage.passage.searching:
-                self._before.append(Attributes.of(part.named_modules()))
+                self._before.append(Attributes(part.named_modules()))
             stage.trace.begins((args, kwargs, hollow), name, is_own=is_own)
 
     def _leave(self, name: str, part: nn.Module, _args: Any, output: Any) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_shard.namespaces import namespaces
-from lightning_shard.state.walk import beside
+from lightning_shard.namespaces import Namespace, namespaces
+from lightning_shard.state.walk import reachable
 
 CODE = """
 class Counts:
@@ -157,7 +157,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def _held(root: nn.Module) -> dict[str, Any]:
-    return {f"{each.name}.{key}": value for each in beside(root) for key, value in each.held.items()}
+    found = (each for _, each in reachable(root) if isinstance(each, Namespace))
+    return {f"{each.name}.{key}": value for each in found for key, value in each.held.items()}
 
 
 @pytest.mark.parametrize(

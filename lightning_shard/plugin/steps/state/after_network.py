@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NoReturn
@@ -59,25 +58,8 @@ _NOT_OWN = (
 """Attributes that every LightningModule has, those that shadow methods while a step runs, and lists of parameters."""
 
 
-class _Elsewhere:
-    """Stands for a value that isn't sent."""
-
-
 class _Deleted:
     """Stands for the value of an attribute that was deleted."""
-
-
-@dataclass(frozen=True)
-class _Look:
-    """What modules keep at one time.
-
-    Attributes:
-        held: Each module's attributes and buffers.
-        outlines: What may change in place.
-    """
-
-    held: dict[str, dict[str, Any]]
-    outlines: dict[Name, Outline]
 
 
 class LateState:
@@ -108,7 +90,8 @@ class LateState:
         self._elsewhere = {path: module for path, module in root.named_modules() if module in self._stage.elsewhere}
         self._hollow = {tuple(name.rpartition(".")[::2]) for stage in stages for name in stage.hollow}
         self._in_step = self._searching = False
-        self._before: _Look | None = None  # on the last stage, when the first block was called
+        # on the last stage, when the first block was called: attributes and buffers; and what may change in place
+        self._before: tuple[dict[str, dict[str, Any]], dict[Name, Outline]] | None = None
         self._begun: dict[Name, Outline] | None = None  # at the start of the batch, of containers and objects
         self._warned_of: set[Name] = set()
         self._numbers: dict[Name, Any] = {}
@@ -141,7 +124,7 @@ class LateState:
             self._in_step = False
             if self._before is not None:
                 with torch._C.DisableTorchFunction():
-                    self._changed.update(self._since(self._before))
+                    self._changed.update(self._since(*self._before))
 
     def forget(self) -> None:
         """Forget what the batch has changed so far: all of it is known, or was put back."""
@@ -162,8 +145,8 @@ class LateState:
         begun = (self._begun or {}).get(key)
         try:
             return sent(value) if begun is None or begun.value is not value else change_since(begun, value)
-        except Unsendable:
-            return _Elsewhere()
+        except Unsendable as why:
+            return why
 
     def take(self, changes: Mapping[Name, Any], device: torch.device, *, begun: int = 0) -> None:
         """On every rank, at the end of a batch: take over the last stage's values.
@@ -187,14 +170,15 @@ class LateState:
 
     def _apply(self, key: Name, value: Any, begun: Outline | None, device: torch.device) -> None:
         held, receive = self._held(key), partial(received, partial(_placed, key, device))
-        if isinstance(value, (Change, _Elsewhere)):
+        if isinstance(value, (Change, Unsendable)):
             self._depths[key] = DEPTH
-        if isinstance(value, _Elsewhere) or (isinstance(value, Change) and not value.fits(held)):
+        if isinstance(value, Unsendable) or (isinstance(value, Change) and not value.fits(held)):
             self._warn(key)
         elif isinstance(value, Change):
             value.apply(held, begun if begun is not None and begun.value is held else None, receive)
         elif isinstance(value, _Deleted):
-            _delete(self._modules[key[0]], key[1])
+            if key[1] in _attributes_and_buffers(self._modules[key[0]]):
+                delattr(self._modules[key[0]], key[1])
         else:
             _set(self._modules[key[0]], key[1], receive(value))
 
@@ -229,7 +213,7 @@ class LateState:
         if self._in_step and self._before is None:
             with torch._C.DisableTorchFunction():  # looks are none of the step's operations
                 held = {path: _attributes_and_buffers(module) for path, module in self._modules.items()}
-                self._before = _Look(held, self._look_inside())
+                self._before = held, self._look_inside()
 
     def _network_ends(self) -> None:
         """In a search: the network's last block returns."""
@@ -262,7 +246,12 @@ class LateState:
 
     def _all_deeply(self) -> dict[Name, int]:
         """In a search all attributes are looked into; what may change in place is in later runs too."""
-        own = {(path, name): value for path, module in self._modules.items() for name, value in _own(module)}
+        own = {
+            (path, name): value
+            for path, module in self._modules.items()
+            for name, value in _attributes_and_buffers(module).items()
+            if _is_own(name, value)
+        }
         marked = (Tensor, np.ndarray, *CONTAINERS)
         for key in own.keys() - self._hollow:
             if isinstance(own[key], marked):
@@ -283,18 +272,18 @@ class LateState:
             for key, depth in depths.items()
         }
 
-    def _since(self, before: _Look) -> set[Name]:
+    def _since(self, before: dict[str, dict[str, Any]], outlines: dict[Name, Outline]) -> set[Name]:
         """The names of what has changed."""
-        now = self._look_inside() if before.outlines else {}
+        now = self._look_inside() if outlines else {}
         exchanged = {
             (path, name)
-            for path, held in before.held.items()
+            for path, held in before.items()
             if not hold_same(held, later := _attributes_and_buffers(self._modules[path]))
             for name, value in (held | later).items()
             if (held.get(name, held) is not value or name not in later) and _is_own(name, value)
         }
         changed = set()
-        for key, outline in before.outlines.items():
+        for key, outline in outlines.items():
             look = now.get(key)  # not of what was removed
             if key in exchanged or look is None or outline.is_as(look):
                 continue
@@ -313,18 +302,8 @@ def _attributes_and_buffers(module: nn.Module) -> dict[str, Any]:
     return {**vars(module), **module._buffers}
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """A module's own attributes and buffers, by name."""
-    return (named for named in _attributes_and_buffers(module).items() if _is_own(*named))
-
-
 def _is_own(name: str, value: Any) -> bool:
     return name not in _NOT_OWN and not isinstance(value, (Hollow, OwnGenerator))
-
-
-def _delete(module: nn.Module, name: str) -> None:
-    if name in _attributes_and_buffers(module):
-        delattr(module, name)
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, cast
@@ -33,7 +32,6 @@ from lightning_shard.state.walk import (
     STAND_INS,
     attributes,
     below,
-    beside,
     beside_classes,
     hold_same,
     put_entries,
@@ -45,30 +43,20 @@ _Place = tuple[str, str]
 """A module's name and an attribute's; or a namespace's name and a name in it."""
 
 
-@dataclass(frozen=True, eq=False)
 class _Attributes:
-    """The note of a module's own attributes, without iterators, and without what shadows methods while a step runs.
+    """The note of a module's own attributes, without iterators, and without what shadows methods while a step runs."""
 
-    Attributes:
-        held: All entries of the module's ``__dict__``, for comparison.
-    """
-
-    path: str
-    value: nn.Module
-    own: dict[str, Any]
-    held: dict[str, Any]
-
-    @classmethod
-    def of(cls, path: str, module: nn.Module) -> _Attributes:
-        own = {key: value for key, value in attributes(module).items() if _is_exchanged(key, value)}
-        return cls(path, module, own, dict(vars(module)))
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path, self.value = path, module
+        self.own = {key: value for key, value in attributes(module).items() if _is_exchanged(key, value)}
+        self._held = dict(vars(module))  # all, for comparison
 
     def put_back(self) -> None:
         now = attributes(self.value).items()
         put_entries(self.value, {key: each for key, each in now if not _is_exchanged(key, each)} | self.own)
 
     def has_changed(self) -> bool:
-        return bool(slots(cast(Any, type(self.value)))) or not hold_same(vars(self.value), self.held)
+        return bool(slots(cast(Any, type(self.value)))) or not hold_same(vars(self.value), self._held)
 
     @cached_property
     def marked(self) -> dict[str, Any]:
@@ -165,13 +153,10 @@ class StatesApart:
     def _running(self, stage: Stage) -> Iterator[None]:
         """Swap in the version of the stage that runs inside, and store what its run leaves as its next version."""
         self.show(stage)
-        before: list[Note] = []
-        marks: list[tuple[str, str, Any, int]] = []
-        if stage.passage.active and stage.passage.searching:
-            self._find_beside()  # the module may hold objects of other classes since
-            before += notes([*reachable(self._root), *self._beside.items()])
-        else:
-            marks += self._marks(stage)
+        searching = stage.passage.active and stage.passage.searching
+        # the module may hold objects of other classes since
+        before = [*notes([*self._find_beside(), *self._beside.items()])] if searching else []
+        marks = [] if searching else [*self._marks(stage)]
         yield
         self._check(stage, marks)
         with uncounted():
@@ -206,7 +191,7 @@ class StatesApart:
             yield from notes((path, value) for path, value in found if path in self._paths or not is_held)
         for name in self._exchanged:
             module = self._modules[name]
-            yield _Attributes.of(name, module)
+            yield _Attributes(name, module)
             yield from notes([(_joined(name, "_buffers"), module._buffers)])
 
     def _found_at(self, name: str, key: str) -> Any:
@@ -214,9 +199,13 @@ class StatesApart:
             return vars(self._modules[name]).get(key)
         return self._beside[name].held.get(key) if key else self._beside[name]
 
-    def _find_beside(self) -> None:
+    def _find_beside(self) -> list[tuple[str, Any]]:
+        """Find the namespaces that the module's code uses; returns all that is reachable from it."""
+        found = reachable(self._root)
         self._beside = {each.name: each for each in beside_classes(self._root) if each.name not in self._modules}
-        self._others = {each.name for each in beside(self._root)} - self._beside.keys() - self._modules.keys()
+        used = {each.name for _, each in found if isinstance(each, Namespace)}
+        self._others = used - self._beside.keys() - self._modules.keys()
+        return found
 
     def _is_of_all_stages(self, note: Note, module: str, key: str) -> bool:
         """Whether it is of globals that only hooks and objects use."""
@@ -284,7 +273,7 @@ def _as_now(note: Note | _Attributes) -> Note | _Attributes:
     if not note.has_changed():
         return note
     if isinstance(note, _Attributes):
-        return _Attributes.of(note.path, note.value)
+        return _Attributes(note.path, note.value)
     return note_of(note.path, note.value) or note
 
 
