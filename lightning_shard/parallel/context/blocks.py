@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.block_probe import PLAIN, TrialRuns, has_other_hooks, is_cache, random_state
+from lightning_shard.parallel.block_probe import PLAIN, TrialRuns, is_cache, random_state
 from lightning_shard.parallel.context.attention import Cut, Part, attention_by, join, over_ranks, share
 from lightning_shard.parallel.context.check_positions import (
     POSITIONS,
@@ -30,6 +30,7 @@ from lightning_shard.parallel.context.check_positions import (
     outputs_of,
 )
 from lightning_shard.parallel.fsdp.units import class_name
+from lightning_shard.user_hooks import has_forward_hooks_beside
 
 _LIBRARIES = ("torch.", "lightning_shard.")
 _ONE = " Use context_parallel_size=1."
@@ -238,7 +239,7 @@ def _kind_of(given: Any) -> Any:
 
 def _refuse_hooks(block: nn.Module, inner: Sequence[nn.Module]) -> None:
     for module in inner:
-        if has_other_hooks(module, _LIBRARIES):
+        if has_forward_hooks_beside(module, _LIBRARIES):
             raise StepError(
                 f"A {class_name(module)} within {class_name(block)} has a forward hook, which with"
                 " context_parallel_size would see this rank's part of sequences: put it on the block, which sees"
