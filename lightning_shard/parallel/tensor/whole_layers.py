@@ -6,8 +6,10 @@ LayerScale's 1e-6 would hide errors of everything that runs before it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from lightning_shard.layout import TENSOR_AXIS
 from lightning_shard.parallel.fsdp.watched_parameters import others_in_place
 from lightning_shard.parallel.tensor.local_modules import computing_with
 from lightning_shard.sharding import full_tensor, local_part, local_tensor, parameter_like
+from lightning_shard.torch_private import replaced
 
 Forward = Callable[..., Any]
 Layers = Mapping[str, tuple[nn.Module, Forward | None]]
@@ -35,27 +38,11 @@ def with_whole_layers(layers: Layers, parameters: Mapping[int, Tensor]) -> Itera
     """Inside, split layers have their whole parameters and original forwards, and no hooks."""
     with others_in_place(), ExitStack() as inside:
         for layer, forward in layers.values():
-            inside.enter_context(exchanged_forward(layer, forward))
+            plain = MethodType(type(layer).forward, layer) if forward is None else forward
+            exchanged = [("forward", plain), ("_forward_hooks", OrderedDict()), ("_forward_pre_hooks", OrderedDict())]
+            inside.enter_context(replaced(*((layer, name, value) for name, value in exchanged)))
             inside.enter_context(computing_with(layer.modules(), lambda p: parameters.get(id(p), p)))
         yield
-
-
-@contextmanager
-def exchanged_forward(module: nn.Module, forward: Forward | None) -> Iterator[None]:
-    """Inside, a module has no forward hooks, and another forward; ``None`` stands for that of its class."""
-    own: dict[str, Any] = vars(module)
-    before: dict[str, Any] = {
-        name: own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "forward") if name in own
-    }
-    own.update(_forward_hooks=type(own["_forward_hooks"])(), _forward_pre_hooks=type(own["_forward_pre_hooks"])())
-    own.pop("forward", None)
-    if forward is not None:
-        own["forward"] = forward
-    try:
-        yield
-    finally:
-        own.pop("forward", None)
-        own.update(before)
 
 
 _SMALL = 0.01
