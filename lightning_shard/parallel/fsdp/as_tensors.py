@@ -45,7 +45,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp.watched_parameters import data_of, watch_data
-from lightning_shard.sharding import full_tensor, part_on
+from lightning_shard.sharding import cut, full_tensor, part_on
 from lightning_shard.torch_private import handlers_of_dtensors, patch_dtensors, replaced, written_by
 
 Handler = Callable[..., Any]
@@ -171,19 +171,10 @@ def _on_full(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return tree.map_leaves(place, result)
 
 
-def _cut(whole: Tensor, like: DTensor) -> DTensor:
-    """This rank's part of a full tensor, placed as ``like`` is. Partial sums become replicas."""
-    placements = _joined(like)
-    own = part_on(whole, like.device_mesh, placements).clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(own, like.device_mesh, placements, shape=whole.shape, stride=whole.stride())
-
-
 def _placed(whole: Tensor, given: Sequence[DTensor]) -> DTensor:
     alike = [each for each in given if each.shape == whole.shape]
-    if alike:
-        return _cut(whole, alike[0])
     mesh = given[0].device_mesh
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return cut(whole, mesh, _joined(alike[0])) if alike else DTensor.from_local(whole, mesh)
 
 
 def _copy_each(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
