@@ -180,7 +180,7 @@ class PlanCheck:
                 found.extend(_results(block, plain, given, with_gradients=block.training and not has_units))
                 return found
 
-        with enlarged(block.parameters()), self._runs(block) as changes:
+        with enlarged(block), self._runs(block) as changes:
             made = whole_parameters(layers)
             for evaluates in (False, True):
                 runs = (
