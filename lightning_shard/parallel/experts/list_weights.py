@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.parallel.collectives import all_to_all
+from lightning_shard.parallel.containers import slots_of
 from lightning_shard.parallel.tensor.local_modules import computing_with
 from lightning_shard.sharding import chunk, laid_out
 
@@ -29,11 +30,6 @@ class _Kind(NamedTuple):
 
     shape: torch.Size
     dim: int
-
-
-def slots_of(expert: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The modules and attribute names that hold an expert's parameters, in a fixed order."""
-    return [(module, key) for module in expert.modules() for key, p in module._parameters.items() if p is not None]
 
 
 class ExpertWeights:
