@@ -82,5 +82,6 @@ def _other(whole: Tensor, parameter: Tensor, seed: int) -> nn.Parameter:
     else:
         values.uniform_(0.25, 0.75, generator=generator)
     values = values.to(whole.dtype)
-    is_split = isinstance(parameter, DTensor)
-    return parameter_like(cut(values, parameter.device_mesh, parameter.placements) if is_split else values, parameter)
+    if isinstance(parameter, DTensor):
+        values = cut(values, parameter.device_mesh, parameter.placements)
+    return parameter_like(values, parameter)
