@@ -50,6 +50,18 @@ def part_on(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
     return full
 
 
+def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A full tensor, which every rank has alike or on meta, as a DTensor: each keeps a copy of its part."""
+    local = part_on(full.detach(), mesh, placements).clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def laid_out(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor with this local part, of the size and the layout of another."""
+    size: dict[str, Any] = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **size)
+
+
 def chunk(tensor: Tensor, dim: int, parts: int, index: int) -> Tensor:
     """``torch.chunk(tensor, parts, dim)[index]``; an empty part where torch returns fewer chunks than ``parts``."""
     size = -(-tensor.size(dim) // parts)

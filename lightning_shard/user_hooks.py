@@ -22,9 +22,14 @@ def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
 
 def has_hooks_beside_plans(module: nn.Module) -> bool:
     """Whether a module has hooks other than those by which a tensor parallel plan splits it."""
-    hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
     backward_hooks = module._backward_pre_hooks or module._backward_hooks
-    return bool(backward_hooks) or not all(_is_of(hook, _OF_PLANS) for hook in hooks)
+    return bool(backward_hooks) or has_forward_hooks_beside(module, _OF_PLANS)
+
+
+def has_forward_hooks_beside(module: nn.Module, packages: tuple[str, ...]) -> bool:
+    """Whether a module has forward hooks or pre-hooks that no module in ``packages``, such as ``"torch."``, defines."""
+    hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+    return not all(_is_of(hook, packages) for hook in hooks)
 
 
 def is_of_fsdp(hook: Any) -> bool:

@@ -8,9 +8,7 @@ do: of the sum of the samples, and of the sum of their squared distances to the 
 
 from __future__ import annotations
 
-import copy
-from functools import partial
-from typing import Any
+from types import MethodType
 
 import torch
 import torch.distributed as dist
@@ -37,10 +35,10 @@ def synchronize(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """
     for layer in batch_norms(module).values():
         own = vars(layer)
-        if isinstance(own.get("forward"), _Synchronized):
+        if isinstance(getattr(own.get("forward"), "__func__", None), _Synchronized):
             del own["forward"]
         if group is not None and "forward" not in own:  # else another stage's
-            own["forward"] = _Synchronized(layer, group)
+            own["forward"] = MethodType(_Synchronized(group), layer)
 
 
 def broadcast_statistics(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -58,66 +56,66 @@ def broadcast_statistics(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class _Synchronized:
-    """The forward of a layer; a deep copy of the layer is synchronized too, and one that is pickled isn't."""
+    """The forward of a layer, as its method: a deep copy of the layer is synchronized too, and one pickled isn't."""
 
-    def __init__(self, layer: BatchNorm, group: dist.ProcessGroup) -> None:
-        self._layer = layer
+    __name__ = "forward"  # by which a method is pickled
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Synchronized:
-        return _Synchronized(copy.deepcopy(self._layer, memo), self._group)
-
-    def __reduce__(self) -> Any:
-        return partial, (type(self._layer).forward, self._layer)
-
-    def __call__(self, input: Tensor) -> Tensor:
-        layer, group = self._layer, self._group
+    def __call__(self, layer: BatchNorm, input: Tensor) -> Tensor:
+        group = self._group
         if not layer.training:
             return type(layer).forward(layer, input)
         layer._check_input_dim(input)
-        mean, variance, share = self._to_track()
+        mean, variance, share = _to_track(layer)
         if input.device.type != "cpu":
             size = dist.get_world_size(group)
             return _OnAccelerator.apply(input, layer.weight, layer.bias, mean, variance, layer.eps, share, group, size)  # type: ignore[no-any-return]
-        return self._on_host(input, group, mean, variance, share)
+        return _on_host(layer, input, group, mean, variance, share)
 
-    def _to_track(self) -> tuple[Tensor | None, Tensor | None, float]:
-        """The running mean and variance, and the weight of this batch in them; increments the batch counter."""
-        layer = self._layer
-        if not layer.track_running_stats:
-            return None, None, 0.0
-        assert layer.num_batches_tracked is not None
-        layer.num_batches_tracked.add_(1)
-        share = 1.0 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
-        return layer.running_mean, layer.running_var, share
 
-    def _on_host(
-        self, input: Tensor, group: dist.ProcessGroup, tracked_mean: Tensor | None, tracked: Tensor | None, share: float
-    ) -> Tensor:
-        layer = self._layer
-        x = input if input.dtype in (torch.float32, torch.float64) else input.float()
-        dims = [dim for dim in range(x.ndim) if dim != 1]
-        of_channels = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
-        here = x.new_full((1,), x.numel() // x.size(1))
-        sums = summed_both_ways(torch.cat([x.sum(dims), here]), group)
-        count = sums[-1].detach()
-        if count <= 1:
-            raise StepError(
-                f"{type(layer).__name__} got one value per channel from all data ranks together (here an input of shape"
-                f" {tuple(input.shape)}), which has no variance: train with larger batches (drop_last=True if only the"
-                " last one is so small), or without sync_batchnorm in evaluation mode."
-            )
-        mean = sums[:-1] / count
-        centred = x - mean.view(of_channels)
-        variance = summed_both_ways(centred.square().sum(dims), group) / count
-        if tracked_mean is not None and tracked is not None:
-            with torch.no_grad():
-                tracked_mean.lerp_(mean.to(tracked_mean.dtype), share)
-                tracked.lerp_((variance * (count / (count - 1))).to(tracked.dtype), share)
-        scale = (variance + layer.eps).rsqrt()
-        if layer.weight is not None:
-            scale = scale * layer.weight
-        out = centred * scale.view(of_channels)
-        if layer.bias is not None:
-            out = out + layer.bias.view(of_channels)
-        return out.to(input.dtype)
+def _to_track(layer: BatchNorm) -> tuple[Tensor | None, Tensor | None, float]:
+    """The running mean and variance, and the weight of this batch in them; increments the batch counter."""
+    if not layer.track_running_stats:
+        return None, None, 0.0
+    assert layer.num_batches_tracked is not None
+    layer.num_batches_tracked.add_(1)
+    share = 1.0 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
+    return layer.running_mean, layer.running_var, share
+
+
+def _on_host(
+    layer: BatchNorm,
+    input: Tensor,
+    group: dist.ProcessGroup,
+    tracked_mean: Tensor | None,
+    tracked: Tensor | None,
+    share: float,
+) -> Tensor:
+    x = input if input.dtype in (torch.float32, torch.float64) else input.float()
+    dims = [dim for dim in range(x.ndim) if dim != 1]
+    of_channels = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
+    here = x.new_full((1,), x.numel() // x.size(1))
+    sums = summed_both_ways(torch.cat([x.sum(dims), here]), group)
+    count = sums[-1].detach()
+    if count <= 1:
+        raise StepError(
+            f"{type(layer).__name__} got one value per channel from all data ranks together (here an input of shape"
+            f" {tuple(input.shape)}), which has no variance: train with larger batches (drop_last=True if only the"
+            " last one is so small), or without sync_batchnorm in evaluation mode."
+        )
+    mean = sums[:-1] / count
+    centred = x - mean.view(of_channels)
+    variance = summed_both_ways(centred.square().sum(dims), group) / count
+    if tracked_mean is not None and tracked is not None:
+        with torch.no_grad():
+            tracked_mean.lerp_(mean.to(tracked_mean.dtype), share)
+            tracked.lerp_((variance * (count / (count - 1))).to(tracked.dtype), share)
+    scale = (variance + layer.eps).rsqrt()
+    if layer.weight is not None:
+        scale = scale * layer.weight
+    out = centred * scale.view(of_channels)
+    if layer.bias is not None:
+        out = out + layer.bias.view(of_channels)
+    return out.to(input.dtype)

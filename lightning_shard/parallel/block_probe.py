@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -142,14 +141,3 @@ def copied(value: Any) -> Any:
 def is_cache(value: Any) -> bool:
     """Whether a value is a transformers cache of keys and values; each run appends to it."""
     return hasattr(value, "get_seq_length")
-
-
-def has_other_hooks(module: nn.Module, packages: tuple[str, ...]) -> bool:
-    """Whether a module has forward hooks or pre-hooks that none of ``packages`` defines.
-
-    Args:
-        packages: Prefixes of module names, each ending with a dot, such as ``"torch."``.
-    """
-    hooks: Iterable[Any] = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    functions = (hook.func if isinstance(hook, partial) else hook for hook in hooks)
-    return not all(str(getattr(function, "__module__", "")).startswith(packages) for function in functions)

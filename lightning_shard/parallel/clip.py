@@ -48,6 +48,7 @@ def counts_here(tensor: Tensor, stage_mesh: DeviceMesh) -> bool:
     return all(index == 0 for axis, index in zip(names, coordinate) if axis not in sharded)
 
 
+@torch.no_grad()
 def gradient_norm(
     parameters: Iterable[Tensor],
     stage_mesh: DeviceMesh,
@@ -130,28 +131,6 @@ def _own_norms(tensors: Sequence[Tensor], stage_mesh: DeviceMesh, device: torch.
         powers = found if largest else found.pow(norm_type)
         norms.scatter_reduce_(0, places, powers, "amax" if largest else "sum")
     return norms if largest else norms.pow(1.0 / norm_type)
-
-
-@torch.no_grad()
-def clip_by_norm(
-    parameters: Iterable[Tensor],
-    max_norm: float,
-    stage_mesh: DeviceMesh,
-    device: torch.device,
-    norm_type: float = 2.0,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Scale all gradients so that their common norm is at most ``max_norm``; as ``torch.nn.utils.clip_grad_norm_``.
-
-    Collective over all ranks; for the arguments see :func:`gradient_norm`.
-
-    Returns:
-        The norm before clipping.
-    """
-    parameters = list(parameters)
-    norm = gradient_norm(parameters, stage_mesh, device, norm_type, dtype)
-    scale_to_norm(parameters, max_norm, norm)
-    return norm
 
 
 @torch.no_grad()

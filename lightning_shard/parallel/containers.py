@@ -25,3 +25,8 @@ def called_below(root: nn.Module) -> Iterator[nn.Module]:
     for child in root.children():
         if any(True for _ in child.parameters()):
             yield from with_forward(child)
+
+
+def slots_of(root: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Every module and attribute name that holds a parameter, in a fixed order; tied parameters have several."""
+    return [(module, key) for module in root.modules() for key, p in module._parameters.items() if p is not None]

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.dense import is_dense
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.rank_compare import digest_of, everyones
-from lightning_shard.sharding import local_part, parameter_like, put_attributes
+from lightning_shard.sharding import cut, parameter_like, put_attributes
 from lightning_shard.tree import as_bytes
 
 _FILLED = 1
@@ -129,10 +129,7 @@ def _keep(full: Tensor, like: Tensor) -> Tensor:
     """This rank's shard of ``full`` as a DTensor, if ``like`` is one; else ``full``."""
     if not isinstance(like, DTensor):
         return full
-    local = local_part(full.detach(), like).clone(memory_format=torch.contiguous_format)
-    kept = DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    kept = cut(full, like.device_mesh, like.placements)
     return parameter_like(kept, like) if isinstance(like, nn.Parameter) else kept
 
 

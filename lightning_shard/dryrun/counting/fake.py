@@ -28,7 +28,7 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.experts.stacked import Dispatched
 from lightning_shard.parallel.plans import matches
 from lightning_shard.pipeline.cost import GroupedMatmuls
-from lightning_shard.sharding import parameter_like
+from lightning_shard.sharding import laid_out, parameter_like
 
 Made = TypeVar("Made")
 Module = TypeVar("Module", bound=nn.Module)
@@ -106,9 +106,7 @@ def make_fake(module: nn.Module) -> None:
 
     def empty(tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):
-            mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
-            local = empty(tensor._local_tensor)
-            return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tensor.stride())
+            return laid_out(empty(tensor._local_tensor), tensor)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     def fake(tensor: Tensor) -> Tensor:

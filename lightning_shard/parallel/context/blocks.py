@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.block_probe import PLAIN, TrialRuns, has_other_hooks, is_cache, random_state
+from lightning_shard.parallel.block_probe import PLAIN, TrialRuns, is_cache, random_state
 from lightning_shard.parallel.context.attention import Cut, Part, attention_by, join, over_ranks, share
 from lightning_shard.parallel.context.check_positions import (
     POSITIONS,
@@ -30,6 +30,7 @@ from lightning_shard.parallel.context.check_positions import (
     outputs_of,
 )
 from lightning_shard.parallel.fsdp.units import class_name
+from lightning_shard.user_hooks import has_forward_hooks_beside
 
 _LIBRARIES = ("torch.", "lightning_shard.")
 _ONE = " Use context_parallel_size=1."
@@ -89,7 +90,7 @@ class ShardedSequences:
             hidden = _hidden_states(block, args, kwargs)
             length = self._checked_length(hidden)
             cut = partial(_each_tensor, block, hidden)
-            kind = (block.training, torch.is_grad_enabled(), _kind_of(args), _kind_of(sorted(kwargs.items())))
+            kind = (block.training, torch.is_grad_enabled(), _kind_of((args, kwargs)))
             if kind not in checked:
                 self._check(block, plain, (args, kwargs), cut, length)
                 checked.add(kind)
@@ -104,7 +105,9 @@ class ShardedSequences:
                         f" computes.{_ONE}"
                     )
             outputs_of(returned, length // self._part.ranks)
-            return self._joined(returned)
+            return tree.map_leaves(
+                lambda leaf: join(1, self._part, leaf)[0] if isinstance(leaf, Tensor) else leaf, returned
+            )
 
         block.__dict__["forward"] = dealt
 
@@ -122,13 +125,6 @@ class ShardedSequences:
             return whole if dim is None else self._part.cut(whole, dim)
         given: Tensor = share(whole, self._part) if dim is None else Cut.apply(whole, dim, self._part)
         return given
-
-    def _joined(self, returned: Any) -> Any:
-        if isinstance(returned, Tensor):
-            return join(1, self._part, returned)[0]
-        if isinstance(returned, (tuple, list)):
-            return tree.rebuild(returned, [self._joined(value) for value in returned])
-        return returned
 
     def _check(
         self, block: nn.Module, plain: Callable[..., Any], given: Arguments, cut: Callable[..., Any], length: int
@@ -227,18 +223,18 @@ def sequence_dim(tensor: Tensor, length: int) -> int | None:
 
 def _kind_of(given: Any) -> Any:
     """A key of arguments: the properties that a block's code may branch on."""
-    if isinstance(given, Tensor):
-        return given.ndim, given.dtype
-    if isinstance(given, (tuple, list)):
-        return tuple(map(_kind_of, given))
-    if isinstance(given, dict):
-        return tuple((name, _kind_of(value)) for name, value in sorted(given.items()))
-    return given if isinstance(given, (bool, str, type(None))) else type(given)
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.ndim, leaf.dtype
+        return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf)
+
+    return frozenset((path, of_leaf(leaf)) for path, leaf in tree.walk(given))
 
 
 def _refuse_hooks(block: nn.Module, inner: Sequence[nn.Module]) -> None:
     for module in inner:
-        if has_other_hooks(module, _LIBRARIES):
+        if has_forward_hooks_beside(module, _LIBRARIES):
             raise StepError(
                 f"A {class_name(module)} within {class_name(block)} has a forward hook, which with"
                 " context_parallel_size would see this rank's part of sequences: put it on the block, which sees"

@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_shard.parallel.collectives import all_to_all
+from lightning_shard.parallel.containers import slots_of
 from lightning_shard.parallel.tensor.local_modules import computing_with
-from lightning_shard.sharding import chunk
+from lightning_shard.sharding import chunk, laid_out
 
 
 class _Kind(NamedTuple):
@@ -29,11 +30,6 @@ class _Kind(NamedTuple):
 
     shape: torch.Size
     dim: int
-
-
-def slots_of(expert: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The modules and attribute names that hold an expert's parameters, in a fixed order."""
-    return [(module, key) for module in expert.modules() for key, p in module._parameters.items() if p is not None]
 
 
 class ExpertWeights:
@@ -147,10 +143,4 @@ class Gathered(torch.autograd.Function):
         back = weights.reduce_gradients([gradient.to(reduced_in) for gradient in gradients])
         # on one process, an expert that isn't called has no gradient
         has = [has_any for has_any in ctx.called for _ in range(kinds)]
-        return None, None, *(_laid_out(g, shard) if h else None for g, shard, h in zip(back, shards, has))
-
-
-def _laid_out(local: Tensor, like: DTensor) -> Tensor:
-    local = local.to(like.device, like.dtype)
-    size: dict[str, Any] = {"shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **size)
+        return None, None, *(laid_out(g.to(s.device, s.dtype), s) if h else None for g, s, h in zip(back, shards, has))

@@ -35,9 +35,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from lightning_shard.errors import PlanError, StepError
 from lightning_shard.parallel.collectives import Exchange
-from lightning_shard.parallel.containers import has_forward
+from lightning_shard.parallel.containers import has_forward, slots_of
 from lightning_shard.parallel.experts.check_rows import RowCheck
-from lightning_shard.parallel.experts.list_weights import ExpertWeights, Gathered, slots_of
+from lightning_shard.parallel.experts.list_weights import ExpertWeights, Gathered
 from lightning_shard.parallel.tensor.local_modules import split_parameter
 from lightning_shard.user_hooks import has_hooks_beside_plans
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
+from itertools import compress
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.fsdp.watched_parameters import data_of, watch_data
-from lightning_shard.sharding import full_tensor, part_on
+from lightning_shard.sharding import cut, full_tensor, part_on
 from lightning_shard.torch_private import handlers_of_dtensors, patch_dtensors, replaced, written_by
 
 Handler = Callable[..., Any]
@@ -96,11 +97,14 @@ def _add_handlers(known: dict[Any, Handler]) -> None:
         try:
             return operation(*args, **kwargs)
         except RuntimeError as error:
-            if _MIXED not in str(error) or not _agree(args):
+            lists = [each for each in args if isinstance(each, (list, tuple)) and tree.tensors(each)]
+            kinds = {tuple(isinstance(tensor, DTensor) for tensor in each) for each in lists}
+            if _MIXED not in str(error) or len(kinds) != 1:  # not at the same places of all lists
                 raise
-            for sharded in (True, False):
-                places = [place for place, each in enumerate(args[0]) if isinstance(each, DTensor) is sharded]
-                operation(*(_at(places, each) for each in args), **kwargs)
+            [sharded] = kinds
+            for chosen in (sharded, [not each for each in sharded]):
+                parts = ([*compress(each, chosen)] if isinstance(each, (list, tuple)) else each for each in args)
+                operation(*parts, **kwargs)
             return None
         finally:
             known[operation] = own or handle
@@ -171,34 +175,15 @@ def _on_full(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return tree.map_leaves(place, result)
 
 
-def _cut(whole: Tensor, like: DTensor) -> DTensor:
-    """This rank's part of a full tensor, placed as ``like`` is. Partial sums become replicas."""
-    placements = _joined(like)
-    own = part_on(whole, like.device_mesh, placements).clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(own, like.device_mesh, placements, shape=whole.shape, stride=whole.stride())
-
-
 def _placed(whole: Tensor, given: Sequence[DTensor]) -> DTensor:
     alike = [each for each in given if each.shape == whole.shape]
-    if alike:
-        return _cut(whole, alike[0])
     mesh = given[0].device_mesh
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return cut(whole, mesh, _joined(alike[0])) if alike else DTensor.from_local(whole, mesh)
 
 
 def _copy_each(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for target, value in zip(args[0], args[1], strict=True):
         target.copy_(value, *args[2:], **kwargs)
-
-
-def _agree(args: Sequence[Any]) -> bool:
-    """Whether all lists of tensors have DTensors at the same places."""
-    lists = [each for each in args if isinstance(each, (list, tuple)) and any(isinstance(t, Tensor) for t in each)]
-    return len({tuple(isinstance(tensor, DTensor) for tensor in tensors) for tensors in lists}) == 1
-
-
-def _at(places: Sequence[int], argument: Any) -> Any:
-    return [argument[place] for place in places] if isinstance(argument, (list, tuple)) else argument
 
 
 def _format(tensor: Any, spec: str) -> str:
@@ -283,11 +268,11 @@ def _isnt_sum(placement: Placement) -> bool:
     return placement.is_partial() and not (placement.is_partial("sum") and type(placement) is Partial)
 
 
-def reduced(tensor: DTensor) -> DTensor:
-    """A tensor whose ranks' parts are still to be joined, such as ``p.norm()``, as they are joined."""
-    if not any(placement.is_partial() for placement in tensor.placements):
-        return tensor
-    return tensor.redistribute(placements=_joined(tensor))
+def reduced(value: Any) -> Any:
+    """A DTensor whose ranks' parts are still to be joined, such as ``p.norm()``, as they are joined; others as is."""
+    if not isinstance(value, DTensor) or not any(placement.is_partial() for placement in value.placements):
+        return value
+    return value.redistribute(placements=_joined(value))
 
 
 def _joined(tensor: DTensor) -> list[Placement]:
@@ -383,14 +368,10 @@ def _between(_: Any, func: Any, __: Any, args: Any = (), kwargs: Any = None) -> 
         if args and is_plain(args[0]) and name.endswith("_") and not name.endswith("__"):
             return func(*full(args), **full(kwargs))
         with implicit_replication():
-            return func(*map(_reduced, args), **{key: _reduced(each) for key, each in kwargs.items()})
+            return func(*map(reduced, args), **{key: reduced(each) for key, each in kwargs.items()})
 
 
 _BETWEEN, _DISABLED = classmethod(_between), vars(DTensor)["__torch_function__"]
-
-
-def _reduced(value: Any) -> Any:
-    return reduced(value) if isinstance(value, DTensor) else value
 
 
 def _compare(tensor: Tensor, mesh: DeviceMesh) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.parallel.blocks import tied_parameters
-from lightning_shard.parallel.containers import called_below, with_forward
+from lightning_shard.parallel.containers import called_below, slots_of, with_forward
 from lightning_shard.parallel.fsdp.autocast import cast_units, not_cast
 from lightning_shard.parallel.fsdp.units import (
     call_fsdp,
@@ -119,7 +119,7 @@ def apply_fully_sharded(
     elsewhere = whole
     if whole_steps:
         in_units = _in_units(root, units, cast)
-        of_root = [slot for slot in _slots(root) if slot[0].get_parameter(slot[1]) not in in_units]
+        of_root = [slot for slot in slots_of(root) if slot[0].get_parameter(slot[1]) not in in_units]
         apply(root, mp_policy=_policy([root]), ignored_params=whole | in_units)
         elsewhere = whole.union(module.get_parameter(name) for module, name in of_root)
     for unit in units:
@@ -159,17 +159,11 @@ def _nothing_is_sharded(root: nn.Module, mesh: DeviceMesh, sharding: Sharding) -
     return all(p.dtype.is_complex or p.dtype in (torch.float32, torch.float64) for p in root.parameters())
 
 
-def _slots(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Every module and attribute name that holds a parameter; tied parameters have several."""
-    for module in root.modules():
-        yield from ((module, name) for name, parameter in module._parameters.items() if parameter is not None)
-
-
 def _in_units(root: nn.Module, units: Iterable[nn.Module], cast: Iterable[nn.Module]) -> set[nn.Parameter]:
     """The parameters that belong to exactly one unit, without those in units of ``cast`` that autocast doesn't cast."""
     unit_of = {module: unit for unit in reversed(list(units)) for module in unit.modules()}
     holders: dict[nn.Parameter, set[nn.Module | None]] = {}
-    for module, name in _slots(root):
+    for module, name in slots_of(root):
         holders.setdefault(module.get_parameter(name), set()).add(unit_of.get(module))
     alone = {parameter for parameter, held_by in holders.items() if len(held_by) == 1 and None not in held_by}
     return alone.difference(*map(not_cast, cast))

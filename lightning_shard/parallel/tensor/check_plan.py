@@ -41,7 +41,6 @@ from lightning_shard.parallel.block_probe import (
     TrialRuns,
     copied,
     first_apart,
-    has_other_hooks,
     in_32_bits,
     is_cache,
     outcome,
@@ -58,6 +57,7 @@ from lightning_shard.parallel.tensor.whole_layers import (
     with_whole_layers,
 )
 from lightning_shard.sharding import full_tensor
+from lightning_shard.user_hooks import has_forward_hooks_beside
 
 _APART = {True: 0.02, False: 0.2}
 """Tolerance in 32 bits, and in fewer, relative to the norm of what a block adds to its input; a wrong plan differs by
@@ -180,7 +180,7 @@ class PlanCheck:
                 found.extend(_results(block, plain, given, with_gradients=block.training and not has_units))
                 return found
 
-        with enlarged(block.parameters()), self._runs(block) as changes:
+        with enlarged(block), self._runs(block) as changes:
             made = whole_parameters(layers)
             for evaluates in (False, True):
                 runs = (
@@ -346,7 +346,7 @@ class _FirstCalls:
             return False
         # hooks of users would see the additional runs
         inside = (part for part in self._block.modules() if part is not self._block)
-        return not any(has_other_hooks(part, ("torch.", "lightning_shard.", "lightning.")) for part in inside)
+        return not any(has_forward_hooks_beside(part, ("torch.", "lightning_shard.", "lightning.")) for part in inside)
 
     @property
     def _trains(self) -> bool:

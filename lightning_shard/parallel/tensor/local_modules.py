@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from lightning_shard.sharding import parameter_like, part_on
+from lightning_shard.sharding import cut, parameter_like
 
 
 def split_parameter(module: nn.Module, key: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
@@ -20,9 +20,7 @@ def split_parameter(module: nn.Module, key: str, mesh: DeviceMesh, placements: S
     Every rank holds the same full values, or is on meta, so each keeps its own part without communication.
     """
     whole = module.get_parameter(key)
-    part = part_on(whole.detach(), mesh, placements).clone(memory_format=torch.contiguous_format)
-    split = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-    module.register_parameter(key, parameter_like(split, whole))
+    module.register_parameter(key, parameter_like(cut(whole, mesh, placements), whole))
 
 
 @contextmanager

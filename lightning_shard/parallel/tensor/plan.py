@@ -31,7 +31,7 @@ from lightning_shard.parallel.tensor.styles import (
     REPLICATED,
     STYLES,
     IndivisibleError,
-    SharedByHeads,
+    SharedOutput,
     Split,
     SummedGradients,
     SummedOutput,
@@ -149,7 +149,7 @@ def _styles(
                 f"tensor_parallel_plan: {name} has style {MLA!r}, and the module around it no qk_rope_head_dim: leave"
                 " this attention out of the plan."
             )
-        yield name, SharedByHeads(features)
+        yield name, SharedOutput(features)
         return
     style = _style(pattern, chosen)
     if isinstance(style, SummedGradients) and not module._parameters:

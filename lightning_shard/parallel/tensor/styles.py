@@ -198,31 +198,19 @@ class SharedOutput(ParallelStyle):
 
     For a single head's keys and values beside queries that are split, or for a gate. Each rank's gradient of the output
     is a summand, so these gradients are all-reduced.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def share(_: nn.Module, __: Any, output: Any) -> Any:
-            return tree.map_leaves(partial(_to_shares, mesh=device_mesh), output)
-
-        module.register_forward_hook(share)
-        return module
-
-
-class SharedByHeads(ParallelStyle):
-    """A module computed identically on all ranks, whose last output features each rank uses for its own heads.
-
-    The gradients of these features are summands, and are all-reduced. The gradients of the other features come from a
-    column-wise layer, and are whole.
 
     Args:
-        features: The number of last output features.
+        features: The number of last output features for which this is so. The gradients of the others come from a
+            column-wise layer, and are whole. ``None``: all of the output.
     """
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int | None = None) -> None:
         self._features = features
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def share(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        def share(_: nn.Module, __: Any, output: Any) -> Any:
+            if self._features is None:
+                return tree.map_leaves(partial(_to_shares, mesh=device_mesh), output)
             rest, shared = output.split([output.size(-1) - self._features, self._features], dim=-1)
             return torch.cat([rest, _to_shares(shared, device_mesh)], dim=-1)
 

@@ -6,8 +6,10 @@ LayerScale's 1e-6 would hide errors of everything that runs before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.layout import TENSOR_AXIS
 from lightning_shard.parallel.fsdp.watched_parameters import others_in_place
 from lightning_shard.parallel.tensor.local_modules import computing_with
-from lightning_shard.sharding import full_tensor, local_part, local_tensor, parameter_like
+from lightning_shard.sharding import cut, full_tensor, parameter_like
+from lightning_shard.torch_private import replaced
 
 Forward = Callable[..., Any]
 Layers = Mapping[str, tuple[nn.Module, Forward | None]]
@@ -35,71 +38,50 @@ def with_whole_layers(layers: Layers, parameters: Mapping[int, Tensor]) -> Itera
     """Inside, split layers have their whole parameters and original forwards, and no hooks."""
     with others_in_place(), ExitStack() as inside:
         for layer, forward in layers.values():
-            inside.enter_context(exchanged_forward(layer, forward))
+            plain = MethodType(type(layer).forward, layer) if forward is None else forward
+            exchanged = [("forward", plain), ("_forward_hooks", OrderedDict()), ("_forward_pre_hooks", OrderedDict())]
+            inside.enter_context(replaced(*((layer, name, value) for name, value in exchanged)))
             inside.enter_context(computing_with(layer.modules(), lambda p: parameters.get(id(p), p)))
         yield
-
-
-@contextmanager
-def exchanged_forward(module: nn.Module, forward: Forward | None) -> Iterator[None]:
-    """Inside, a module has no forward hooks, and another forward; ``None`` stands for that of its class."""
-    own: dict[str, Any] = vars(module)
-    before: dict[str, Any] = {
-        name: own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "forward") if name in own
-    }
-    own.update(_forward_hooks=type(own["_forward_hooks"])(), _forward_pre_hooks=type(own["_forward_pre_hooks"])())
-    own.pop("forward", None)
-    if forward is not None:
-        own["forward"] = forward
-    try:
-        yield
-    finally:
-        own.pop("forward", None)
-        own.update(before)
 
 
 _SMALL = 0.01
 
 
 @contextmanager
-def enlarged(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, trained parameters with only small elements hold random values. Collective over the tensor ranks.
+def enlarged(module: nn.Module) -> Iterator[None]:
+    """Inside, others with random values are in place of a module's trained parameters with only small elements.
 
-    The values are written to the parameters' memory without autograd's knowledge: it may have saved the parameters in
-    an earlier call.
-
-    Args:
-        parameters: Whole parameters, equal on all tensor ranks, or DTensors on the tensor axis. Parameters that are
-            sharded over other axes, and all-gathered when a module is called, are left unchanged.
+    Collective over the tensor ranks. The parameters are whole ones, equal on all of these ranks, or DTensors on the
+    tensor axis. Those that are sharded over other axes, and all-gathered when a module is called, stay in place.
     """
-    before: list[tuple[Tensor, Tensor]] = []
-    try:
-        for number, parameter in enumerate(parameters):
-            if not parameter.requires_grad or not parameter.is_floating_point() or not _is_on_tensor_axis(parameter):
-                continue
-            whole = full_tensor(parameter)
-            if whole.numel() and whole.abs().max() < _SMALL:
-                memory = local_tensor(parameter).data
-                before.append((memory, memory.clone()))
-                memory.copy_(_part_of(_other_values(whole, number), parameter))
+    made: dict[int, Tensor] = {}
+
+    def other(parameter: Tensor) -> Tensor:
+        if id(parameter) not in made:
+            whole = full_tensor(parameter) if _may_be_other(parameter) else torch.empty(0)
+            is_small = whole.numel() and whole.abs().max() < _SMALL
+            made[id(parameter)] = _other(whole, parameter, len(made)) if is_small else parameter
+        return made[id(parameter)]
+
+    with others_in_place(), computing_with(module.modules(), other):
         yield
-    finally:
-        for memory, values in before:
-            memory.copy_(values)
 
 
-def _is_on_tensor_axis(parameter: nn.Parameter) -> bool:
-    return not isinstance(parameter, DTensor) or parameter.device_mesh.mesh_dim_names == (TENSOR_AXIS,)
+def _may_be_other(parameter: Tensor) -> bool:
+    is_whole = not isinstance(parameter, DTensor) or parameter.device_mesh.mesh_dim_names == (TENSOR_AXIS,)
+    return is_whole and parameter.requires_grad and parameter.is_floating_point()
 
 
-def _part_of(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    return local_part(whole, parameter) if isinstance(parameter, DTensor) else whole
-
-
-def _other_values(whole: Tensor, seed: int) -> Tensor:
+def _other(whole: Tensor, parameter: Tensor, seed: int) -> nn.Parameter:
     """Random values, equal on all ranks: matrices keep the size of their inputs, vectors have no elements near 0."""
     generator = torch.Generator(whole.device).manual_seed(seed)
     values = torch.empty(whole.shape, dtype=torch.float32, device=whole.device)
     if whole.ndim > 1:
-        return values.normal_(std=whole.size(-1) ** -0.5, generator=generator)
-    return values.uniform_(0.25, 0.75, generator=generator)
+        values.normal_(std=whole.size(-1) ** -0.5, generator=generator)
+    else:
+        values.uniform_(0.25, 0.75, generator=generator)
+    values = values.to(whole.dtype)
+    if isinstance(parameter, DTensor):
+        values = cut(values, parameter.device_mesh, parameter.placements)
+    return parameter_like(values, parameter)

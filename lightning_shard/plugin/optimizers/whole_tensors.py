@@ -122,7 +122,7 @@ class _WholeWhereNeeded(TorchFunctionMode):
         except (RuntimeError, NotImplementedError):
             args, kwargs = tree.map_leaves(self._whole, (args, kwargs))
             return func(*args, **kwargs)
-        return tree.map_leaves(lambda leaf: reduced(leaf) if isinstance(leaf, DTensor) else leaf, result)
+        return tree.map_leaves(reduced, result)
 
     def _whole(self, leaf: Any) -> Any:
         if isinstance(leaf, DTensor):

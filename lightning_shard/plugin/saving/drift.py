@@ -35,7 +35,7 @@ from lightning_shard.layout import Layout
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.rank_compare import ByRank, Key, digest_of, exchanged, unequal
 from lightning_shard.pipeline.stages.tied import Tie
-from lightning_shard.sharding import local_tensor
+from lightning_shard.sharding import laid_out, local_tensor
 from lightning_shard.torch_private import BatchNorm
 from lightning_shard.tree import as_bytes
 
@@ -284,8 +284,5 @@ def _like(tensor: Tensor, local: Tensor | None) -> Tensor:
     """A tensor laid out as another one, with this local part; that one itself if there is none."""
     if local is None or not isinstance(tensor, DTensor):
         return tensor if local is None else local
-    local = local.to(tensor.to_local().device)
     with torch.no_grad():
-        return DTensor.from_local(
-            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        return laid_out(local.to(tensor.to_local().device), tensor)

@@ -29,8 +29,8 @@ from torch.nn.utils import clip_grad
 
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.clip import (
-    clip_by_norm,
     clip_by_value,
+    gradient_norm,
     is_counted_elsewhere,
     norm_over_ranks,
     norms_over_stage,
@@ -100,7 +100,9 @@ class WholeNorms:
                 return [*plugin.main_params(optimizer)]
 
         def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
-            clip_by_norm(own(optimizer), clip_val, self._mesh, self._device, dtype=self._dtype)
+            parameters = own(optimizer)
+            norm = gradient_norm(parameters, self._mesh, self._device, dtype=self._dtype)
+            scale_to_norm(parameters, clip_val, norm)
 
         def clip_grad_by_value(optimizer: Any, clip_val: float) -> None:
             clip_by_value(own(optimizer), clip_val)

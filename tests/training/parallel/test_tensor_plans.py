@@ -13,7 +13,7 @@ from torch import nn
 from lightning_shard.errors import PlanError
 from lightning_shard.parallel.plans import declared_plan
 from lightning_shard.parallel.tensor.plan import resolve_plan
-from lightning_shard.parallel.tensor.styles import BY_HEADS, STYLES, SharedByHeads, SummedGradients, SummedOutput
+from lightning_shard.parallel.tensor.styles import BY_HEADS, STYLES, SharedOutput, SummedGradients, SummedOutput
 from tests.training.mixtures import NETWORKS, Mixtures, adapted, transformers_model
 
 
@@ -51,7 +51,7 @@ def test_a_declared_plan_needs_whole_heads_on_each_rank() -> None:
 
 def test_shared_rotary_keys_of_deepseek() -> None:
     styles = resolve_plan(on_meta("deepseek"), None, 2)
-    assert isinstance(styles["net.model.layers.1.self_attn.kv_a_proj_with_mqa"], SharedByHeads)
+    assert isinstance(styles["net.model.layers.1.self_attn.kv_a_proj_with_mqa"], SharedOutput)
 
 
 def test_an_embedding_is_split_as_the_head_that_shares_its_weight() -> None:
