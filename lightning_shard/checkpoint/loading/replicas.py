@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box, slabs
+from lightning_shard.checkpoint.engine import groups
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.memory import narrow
@@ -202,20 +203,14 @@ def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
     It depends on sizes alone, so it is the same on all ranks.
     """
-    batch: list[Tensor] = []
-    nbytes = 0
+    small = []
     for tensor in tensors:
-        if tensor.nbytes >= SMALL_BYTES:
-            for box in slabs(Box.whole(tensor.shape), PIECE_BYTES // tensor.element_size()):
-                yield [narrow(tensor, box)]
+        if tensor.nbytes < SMALL_BYTES:
+            small.append(tensor)
             continue
-        if nbytes + tensor.nbytes > PACK_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(tensor)
-        nbytes += tensor.nbytes
-    if batch:
-        yield batch
+        for box in slabs(Box.whole(tensor.shape), PIECE_BYTES // tensor.element_size()):
+            yield [narrow(tensor, box)]
+    yield from groups(small, lambda tensor: tensor.nbytes, PACK_BYTES)
 
 
 def _broadcast(tensors: Sequence[Tensor], owner: int, group: Any) -> None:
