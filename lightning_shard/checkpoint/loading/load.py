@@ -16,14 +16,7 @@ from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.engine import collection_paused
 from lightning_shard.checkpoint.excluded import told_of
-from lightning_shard.checkpoint.loading.open import (
-    Found,
-    find,
-    open_found,
-    read_together,
-    starting_over,
-    to_tell,
-)
+from lightning_shard.checkpoint.loading.open import Found, find, open_found, read_together, starting_over
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.loading.replicas import Sharing, Wanted, pass_on
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, fetch
@@ -181,7 +174,7 @@ def load(
     def find_it(everyone: list[set[str]]) -> tuple[Found, bool, set[str]]:
         root = as_path(path)
         share = open_store(root, storage_options).is_remote if share_reads is None else share_reads
-        return to_tell(find(root, storage_options), storage_options, ranks), share, all_asked(everyone)
+        return find(root, storage_options, with_table=not ranks.alone), share, all_asked(everyone)
 
     found, share, asked_by_any = together(ranks, ask, find_it, all_asked)
 

@@ -9,10 +9,10 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from lightning_shard.checkpoint.foreign import files as foreign
-from lightning_shard.checkpoint.foreign.files import NOT_A_FILE
+from lightning_shard.checkpoint.foreign.files import NOT_A_FILE, Found
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from lightning_shard.checkpoint.format.table import Table
 from lightning_shard.checkpoint.loading.stored import TRUSTED_BYTES, Checkpoint, change_since
@@ -49,23 +49,11 @@ def read(
     return open_found(as_path(path), storage_options, verify, find(as_path(path), storage_options))
 
 
-class Found(NamedTuple):
-    """What the first rank has found at a path, in the form that is broadcast to the others."""
-
-    root: str
-    """The directory of the files."""
-    manifest: bytes
-    state: Any = None
-    """The trainer state of another program's file, which has it inside, not in a file of its own."""
-    foreign: bool = False
-    """Whether the files are another program's."""
-    table: bytes | None = None
-    """The bytes of the table; None before they are read."""
-
-
 def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, found: Found) -> Checkpoint:
     """Open the checkpoint that :func:`find` has found at a path, on this rank or on another one."""
-    store = _store_of(found, storage_options)
+    store = open_store(found.root, storage_options)
+    # other programs' folders may consist of symbolic links, such as the cache of Hugging Face's hub
+    store.links_lead_anywhere = found.foreign
     source = path if found.foreign else f"{path}/{MANIFEST_NAME}"
     manifest = Manifest.from_bytes(found.manifest, source, foreign=found.foreign)
     manifest.take_table(_table(store, manifest, path, found.table))
@@ -76,13 +64,6 @@ def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, 
             stacklevel=3,
         )
     return Checkpoint(path, store, manifest, verify, found.state)
-
-
-def _store_of(found: Found, storage_options: dict[str, Any] | None) -> Store:
-    store = open_store(found.root, storage_options)
-    # other programs' folders may consist of symbolic links, such as the cache of Hugging Face's hub
-    store.links_lead_anywhere = found.foreign
-    return store
 
 
 def _table(store: Store, manifest: Manifest, path: str, given: bytes | None = None) -> Table:
@@ -113,19 +94,6 @@ def _table(store: Store, manifest: Manifest, path: str, given: bytes | None = No
     return Table(manifest.table, source, load)
 
 
-def to_tell(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) -> Found:
-    """What the first rank broadcasts: ``found`` with the table's bytes."""
-    return found if ranks.alone else with_table(found, storage_options)
-
-
-def with_table(found: Found, storage_options: dict[str, Any] | None) -> Found:
-    """What was found, with the table's bytes."""
-    if found.table is not None:
-        return found
-    manifest = Manifest.from_bytes(found.manifest, f"{found.root}/{MANIFEST_NAME}")
-    return found._replace(table=bytes(_table(_store_of(found, storage_options), manifest, found.root).data))
-
-
 def read_together(
     path: str | os.PathLike[str],
     *,
@@ -135,7 +103,7 @@ def read_together(
 ) -> Checkpoint:
     """As :func:`read`, but only the first rank reads the manifest, and broadcasts it. A collective call."""
     root, ranks = as_path(path), Ranks.of(group)
-    found = together(ranks, lambda: None, lambda _: to_tell(find(root, storage_options), storage_options, ranks))
+    found = together(ranks, lambda: None, lambda _: find(root, storage_options, with_table=not ranks.alone))
     with all_or_none(group):
         return open_found(root, storage_options, verify, found)
 
@@ -161,8 +129,11 @@ def starting_over(collective: Callable[Arguments, Result]) -> Callable[Arguments
     return call
 
 
-def find(path: str, storage_options: dict[str, Any] | None) -> Found:
+def find(path: str, storage_options: dict[str, Any] | None, *, with_table: bool = False) -> Found:
     """Find the checkpoint at a path: one with a manifest, else another program's file.
+
+    Args:
+        with_table: Read the table's bytes too, for other ranks.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -172,7 +143,7 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
         store = open_store(path, storage_options)
         try:
             store.links_lead_anywhere = False
-            return Found(path, store.read(MANIFEST_NAME))
+            found: Found | None = Found(path, store.read(MANIFEST_NAME))
         except NOT_A_FILE:
             found = foreign.find(path, storage_options)
     except ShardError:
@@ -183,8 +154,10 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
         raise CheckpointNotFoundError(
             f"{path} holds no committed checkpoint: there is no {MANIFEST_NAME}. {_what_is_there(path, store)}"
         )
-    table = bytes(found.manifest.chunks.table.data)
-    return Found(found.store.root, found.manifest.to_bytes(), found.state, foreign=True, table=table)
+    if with_table and found.table is None:
+        manifest = Manifest.from_bytes(found.manifest, f"{path}/{MANIFEST_NAME}")
+        found = found._replace(table=bytes(_table(store, manifest, path).data))
+    return found
 
 
 def _what_is_there(path: str, store: Store) -> str:
