@@ -18,7 +18,7 @@ from lightning_shard.checkpoint.engine import collection_paused
 from lightning_shard.checkpoint.excluded import told_of
 from lightning_shard.checkpoint.loading.open import Found, find, open_found, read_together, starting_over
 from lightning_shard.checkpoint.loading.ranges import Read
-from lightning_shard.checkpoint.loading.replicas import Sharing, Wanted, pass_on
+from lightning_shard.checkpoint.loading.replicas import Wanted, pass_on, settle, shareable
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, fetch
 from lightning_shard.checkpoint.memory import fill, narrow, rooms_like
 from lightning_shard.checkpoint.names import Rename, as_compiled, new_names
@@ -49,12 +49,6 @@ class LoadReport(tuple[list[str], list[str]]):
     nbytes: int
     seconds: float
     attempt: str
-
-    @classmethod
-    def of(cls, missing: list[str], unexpected: list[str], **attributes: Any) -> LoadReport:
-        report = cls((missing, unexpected))
-        vars(report).update(attributes)
-        return report
 
     @property
     def missing(self) -> list[str]:
@@ -209,7 +203,9 @@ def load(
         nbytes = arrived.hand_over()
     for each in restored:
         each.finish()
-    return LoadReport.of(missing, unexpected, nbytes=nbytes, seconds=time.perf_counter() - start, attempt=attempt)
+    report = LoadReport((missing, unexpected))
+    report.nbytes, report.seconds, report.attempt = nbytes, time.perf_counter() - start, attempt
+    return report
 
 
 def _whole(checkpoint: Checkpoint, naming: Naming, group: Any) -> dict[str, Tensor]:
@@ -285,9 +281,10 @@ def load_together(
     ranks = Ranks.of(group)
     with all_or_none(group) as offered:
         wanted = _wanted(pairs(), cast)
-        sharing = Sharing(wanted, ranks)
-        offered.yes = sharing.offers
-    alone, assigned = sharing.settle() if offered.yes else ([item.read for item in wanted], [])
+        held = shareable(wanted, ranks)
+        offered.yes = bool(held)
+    shared, assigned = settle(held, ranks) if offered.yes else (set[int](), [])
+    alone = [item.read for item in wanted if id(item.read) not in shared]
     with all_or_none(group):
         arrived = _fetch([*alone, *(item.read for item in assigned if item.owner == ranks.rank)], verify)
     passed_on = [item.read.target for item in assigned]

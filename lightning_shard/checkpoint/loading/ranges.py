@@ -78,10 +78,7 @@ class _Job(NamedTuple):
 
 
 def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> int:
-    """Carry out reads. If ``verify`` and the checkpoint has digests, every block that is touched is verified.
-
-    Returns:
-        The number of bytes read.
+    """Carry out reads, and return the bytes read. If there are digests, ``verify`` checks every block touched.
 
     Raises:
         CorruptCheckpointError: A file is missing or too short, a digest differs, or chunks don't cover the tensor.

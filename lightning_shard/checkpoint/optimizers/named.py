@@ -46,13 +46,8 @@ def named_optimizer_state(
     """An optimizer's state dict, keyed by parameter names instead of numbers.
 
     Args:
-        optimizer: Of this rank's parameters.
         names: ``id(parameter)`` to name.
         elsewhere: Names of parameters that are left out, since another rank saves them.
-
-    Returns:
-        ``"state"`` by parameter name, ``"shared"`` (state that belongs to no parameter), ``"param_groups"``, and the
-        ``"parameters"`` by name.
     """
     more = optimizer.state_dict().keys() - {"state", "param_groups"}
     if more:

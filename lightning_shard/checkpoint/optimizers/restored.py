@@ -74,8 +74,6 @@ class Restored:
         """Find the optimizers' state in a checkpoint; returns its parameters, in the form of :attr:`asked`.
 
         Args:
-            checkpoint: The checkpoint.
-            strip_prefix, rename: As for :func:`~lightning_shard.checkpoint.load`.
             asked_by_any: All ranks' :attr:`asked`.
 
         Raises:
@@ -291,13 +289,10 @@ def _placed(
     """A parameter's state with new tensors in place of stored ones; adds each (stored, new) to ``pairs``.
 
     Args:
-        value: The stored state.
-        parameter: The parameter.
         device: The device of new tensors that aren't laid out like the parameter.
         dtype: What floating-point tensors are converted to, as by ``torch.optim.Optimizer.load_state_dict``; ``None``:
             they are as stored.
         referred: The stored tensors were referred to from the state, so they were DTensors when saved.
-        pairs: Extended.
     """
 
     def dtype_of(leaf: StoredTensor | Tensor) -> torch.dtype:
