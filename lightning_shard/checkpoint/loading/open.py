@@ -15,7 +15,8 @@ from lightning_shard.checkpoint.foreign import files as foreign
 from lightning_shard.checkpoint.foreign.files import NOT_A_FILE, Found
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from lightning_shard.checkpoint.format.table import Table
-from lightning_shard.checkpoint.loading.stored import TRUSTED_BYTES, Checkpoint, change_since
+from lightning_shard.checkpoint.loading.ranges import naming_what_fails
+from lightning_shard.checkpoint.loading.stored import TRUSTED_BYTES, Checkpoint, saying_if_replaced
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, raised_by_all, together
 from lightning_shard.checkpoint.store import Store, as_path, open_store
 from lightning_shard.checkpoint.store.protocol import too_short
@@ -23,7 +24,6 @@ from lightning_shard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
-    CorruptCheckpointError,
     ShardError,
 )
 
@@ -69,29 +69,20 @@ def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, 
 def _table(store: Store, manifest: Manifest, path: str, given: bytes | None = None) -> Table:
     """The table of a manifest, whose file is read when it is needed, unless its bytes are given."""
     name, nbytes = manifest.table.path, manifest.table.bytes
-    source = f"{path}/{name}"
 
     def load() -> bytes | bytearray:
         if given is not None:
             return given
-        try:
+        with saying_if_replaced(store, path, manifest.attempt), naming_what_fails(store, name):
             if nbytes > TRUSTED_BYTES and store.size(name) < nbytes:
-                raise too_short(source, nbytes)
+                raise too_short(name, nbytes)
             data = memoryview(bytearray(nbytes))
             with store.reading(name) as read:
                 for begin in range(0, nbytes, store.step_bytes):
                     read([(begin, data[begin : begin + store.step_bytes])])
-        except NOT_A_FILE as error:
-            if change := change_since(store, manifest.attempt):
-                raise CheckpointReplacedError(f"{path} was {change} while it was read: open it anew.") from error
-            raise CorruptCheckpointError(f"{source} is missing: use another checkpoint.") from error
-        except CheckpointError:
-            raise
-        except (OSError, MemoryError) as error:
-            raise CheckpointError(f"{source} can't be read: {type(error).__name__}: {error}") from error
         return data.obj  # type: ignore[return-value]
 
-    return Table(manifest.table, source, load)
+    return Table(manifest.table, f"{path}/{name}", load)
 
 
 def read_together(

@@ -239,7 +239,7 @@ def naming_what_fails(store: Store, path: str, name: str | None = None) -> Itera
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         missing = f"{store.root}/{path} is missing{holds and f', and{holds}'}"
         raise CorruptCheckpointError(f"{missing}: use another checkpoint.") from error
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         which = f"{store.root}/{path}{holds and f', which{holds},'}"
         raise CheckpointError(f"{which} can't be read: {type(error).__name__}: {error}") from error
     except CorruptCheckpointError as error:
