@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -318,41 +318,32 @@ class _Arrived:
     """What this rank has read and verified.
 
     Attributes:
-        beside: (target, new tensor, its bytes): what was read into new memory, to be copied to the target.
-        in_place: Targets that were read in place; marked as half loaded until the other ranks have theirs, too.
+        targets: If read in place, marked as half loaded until the other ranks have theirs, too.
+        copies: (target, new tensor, its bytes): what was read into new memory, to be copied to the target.
     """
 
-    nbytes: int = 0
-    beside: list[tuple[Tensor, Tensor, Buffer]] = field(default_factory=list)
-    in_place: list[Tensor] = field(default_factory=list)
-
-    def read_beside(self, reads: Sequence[Read]) -> list[Read]:
-        """Redirect reads into new memory."""
-        rooms = rooms_like([read.target for read in reads])
-        self.beside += [(read.target, *room) for read, room in zip(reads, rooms)]
-        return [Read(read.stored, read.box, *room) for read, room in zip(reads, rooms)]
+    nbytes: int
+    targets: list[Tensor]
+    copies: list[tuple[Tensor, Tensor, Buffer]]
 
     def hand_over(self) -> int:
         """Copy to the targets, clear the marks, return ``nbytes``. Called once all ranks have verified their reads."""
-        fill(self.beside)
-        half_loaded.clear(self.in_place)
-        half_loaded.clear(target for target, _, _ in self.beside)
+        fill(self.copies)
+        half_loaded.clear(self.targets)
         return self.nbytes
 
 
 def _fetch(reads: Sequence[Read], verify: bool) -> _Arrived:
-    arrived = _Arrived()
-    first = sum([read.target.nbytes for read in reads]) <= CHECKED_FIRST_BYTES
-    if not first:
-        arrived.in_place = [read.target for read in reads]
-        half_loaded.mark(arrived.in_place)
+    targets = [read.target for read in reads]
+    if sum([target.nbytes for target in targets]) <= CHECKED_FIRST_BYTES:
+        rooms = rooms_like(targets)
+        nbytes = fetch((Read(read.stored, read.box, *room) for read, room in zip(reads, rooms)), verify=verify)
+        return _Arrived(nbytes, targets, [(target, *room) for target, room in zip(targets, rooms)])
+    half_loaded.mark(targets)
     try:
-        arrived.nbytes = fetch(arrived.read_beside(reads) if first else reads, verify=verify)
+        return _Arrived(fetch(reads, verify=verify), targets, [])
     except CheckpointError as error:
-        if first:
-            raise
         raise type(error)(f"{error} {half_loaded.CHANGED}") from error
-    return arrived
 
 
 def _check_shapes(located: Iterable[tuple[StoredTensor, Located]], cast: bool) -> None:

@@ -96,13 +96,12 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
     return sum(sizes)
 
 
-def plan_reads(manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> list[tuple[str, list[_Job]]]:
+def plan_reads(manifest: Manifest, reads: Sequence[Read], *, verify: bool) -> list[tuple[str, list[_Job]]]:
     """Plan reads: each file's path, and the ranges of it to read, sorted by position.
 
     Bytes that are contiguous in a file and in memory are one range of any length; :func:`_batches` cuts it later.
     """
     per_file: dict[int, list[_Job]] = {}
-    reads = list(reads)
     block_bytes = manifest.block_bytes if verify else 0
     for read, found in zip(reads, overlaps([(read.stored.entry, read.box) for read in reads])):
         (stored, box, target, memory), name = read, read.stored.name
@@ -116,17 +115,11 @@ def plan_reads(manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> li
         elif sum(part.numel for _, part in found) != box.numel:
             raise manifest.corrupt(f"the chunks of {name!r} don't make up {box}")
         else:
-            for file, job in _plan(read, found, block_bytes):
-                per_file.setdefault(file, []).append(job)
+            for chunk, part in found:
+                room, inside = narrow(target, part.within(box)), part.within(Box(chunk.offsets, chunk.sizes))
+                jobs = _jobs(read, chunk, inside, room, block_bytes if chunk.digests else 0)
+                per_file.setdefault(chunk.file, []).extend(jobs)
     return [(manifest.files[file].path, sorted(jobs, key=itemgetter(1))) for file, jobs in sorted(per_file.items())]
-
-
-def _plan(read: Read, found: Sequence[tuple[Chunk, Box]], block_bytes: int) -> Iterator[tuple[int, _Job]]:
-    for chunk, part in found:
-        target = narrow(read.target, part.within(read.box))
-        inside = part.within(Box(chunk.offsets, chunk.sizes))
-        for job in _jobs(read, chunk, inside, target, block_bytes if chunk.digests else 0):
-            yield chunk.file, job
 
 
 def _jobs(read: Read, chunk: Chunk, region: Box, target: Tensor, block_bytes: int) -> Iterator[_Job]:
