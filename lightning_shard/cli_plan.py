@@ -45,12 +45,7 @@ _OF_STRATEGY = (
 
 
 def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
-    """Add the verb ``plan`` to a command line.
-
-    Args:
-        verbs: The parser's subparsers.
-        size: Parses sizes such as ``80GiB``.
-    """
+    """Add the verb ``plan`` to a command line; ``size`` parses sizes such as ``80GiB``."""
     summary = "say what a layout takes, before it is run: memory, time, checkpoints; or search for one"
     parser = verbs.add_parser("plan", help=summary, description=summary[0].upper() + summary[1:] + ".")
     parser.set_defaults(verb=_plan)

@@ -141,7 +141,6 @@ def name_numbered(
 
     Args:
         tensors: By ``"{optimizer}/{number}/{key}"``, or with the parameter's name instead of the number.
-        states: Each optimizer's values that aren't tensors, and its groups.
         names: The names of all stages' parameters, for each optimizer and group, in the order of the groups.
     """
     found: list[dict[str, str] | None] = []

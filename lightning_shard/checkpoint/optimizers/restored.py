@@ -177,7 +177,6 @@ def plan_optimizers(
     """Plan the restoring of optimizers, with state tensors sharded like their parameters. Doesn't change them.
 
     Args:
-        optimizers: Of this rank's parameters.
         names: ``id(parameter)`` to name.
         stored: The checkpoint's optimizer tensors by ``"{optimizer}/{parameter}/{key}"``.
         states: The second result of :func:`flatten_optimizer_states`.
