@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 from rich.console import Console
@@ -41,14 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 2
     try:
-        return arguments.verb(arguments)
+        answer, code = arguments.verb(arguments)
+        _say(answer if isinstance(answer, str) else _json(answer))
+        return code
     except BrokenPipeError:
         return 1
     except (ShardError, OSError, ImportError, ValueError) as error:
         # our own errors say what to do; others are shown with their type
         text = str(error) if isinstance(error, ShardError) else f"{type(error).__name__}: {error}"
         if arguments.json:
-            _print_json({"ok": False, "error": type(error).__name__, "message": str(error)})
+            _say(_json({"ok": False, "error": type(error).__name__, "message": str(error)}))
         print(f"lightning-shard: {_printable(text)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -83,8 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     gather.add_argument("--strip-prefix", metavar="PREFIX", help="take it off names of the model's tensors")
     gather.add_argument(
         "--rename",
-        action="append",
-        default=[],
+        action=_InDict,
         type=_renaming,
         metavar="OLD=NEW",
         help="what names of the model's tensors begin with, and what takes its place; may be repeated",
@@ -97,21 +98,24 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="several files of at most this size, such as 5GB, and an index",
     )
-    _option_of(gather, "--out-storage-option", "for the store that is written to")
-    gather.add_argument("--no-verify", action="store_true", help="don't compare what is read with its digests")
+    _option_of(gather, "out_storage_options", "for the store that is written to")
+    gather.add_argument(
+        "--no-verify", action="store_false", dest="verify", help="don't compare what is read with its digests"
+    )
 
     diff = _verb(verbs, "diff", _diff, "compare two checkpoints, of any layouts: names, values and state")
-    diff.add_argument("other", help="the checkpoint to compare with")
+    diff.add_argument("b", metavar="other", help="the checkpoint to compare with")
     diff.add_argument("--rtol", type=float, default=0.0, metavar="X", help="tolerance relative to the other (0)")
     diff.add_argument("--atol", type=float, default=0.0, metavar="X", help="absolute tolerance (0)")
     diff.add_argument(
         "--only",
+        dest="sections",
         action="append",
         choices=checkpoint.SECTIONS,
         metavar="SECTION",
         help=f"compare only this one of {', '.join(checkpoint.SECTIONS)}; may be repeated",
     )
-    _option_of(diff, "--other-storage-option", "for the other checkpoint, where it needs others")
+    _option_of(diff, "b_storage_options", "for the other checkpoint, where it needs others", "--other-storage-option")
     add_plan(verbs, _size)
 
     train = verbs.add_parser("train", help="train a recipe: train recipe=demo, and key=value", prefix_chars=" ")
@@ -120,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def _train(arguments: argparse.Namespace) -> NoReturn:
     need_recipes()
     own = own_conf()
     added = ["--config-dir", str(own)] if own is not None else []
@@ -128,35 +132,54 @@ def _train(arguments: argparse.Namespace) -> int:
     os.execv(sys.executable, [sys.executable, str(recipes() / "train.py"), *added, *arguments.settings])
 
 
+Answer = tuple[Any, int]
+"""What a verb prints, a text or values for JSON; and the exit code."""
+
+
 def _verb(
     verbs: Any,
     name: str,
-    run: Callable[[argparse.Namespace], int],
+    run: Callable[[argparse.Namespace], Answer],
     summary: str,
     path: str = "a checkpoint's directory or manifest",
 ) -> argparse.ArgumentParser:
+    """A verb's parser, whose arguments have the names of the function's that the verb calls (:func:`_given`)."""
     parser = verbs.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
     parser.set_defaults(verb=run)
     parser.add_argument("path", help=f"{path}, local or a URL that fsspec knows")
     parser.add_argument("--json", action="store_true", help="print JSON for machines instead of a table")
-    _option_of(parser, "--storage-option", "for fsspec; the value may be JSON")
+    _option_of(parser, "storage_options", "for fsspec; the value may be JSON")
     return parser
 
 
-def _option_of(parser: argparse.ArgumentParser, name: str, purpose: str) -> None:
+def _option_of(parser: argparse.ArgumentParser, name: str, purpose: str, flag: str = "") -> None:
+    flag = flag or f"--{name.removesuffix('s').replace('_', '-')}"
     what = f"{purpose}; may be repeated"
-    parser.add_argument(name, action="append", default=[], type=_option, metavar="KEY=VALUE", help=what)
+    parser.add_argument(flag, dest=name, action=_InDict, type=_option, metavar="KEY=VALUE", help=what)
+
+
+class _InDict(argparse.Action):
+    """Collects pairs in a dict."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, pair: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), pair[0]: pair[1]})
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of a verb's function that were given; for others its own defaults hold."""
+    return {key: value for key, value in vars(arguments).items() if key not in _OF_ALL and value is not None}
+
+
+_OF_ALL = ("verb", "json", "path")
 
 
 # -- verbs ------------------------------------------------------------------------------------------------------------
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
-    report = checkpoint.inspect(arguments.path, storage_options=_options(arguments), biggest=arguments.biggest)
+def _inspect(arguments: argparse.Namespace) -> Answer:
+    report = checkpoint.inspect(arguments.path, **_given(arguments))
     if arguments.json:
-        extra = {"bytes": report.bytes, "imbalance": report.imbalance}
-        _print_json({**dataclasses.asdict(report), **extra})
-        return 0
+        return {**dataclasses.asdict(report), "bytes": report.bytes, "imbalance": report.imbalance}, 0
     digests = "yes" if report.digests else "none: damage can't be found"
     facts = {"checkpoint": report.path}
     if report.global_step is not None or report.epoch is not None:
@@ -170,8 +193,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         "digests": digests if report.manifest_digest else f"{digests}; the manifest has none of its own",
         "written by": f"{report.writer}, format version {report.format_version}, attempt {report.attempt}",
     }
-    for name, fact in facts.items():
-        print(f"{name:<11} {_printable(fact, lines=False)}")
+    lines = [f"{name:<11} {_printable(fact, lines=False)}" for name, fact in facts.items()]
     biggest = [
         (
             line.name if line.section == "model" else f"optimizer: {line.name}",
@@ -183,125 +205,84 @@ def _inspect(arguments: argparse.Namespace) -> int:
         for line in report.biggest
     ]
     if biggest:
-        print()
-        _print_table(("biggest tensors", "dtype", "shape", "size", "chunks"), biggest)
-    return 0
+        lines += ["", _table(("biggest tensors", "dtype", "shape", "size", "chunks"), biggest)]
+    return "\n".join(lines), 0
 
 
-def _list(arguments: argparse.Namespace) -> int:
-    entries = checkpoint.list(arguments.path, storage_options=_options(arguments))
+def _list(arguments: argparse.Namespace) -> Answer:
+    entries = checkpoint.list(arguments.path, **_given(arguments))
+    code = 1 if any(entry.fault for entry in entries) else 0
     if arguments.json:
-        _print_json([{**dataclasses.asdict(entry), "committed": entry.committed.isoformat()} for entry in entries])
-        return _found_faults(entries)
+        return [{**dataclasses.asdict(entry), "committed": entry.committed.isoformat()} for entry in entries], code
     if not entries:
-        _say(f"{arguments.path}: no committed checkpoint")
-        return 0
+        return f"{arguments.path}: no committed checkpoint", code
     rows = []
     for entry in entries:
         committed = entry.committed.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
         facts = ("", "damaged") if entry.fault else (size_text(entry.bytes), entry.attempt)
         rows.append((entry.name, "" if entry.step is None else str(entry.step), committed, *facts))
-    _print_table(("checkpoint", "step", "committed (UTC)", "size", "attempt"), rows)
-    for entry in entries:
-        if entry.fault:
-            _say(f"{entry.name}: {entry.fault}")
-    return _found_faults(entries)
+    faults = [f"{entry.name}: {entry.fault}" for entry in entries if entry.fault]
+    return "\n".join([_table(("checkpoint", "step", "committed (UTC)", "size", "attempt"), rows), *faults]), code
 
 
-def _found_faults(entries: Sequence[checkpoint.Entry]) -> int:
-    return 1 if any(entry.fault for entry in entries) else 0
-
-
-def _verify(arguments: argparse.Namespace) -> int:
+def _verify(arguments: argparse.Namespace) -> Answer:
     with _progress("checking", arguments) as progress:
-        report = checkpoint.verify(arguments.path, storage_options=_options(arguments), progress=progress)
+        report = checkpoint.verify(arguments.path, **_given(arguments), progress=progress)
     if arguments.json:
-        _print_json({**dataclasses.asdict(report), "ok": report.ok})
-        return 0 if report.ok else 1
+        return {**dataclasses.asdict(report), "ok": report.ok}, 0 if report.ok else 1
     checked = f"{report.files} files, {report.tensors} tensors, {size_text(report.bytes)}"
     if report.ok:
         note = "" if report.digests else "; it has no digests, so only sizes and places were checked"
         note += "" if report.manifest_digest else "; its manifest has no digest of its own"
-        _say(f"{report.path}: sound ({checked}{note})")
-        return 0
+        return f"{report.path}: sound ({checked}{note})", 0
     found = [(fault.file, fault.tensor or "", fault.what) for fault in report.faults]
-    _say(f"{report.path}: {len(found)} {'fault' if len(found) == 1 else 'faults'} ({checked})")
-    _print_first(("file", "tensor", "fault"), found)
-    return 1
+    head = f"{report.path}: {len(found)} {'fault' if len(found) == 1 else 'faults'} ({checked})"
+    return f"{head}\n{_first(('file', 'tensor', 'fault'), found)}", 1
 
 
-def _gather(arguments: argparse.Namespace) -> int:
+def _gather(arguments: argparse.Namespace) -> Answer:
     started = time.monotonic()
     with _progress("gathering", arguments) as progress:
-        report = checkpoint.gather(
-            arguments.path,
-            arguments.out,
-            format=arguments.format,
-            optimizer=arguments.optimizer,
-            dtype=arguments.dtype,
-            strip_prefix=arguments.strip_prefix,
-            rename=dict(arguments.rename) or None,
-            config=arguments.config,
-            base=arguments.base,
-            max_shard_bytes=arguments.max_shard_bytes,
-            verify=not arguments.no_verify,
-            storage_options=_options(arguments),
-            out_storage_options=dict(arguments.out_storage_option),
-            progress=progress,
-        )
+        report = checkpoint.gather(arguments.path, **_given(arguments), progress=progress)
     elapsed = time.monotonic() - started
     if arguments.json:
-        _print_json({**dataclasses.asdict(report), "ok": True, "seconds": elapsed})
-    else:
-        print(f"{report.tensors} tensors, {size_text(report.bytes)}, in {elapsed:.1f} s")
-        for file in report.files:
-            _say(file)
-    return 0
+        return {**dataclasses.asdict(report), "ok": True, "seconds": elapsed}, 0
+    head = f"{report.tensors} tensors, {size_text(report.bytes)}, in {elapsed:.1f} s"
+    return "\n".join([head, *report.files]), 0
 
 
-def _diff(arguments: argparse.Namespace) -> int:
+def _diff(arguments: argparse.Namespace) -> Answer:
     with _progress("comparing", arguments) as progress:
-        report = checkpoint.diff(
-            arguments.path,
-            arguments.other,
-            rtol=arguments.rtol,
-            atol=arguments.atol,
-            sections=arguments.only or checkpoint.SECTIONS,
-            storage_options=_options(arguments),
-            b_storage_options=dict(arguments.other_storage_option) or None,
-            progress=progress,
-        )
+        report = checkpoint.diff(arguments.path, **_given(arguments), progress=progress)
+    code = 0 if report.ok else 1
     if arguments.json:
         found = [
             # JSON has no infinity, which is the difference between NaN and a number
             {**dataclasses.asdict(d), "max_difference": d.max_difference if math.isfinite(d.max_difference) else None}
             for d in report.differences
         ]
-        _print_json({**dataclasses.asdict(report), "differences": found, "ok": report.ok})
-        return 0 if report.ok else 1
+        return {**dataclasses.asdict(report), "differences": found, "ok": report.ok}, code
     compared = f"{report.tensors} tensors, {size_text(report.bytes)}"
     if report.ok:
-        print(f"equal ({compared}, of which {size_text(report.bytes_read)} had to be read; verify looks at all files)")
-        return 0
+        read = size_text(report.bytes_read)
+        return f"equal ({compared}, of which {read} had to be read; verify looks at all files)", code
     rows = [(difference.section, difference.name, difference.what) for difference in report.differences]
-    print(f"{len(rows)} {'difference' if len(rows) == 1 else 'differences'} ({compared})")
-    _print_first(("section", "name", "difference"), rows)
-    return 1
+    head = f"{len(rows)} {'difference' if len(rows) == 1 else 'differences'} ({compared})"
+    return f"{head}\n{_first(('section', 'name', 'difference'), rows)}", code
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a line for each row, whatever texts of a checkpoint hold."""
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A line for each row, whatever texts of a checkpoint hold."""
     cells = [[_printable(cell, lines=False) for cell in row] for row in rows]
-    print(table([*columns], cells, to_the_right=("step", "size", "chunks")))
+    return table([*columns], cells, to_the_right=("step", "size", "chunks"))
 
 
-def _print_first(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    _print_table(columns, rows[:FAULTS_SHOWN])
-    if len(rows) > FAULTS_SHOWN:
-        print(f"and {len(rows) - FAULTS_SHOWN} more (--json lists all)")
+def _first(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    more = f"\nand {len(rows) - FAULTS_SHOWN} more (--json lists all)" if len(rows) > FAULTS_SHOWN else ""
+    return _table(columns, rows[:FAULTS_SHOWN]) + more
 
 
 @contextlib.contextmanager
@@ -327,8 +308,8 @@ def _progress(title: str, arguments: argparse.Namespace) -> Iterator[Callable[[i
         bar.stop()
 
 
-def _print_json(value: Any) -> None:
-    _say(json.dumps(value, indent=2, ensure_ascii=False))
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 def _say(text: str) -> None:
@@ -365,10 +346,6 @@ def _ranks(rank_bytes: dict[int, int], imbalance: float) -> str:
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
-
-
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    return dict(arguments.storage_option)
 
 
 def _option(text: str) -> tuple[str, Any]:

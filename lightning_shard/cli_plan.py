@@ -45,12 +45,7 @@ _OF_STRATEGY = (
 
 
 def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
-    """Add the verb ``plan`` to a command line.
-
-    Args:
-        verbs: The parser's subparsers.
-        size: Parses sizes such as ``80GiB``.
-    """
+    """Add the verb ``plan`` to a command line; ``size`` parses sizes such as ``80GiB``."""
     summary = "say what a layout takes, before it is run: memory, time, checkpoints; or search for one"
     parser = verbs.add_parser("plan", help=summary, description=summary[0].upper() + summary[1:] + ".")
     parser.set_defaults(verb=_plan)
@@ -96,15 +91,13 @@ def add_plan(verbs: Any, size: Callable[[str], int]) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON for machines instead of a table")
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _plan(arguments: argparse.Namespace) -> tuple[Any, int]:
     with contextlib.redirect_stdout(sys.stderr):  # keep what user code prints out of the answer
-        answer, code = _answer(arguments)
-    print(answer)
-    return code
+        return _answer(arguments)
 
 
-def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
-    """The text to print, and the exit code."""
+def _answer(arguments: argparse.Namespace) -> tuple[Any, int]:
+    """What to print, a text or values for JSON; and the exit code."""
     from lightning_shard.dryrun.planning import plan
     from lightning_shard.dryrun.timing.devices import read_yaml
 
@@ -129,14 +122,14 @@ def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
     return _said(made, arguments), 1 if made.fits is False else 0
 
 
-def _said(made: Plan | Found, arguments: argparse.Namespace) -> str:
+def _said(made: Plan | Found, arguments: argparse.Namespace) -> Any:
     from lightning_shard.dryrun.pictures import save
 
     save(made, arguments.html, arguments.trace)
-    return json.dumps(made.to_json(), indent=2, ensure_ascii=False) if arguments.json else str(made)
+    return made.to_json() if arguments.json else str(made)
 
 
-def _search(arguments: argparse.Namespace, settings: dict[str, Any]) -> tuple[str, int]:
+def _search(arguments: argparse.Namespace, settings: dict[str, Any]) -> tuple[Any, int]:
     from lightning_shard import tree
     from lightning_shard.dryrun.search.search import search_module
 

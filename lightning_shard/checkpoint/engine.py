@@ -81,6 +81,21 @@ def each(
                 future.cancel()
 
 
+def groups(items: Iterable[Item], nbytes: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Consecutive items in groups of up to ``most`` bytes, or of a single larger item."""
+    group: list[Item] = []
+    total = 0
+    for item in items:
+        size = nbytes(item)
+        if group and total + size > most:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size
+    if group:
+        yield group
+
+
 class Digests:
     """The digests of a chunk's blocks, from bytes that come in order, in parts of any size.
 

@@ -26,7 +26,6 @@ def lift(tree: Any, name: str, *, with_siblings: bool = False) -> tuple[Any, dic
     """Replace each DTensor in a tree of dicts, lists and tuples by a reference.
 
     Args:
-        tree: Not modified.
         name: The prefix of the references' names.
         with_siblings: Also replace the plain tensors of a mapping that holds a DTensor: buffers beside parameters.
 

@@ -13,6 +13,7 @@ The only file of ``checkpoint/`` that knows private parts of DTensor, as of torc
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -133,10 +134,8 @@ class Frame:
         coordinates = [self._coordinates[r] for r in members]
         spans = [sorted({c[axis] for c in coordinates}) for axis in range(self.grid.ndim)]
         free_axes = [axis for axis, span in enumerate(spans) if len(span) == 1]
-        box = 1
-        for span in spans:
-            box *= len(span)
-        if box != len(members) or any(len(spans[a]) not in (1, self.grid.shape[a]) for a in range(self.grid.ndim)):
+        are_whole = (len(span) in (1, size) for span, size in zip(spans, self.grid.shape))
+        if math.prod(map(len, spans)) != len(members) or not all(are_whole):
             raise CheckpointError(
                 f"{name!r} is sharded over the ranks {short(members)}, which aren't complete axes of the mesh of"
                 f" saving ranks, {self.grid.tolist()}: pass mesh=, a mesh whose axes include those of the tensor's"
@@ -146,10 +145,9 @@ class Frame:
         index = tuple(here[axis] if axis in shard_axes else slice(None) for axis in range(mesh_ranks.ndim))
         found = set()
         for replica in mesh_ranks[index].flatten().tolist():
-            place: list[int | slice] = list(self._coordinates[int(replica)])
-            for axis in free_axes:
-                place[axis] = slice(None)
-            found.update(self.grid[tuple(place)].flatten().tolist())
+            coordinates_of_it = enumerate(self._coordinates[int(replica)])
+            place = tuple(slice(None) if axis in free_axes else at for axis, at in coordinates_of_it)
+            found.update(self.grid[place].flatten().tolist())
         return tuple(sorted(int(r) for r in found))
 
 
@@ -182,7 +180,7 @@ def locate(name: str, tensor: Tensor, *, to_save: bool = False) -> Located:
     """
     local = _local_of(tensor)
     if to_save:
-        _check_storable(name, local)
+        check_storable(name, local)
     spread = _plain(tuple(local.shape)) if local is tensor else _spread(name, tensor, tuple(local.shape))
     if local.requires_grad or type(local) is not Tensor:
         local = local.detach()
@@ -327,10 +325,7 @@ _storable: set[tuple[Any, ...]] = set()
 
 def check_storable(name: str, tensor: Tensor) -> None:
     """Raise UnsupportedStateError for a tensor without bytes to write, or whose layout or dtype the format lacks."""
-    _check_storable(name, _local_of(tensor))
-
-
-def _check_storable(name: str, tensor: Tensor) -> None:
+    tensor = _local_of(tensor)
     known = type(tensor), tensor.dtype, tensor.layout, tensor.is_nested, tensor.is_meta
     if known in _storable:
         return

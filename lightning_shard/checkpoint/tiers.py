@@ -25,7 +25,7 @@ from lightning_shard.checkpoint.carry import attempt_at, carry, damage
 from lightning_shard.checkpoint.catalog import UNTOLD, commits, committed_at, look, names_in, remove, step_of
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.manifest import FileEntry, writer_of
-from lightning_shard.checkpoint.loading.open import Found, find, open_found, read, with_table
+from lightning_shard.checkpoint.loading.open import Found, find, open_found, read
 from lightning_shard.checkpoint.loading.stored import Checkpoint
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, together
 from lightning_shard.checkpoint.saving.commit import commit
@@ -319,7 +319,7 @@ def _open_together(copy: str, ranks: Ranks, holder: int) -> Checkpoint:
 
     def look() -> Found | None:
         try:
-            return with_table(find(copy, None), None) if ranks.rank == holder else None
+            return find(copy, None, with_table=True) if ranks.rank == holder else None
         except CheckpointError as error:
             raise CorruptCheckpointError(str(error)) from error
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.convert.outfile import OutFile, Source
+from lightning_shard.checkpoint.engine import groups
 from lightning_shard.checkpoint.foreign.lightning_ckpt import TRANSFORMERS_KEY, put_together
 from lightning_shard.checkpoint.foreign.torchfile import Skeleton, fake_tensor, skeleton
 from lightning_shard.checkpoint.format.header import check_name, dtype_name, header_of, tensor_table
@@ -102,14 +103,7 @@ def _sharded(sources: Mapping[str, Source], name: str, max_shard_bytes: int | No
     order = sorted(sources, key=lambda key: (-sources[key].dtype.itemsize, key))
     if max_shard_bytes is None:
         return Bundle([_safetensors_file(name, order, sources)])
-    shards: list[list[str]] = [[]]
-    size = 0
-    for key in order:
-        if shards[-1] and size + sources[key].nbytes > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(key)
-        size += sources[key].nbytes
+    shards = [*groups(order, lambda key: sources[key].nbytes, max_shard_bytes)] or [[]]
     stem = name.removesuffix(".safetensors")
     names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     weight_map = {key: file for file, keys in zip(names, shards) for key in keys}

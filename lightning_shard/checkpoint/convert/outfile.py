@@ -66,11 +66,7 @@ class Step:
     parts: list[bytes | Extent] = field(default_factory=list)
 
     def fill(self, buffer: Tensor) -> memoryview:
-        """Read the step into the front of a uint8 buffer; returns that part as bytes.
-
-        Raises:
-            CorruptCheckpointError: As :func:`~lightning_shard.checkpoint.read`.
-        """
+        """Read the step into the front of a uint8 buffer; returns that part as bytes."""
         memory = byte_view(buffer[: self.nbytes])
         reads: list[Read] = []
         place = 0
@@ -89,7 +85,6 @@ def steps(file: OutFile, step_bytes: int, slab_bytes: int) -> Iterator[Step]:
     """Cut a file into steps, in order.
 
     Args:
-        file: The file.
         step_bytes: Largest size of a step, unless a digest block is larger.
         slab_bytes: The same for steps that assemble rows from several chunks; digest blocks at the edges of such a step
             may be read again for the next one.

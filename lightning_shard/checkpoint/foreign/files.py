@@ -10,8 +10,7 @@ import contextlib
 import io
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,16 +29,21 @@ _FIRST_BYTES = 2**16
 NOT_A_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
-@dataclass(frozen=True)
-class ForeignCheckpoint:
-    """Another program's files: their store, a manifest made for them, and their trainer state as typed JSON."""
+class Found(NamedTuple):
+    """What the first rank has found at a path, in the form that is broadcast to the others."""
 
-    store: Store
-    manifest: Manifest
+    root: str
+    """The directory of the files."""
+    manifest: bytes
     state: Any = None
+    """The trainer state of another program's file, which has it inside, not in a file of its own; as typed JSON."""
+    foreign: bool = False
+    """Whether the files are another program's."""
+    table: bytes | None = None
+    """The bytes of the table; None before they are read."""
 
 
-def find(path: str, storage_options: dict[str, Any] | None) -> ForeignCheckpoint | None:
+def find(path: str, storage_options: dict[str, Any] | None) -> Found | None:
     """Find a safetensors file, a folder of them, or torch's file at a path; None if there is none.
 
     Raises:
@@ -47,10 +51,10 @@ def find(path: str, storage_options: dict[str, Any] | None) -> ForeignCheckpoint
     """
     folder = open_store(path, storage_options)
     if _head(folder, SINGLE) is not None:  # if both exist, transformers takes the single file, too
-        return ForeignCheckpoint(folder, _safetensors(path, folder, {SINGLE: None}))
+        return _safetensors(path, folder, {SINGLE: None})
     index = _content(folder, INDEX)
     if index is not None:
-        return ForeignCheckpoint(folder, _safetensors(path, folder, _indexed(index, f"{path}/{INDEX}")))
+        return _safetensors(path, folder, _indexed(index, f"{path}/{INDEX}"))
     parent, name = parted(path)
     beside = open_store(parent, storage_options)
     head = _head(beside, name) if name else None
@@ -59,9 +63,9 @@ def find(path: str, storage_options: dict[str, Any] | None) -> ForeignCheckpoint
     if head[:4] == MAGIC:
         return _torch(path, beside, name)
     if name.endswith(".index.json"):
-        return ForeignCheckpoint(beside, _safetensors(path, beside, _indexed(beside.read(name), path)))
+        return _safetensors(path, beside, _indexed(beside.read(name), path))
     if name.endswith(".safetensors") or head[8:9] == b"{":
-        return ForeignCheckpoint(beside, _safetensors(path, beside, {name: None}))
+        return _safetensors(path, beside, {name: None})
     return None
 
 
@@ -94,8 +98,15 @@ def _indexed(data: bytes, source: str) -> dict[str, set[str] | None]:
     return {**files}
 
 
-def _safetensors(path: str, store: Store, expected: Mapping[str, set[str] | None]) -> Manifest:
-    """Make the manifest of safetensors files; ``expected``: for each file, the names to take, or None for all."""
+def _found(store: Store, manifest: Manifest, state: Any = None) -> Found:
+    """Describe files by a manifest made for them, whose tensors' chunks are given."""
+    entries = [entry for section in manifest.sections().values() for _, entry in section.own()]
+    table = bytes(manifest.with_rows(rows_of(entries)).chunks.table.data)
+    return Found(store.root, manifest.to_bytes(), state, foreign=True, table=table)
+
+
+def _safetensors(path: str, store: Store, expected: Mapping[str, set[str] | None]) -> Found:
+    """Describe safetensors files; ``expected``: for each file, the names to take, or None for all."""
     files: list[FileEntry] = []
     model: dict[str, TensorEntry] = {}
     for number, (file, names) in enumerate(sorted(expected.items())):
@@ -123,14 +134,13 @@ def _safetensors(path: str, store: Store, expected: Mapping[str, set[str] | None
                 raise UnsupportedStateError(f"{source}: {name!r} has dtype {entry.dtype!r}, which is unknown here.")
             chunk = Chunk(number, entry.begin, entry.end, (0,) * len(entry.shape), entry.shape)
             model[name] = TensorEntry(entry.dtype, entry.shape, given=(chunk,))
-    manifest = Manifest("", files, writer="safetensors", model=Section(model), source=path)
-    return manifest.with_rows(rows_of(list(model.values())))
+    return _found(store, Manifest("", files, writer="safetensors", model=Section(model), source=path))
 
 
 # -- torch ------------------------------------------------------------------------------------------------------------
 
 
-def _torch(path: str, store: Store, name: str) -> ForeignCheckpoint:
+def _torch(path: str, store: Store, name: str) -> Found:
     size = store.size(name)
     with io.BufferedReader(_StoreFile(store, name, size), _FIRST_BYTES) as file:
         archive = read_archive(file, path)
@@ -138,17 +148,14 @@ def _torch(path: str, store: Store, name: str) -> ForeignCheckpoint:
         model, optimizer, rest = _take_apart(archive.content, path)
         state, others = encode(rest, lambda name, tensor: None)  # stored already, so storable
         sections = {"model": model, "optimizer": optimizer, "trainer": others}
-        entries = {title: _entries(section, archive) for title, section in sections.items()}
+        entries: Any = {title: _entries(section, archive) for title, section in sections.items()}
     except CheckpointError:
         raise
     except Exception as error:  # the content isn't as Lightning and torch save it
         raise CorruptCheckpointError(
             f"{path} isn't as Lightning or torch saves a checkpoint: {type(error).__name__} {error}."
         ) from error
-    manifest = Manifest("", [FileEntry(name, size)], writer="torch", source=path)
-    manifest.model, manifest.optimizer, manifest.trainer = entries["model"], entries["optimizer"], entries["trainer"]
-    rows = rows_of([entry for section in entries.values() for _, entry in section.own()])
-    return ForeignCheckpoint(store, manifest.with_rows(rows), state)
+    return _found(store, Manifest("", [FileEntry(name, size)], writer="torch", source=path, **entries), state)
 
 
 def _take_apart(content: Any, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:

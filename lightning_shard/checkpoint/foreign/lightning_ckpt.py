@@ -9,12 +9,13 @@ parameter names (``"{optimizer}/{parameter}/{key}"``); where these aren't known,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from lightning_shard.checkpoint.optimizers.named import apart
+from lightning_shard.checkpoint.optimizers.named import OPTIMIZER_STATES, apart, flatten_optimizer_states
+from lightning_shard.checkpoint.optimizers.taken import named_state_dict
 from lightning_shard.errors import CheckpointError, UnsupportedStateError
 
 TRANSFORMERS_KEY = "transformers"
@@ -59,9 +60,8 @@ def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
     """Split a checkpoint dict.
 
     Returns:
-        The model's tensors; the optimizers' tensors by ``"{optimizer}/{number}/{key}"``; and the rest. In it, each of
-        ``rest["optimizer_states"]`` has ``"values"`` (by number and key, what isn't a tensor), ``"param_groups"``, and
-        ``"numbered"`` as :func:`~lightning_shard.checkpoint.optimizers.named.name_numbered` expects it.
+        The model's tensors; the optimizers' tensors by ``"{optimizer}/{number}/{key}"``; and the rest, whose optimizer
+        states are as :func:`~lightning_shard.checkpoint.optimizers.named.name_numbered` expects them.
     """
     own = content.get(OWN)  # of a gathered checkpoint
     rest = set_aside(
@@ -74,31 +74,10 @@ def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
     if extra:
         rest[EXTRA_STATE] = extra
     optimizer: dict[str, Tensor] = {}
-    described = []
-    for index, state in enumerate(rest.get("optimizer_states", [])):
-        values: dict[str, dict[str, Any]] = {}
-        numbers = _numbers(state["param_groups"])
-        for parameter, entries in state["state"].items():
-            for key, value in entries.items() if parameter in numbers else ():
-                if isinstance(value, Tensor) and "/" not in str(key):
-                    optimizer[f"{index}/{numbers[parameter]}/{key}"] = value
-                else:
-                    values.setdefault(numbers[parameter], {})[key] = value
-        groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in state["param_groups"]]
-        shared = {key: entries for key, entries in state["state"].items() if key not in numbers}
-        described.append({"numbered": True, "values": values, "shared": shared, "param_groups": groups})
-    if "optimizer_states" in rest:
-        rest["optimizer_states"] = described
+    if OPTIMIZER_STATES in rest:
+        states = (named_state_dict(state, None) for state in rest[OPTIMIZER_STATES])
+        optimizer, rest[OPTIMIZER_STATES] = flatten_optimizer_states(states)
     return model, optimizer, rest
-
-
-def _numbers(groups: Iterable[Mapping[str, Any]]) -> dict[Any, str]:
-    """The number of each parameter, by the key that the groups list it under.
-
-    The key is a number, or a name, as of ``get_optimizer_state_dict``. torch takes any, and goes by the position.
-    """
-    listed = [key for group in groups for key in group["params"]]
-    return {key: str(key if isinstance(key, int) else position) for position, key in enumerate(listed)}
 
 
 def put_together(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None, rest: Any) -> dict[str, Any]:

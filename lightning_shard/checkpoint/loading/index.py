@@ -59,10 +59,6 @@ def select(index: Any, shape: tuple[int, ...], name: str, *, item_bytes: int, ma
     between the first and the last wanted position is read.
 
     Args:
-        index: As for ``tensor[index]``.
-        shape: The stored tensor's shape.
-        name: For errors.
-        item_bytes: Bytes per element.
         max_gap_bytes: Boxes that are closer to each other than this, in the whole row-major tensor, are merged.
 
     Raises:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -16,16 +16,9 @@ from lightning_shard.checkpoint import half_loaded
 from lightning_shard.checkpoint.boxes import Box
 from lightning_shard.checkpoint.engine import collection_paused
 from lightning_shard.checkpoint.excluded import told_of
-from lightning_shard.checkpoint.loading.open import (
-    Found,
-    find,
-    open_found,
-    read_together,
-    starting_over,
-    to_tell,
-)
+from lightning_shard.checkpoint.loading.open import Found, find, open_found, read_together, starting_over
 from lightning_shard.checkpoint.loading.ranges import Read
-from lightning_shard.checkpoint.loading.replicas import Sharing, Wanted, pass_on
+from lightning_shard.checkpoint.loading.replicas import Wanted, pass_on, settle, shareable
 from lightning_shard.checkpoint.loading.stored import Checkpoint, StoredTensor, fetch
 from lightning_shard.checkpoint.memory import fill, narrow, rooms_like
 from lightning_shard.checkpoint.names import Rename, as_compiled, new_names
@@ -56,12 +49,6 @@ class LoadReport(tuple[list[str], list[str]]):
     nbytes: int
     seconds: float
     attempt: str
-
-    @classmethod
-    def of(cls, missing: list[str], unexpected: list[str], **attributes: Any) -> LoadReport:
-        report = cls((missing, unexpected))
-        vars(report).update(attributes)
-        return report
 
     @property
     def missing(self) -> list[str]:
@@ -181,7 +168,7 @@ def load(
     def find_it(everyone: list[set[str]]) -> tuple[Found, bool, set[str]]:
         root = as_path(path)
         share = open_store(root, storage_options).is_remote if share_reads is None else share_reads
-        return to_tell(find(root, storage_options), storage_options, ranks), share, all_asked(everyone)
+        return find(root, storage_options, with_table=not ranks.alone), share, all_asked(everyone)
 
     found, share, asked_by_any = together(ranks, ask, find_it, all_asked)
 
@@ -216,7 +203,9 @@ def load(
         nbytes = arrived.hand_over()
     for each in restored:
         each.finish()
-    return LoadReport.of(missing, unexpected, nbytes=nbytes, seconds=time.perf_counter() - start, attempt=attempt)
+    report = LoadReport((missing, unexpected))
+    report.nbytes, report.seconds, report.attempt = nbytes, time.perf_counter() - start, attempt
+    return report
 
 
 def _whole(checkpoint: Checkpoint, naming: Naming, group: Any) -> dict[str, Tensor]:
@@ -292,9 +281,10 @@ def load_together(
     ranks = Ranks.of(group)
     with all_or_none(group) as offered:
         wanted = _wanted(pairs(), cast)
-        sharing = Sharing(wanted, ranks)
-        offered.yes = sharing.offers
-    alone, assigned = sharing.settle() if offered.yes else ([item.read for item in wanted], [])
+        held = shareable(wanted, ranks)
+        offered.yes = bool(held)
+    shared, assigned = settle(held, ranks) if offered.yes else (set[int](), [])
+    alone = [item.read for item in wanted if id(item.read) not in shared]
     with all_or_none(group):
         arrived = _fetch([*alone, *(item.read for item in assigned if item.owner == ranks.rank)], verify)
     passed_on = [item.read.target for item in assigned]
@@ -328,41 +318,32 @@ class _Arrived:
     """What this rank has read and verified.
 
     Attributes:
-        beside: (target, new tensor, its bytes): what was read into new memory, to be copied to the target.
-        in_place: Targets that were read in place; marked as half loaded until the other ranks have theirs, too.
+        targets: If read in place, marked as half loaded until the other ranks have theirs, too.
+        copies: (target, new tensor, its bytes): what was read into new memory, to be copied to the target.
     """
 
-    nbytes: int = 0
-    beside: list[tuple[Tensor, Tensor, Buffer]] = field(default_factory=list)
-    in_place: list[Tensor] = field(default_factory=list)
-
-    def read_beside(self, reads: Sequence[Read]) -> list[Read]:
-        """Redirect reads into new memory."""
-        rooms = rooms_like([read.target for read in reads])
-        self.beside += [(read.target, *room) for read, room in zip(reads, rooms)]
-        return [Read(read.stored, read.box, *room) for read, room in zip(reads, rooms)]
+    nbytes: int
+    targets: list[Tensor]
+    copies: list[tuple[Tensor, Tensor, Buffer]]
 
     def hand_over(self) -> int:
         """Copy to the targets, clear the marks, return ``nbytes``. Called once all ranks have verified their reads."""
-        fill(self.beside)
-        half_loaded.clear(self.in_place)
-        half_loaded.clear(target for target, _, _ in self.beside)
+        fill(self.copies)
+        half_loaded.clear(self.targets)
         return self.nbytes
 
 
 def _fetch(reads: Sequence[Read], verify: bool) -> _Arrived:
-    arrived = _Arrived()
-    first = sum([read.target.nbytes for read in reads]) <= CHECKED_FIRST_BYTES
-    if not first:
-        arrived.in_place = [read.target for read in reads]
-        half_loaded.mark(arrived.in_place)
+    targets = [read.target for read in reads]
+    if sum([target.nbytes for target in targets]) <= CHECKED_FIRST_BYTES:
+        rooms = rooms_like(targets)
+        nbytes = fetch((Read(read.stored, read.box, *room) for read, room in zip(reads, rooms)), verify=verify)
+        return _Arrived(nbytes, targets, [(target, *room) for target, room in zip(targets, rooms)])
+    half_loaded.mark(targets)
     try:
-        arrived.nbytes = fetch(arrived.read_beside(reads) if first else reads, verify=verify)
+        return _Arrived(fetch(reads, verify=verify), targets, [])
     except CheckpointError as error:
-        if first:
-            raise
         raise type(error)(f"{error} {half_loaded.CHANGED}") from error
-    return arrived
 
 
 def _check_shapes(located: Iterable[tuple[StoredTensor, Located]], cast: bool) -> None:

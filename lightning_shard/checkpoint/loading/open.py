@@ -9,13 +9,14 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from lightning_shard.checkpoint.foreign import files as foreign
-from lightning_shard.checkpoint.foreign.files import NOT_A_FILE
+from lightning_shard.checkpoint.foreign.files import NOT_A_FILE, Found
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from lightning_shard.checkpoint.format.table import Table
-from lightning_shard.checkpoint.loading.stored import TRUSTED_BYTES, Checkpoint, change_since
+from lightning_shard.checkpoint.loading.ranges import naming_what_fails
+from lightning_shard.checkpoint.loading.stored import TRUSTED_BYTES, Checkpoint, saying_if_replaced
 from lightning_shard.checkpoint.ranks import Ranks, all_or_none, raised_by_all, together
 from lightning_shard.checkpoint.store import Store, as_path, open_store
 from lightning_shard.checkpoint.store.protocol import too_short
@@ -23,7 +24,6 @@ from lightning_shard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
-    CorruptCheckpointError,
     ShardError,
 )
 
@@ -49,23 +49,11 @@ def read(
     return open_found(as_path(path), storage_options, verify, find(as_path(path), storage_options))
 
 
-class Found(NamedTuple):
-    """What the first rank has found at a path, in the form that is broadcast to the others."""
-
-    root: str
-    """The directory of the files."""
-    manifest: bytes
-    state: Any = None
-    """The trainer state of another program's file, which has it inside, not in a file of its own."""
-    foreign: bool = False
-    """Whether the files are another program's."""
-    table: bytes | None = None
-    """The bytes of the table; None before they are read."""
-
-
 def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, found: Found) -> Checkpoint:
     """Open the checkpoint that :func:`find` has found at a path, on this rank or on another one."""
-    store = _store_of(found, storage_options)
+    store = open_store(found.root, storage_options)
+    # other programs' folders may consist of symbolic links, such as the cache of Hugging Face's hub
+    store.links_lead_anywhere = found.foreign
     source = path if found.foreign else f"{path}/{MANIFEST_NAME}"
     manifest = Manifest.from_bytes(found.manifest, source, foreign=found.foreign)
     manifest.take_table(_table(store, manifest, path, found.table))
@@ -78,52 +66,23 @@ def open_found(path: str, storage_options: dict[str, Any] | None, verify: bool, 
     return Checkpoint(path, store, manifest, verify, found.state)
 
 
-def _store_of(found: Found, storage_options: dict[str, Any] | None) -> Store:
-    store = open_store(found.root, storage_options)
-    # other programs' folders may consist of symbolic links, such as the cache of Hugging Face's hub
-    store.links_lead_anywhere = found.foreign
-    return store
-
-
 def _table(store: Store, manifest: Manifest, path: str, given: bytes | None = None) -> Table:
     """The table of a manifest, whose file is read when it is needed, unless its bytes are given."""
     name, nbytes = manifest.table.path, manifest.table.bytes
-    source = f"{path}/{name}"
 
     def load() -> bytes | bytearray:
         if given is not None:
             return given
-        try:
+        with saying_if_replaced(store, path, manifest.attempt), naming_what_fails(store, name):
             if nbytes > TRUSTED_BYTES and store.size(name) < nbytes:
-                raise too_short(source, nbytes)
+                raise too_short(name, nbytes)
             data = memoryview(bytearray(nbytes))
             with store.reading(name) as read:
                 for begin in range(0, nbytes, store.step_bytes):
                     read([(begin, data[begin : begin + store.step_bytes])])
-        except NOT_A_FILE as error:
-            if change := change_since(store, manifest.attempt):
-                raise CheckpointReplacedError(f"{path} was {change} while it was read: open it anew.") from error
-            raise CorruptCheckpointError(f"{source} is missing: use another checkpoint.") from error
-        except CheckpointError:
-            raise
-        except (OSError, MemoryError) as error:
-            raise CheckpointError(f"{source} can't be read: {type(error).__name__}: {error}") from error
         return data.obj  # type: ignore[return-value]
 
-    return Table(manifest.table, source, load)
-
-
-def to_tell(found: Found, storage_options: dict[str, Any] | None, ranks: Ranks) -> Found:
-    """What the first rank broadcasts: ``found`` with the table's bytes."""
-    return found if ranks.alone else with_table(found, storage_options)
-
-
-def with_table(found: Found, storage_options: dict[str, Any] | None) -> Found:
-    """What was found, with the table's bytes."""
-    if found.table is not None:
-        return found
-    manifest = Manifest.from_bytes(found.manifest, f"{found.root}/{MANIFEST_NAME}")
-    return found._replace(table=bytes(_table(_store_of(found, storage_options), manifest, found.root).data))
+    return Table(manifest.table, f"{path}/{name}", load)
 
 
 def read_together(
@@ -135,7 +94,7 @@ def read_together(
 ) -> Checkpoint:
     """As :func:`read`, but only the first rank reads the manifest, and broadcasts it. A collective call."""
     root, ranks = as_path(path), Ranks.of(group)
-    found = together(ranks, lambda: None, lambda _: to_tell(find(root, storage_options), storage_options, ranks))
+    found = together(ranks, lambda: None, lambda _: find(root, storage_options, with_table=not ranks.alone))
     with all_or_none(group):
         return open_found(root, storage_options, verify, found)
 
@@ -161,8 +120,11 @@ def starting_over(collective: Callable[Arguments, Result]) -> Callable[Arguments
     return call
 
 
-def find(path: str, storage_options: dict[str, Any] | None) -> Found:
+def find(path: str, storage_options: dict[str, Any] | None, *, with_table: bool = False) -> Found:
     """Find the checkpoint at a path: one with a manifest, else another program's file.
+
+    Args:
+        with_table: Read the table's bytes too, for other ranks.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -172,7 +134,7 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
         store = open_store(path, storage_options)
         try:
             store.links_lead_anywhere = False
-            return Found(path, store.read(MANIFEST_NAME))
+            found: Found | None = Found(path, store.read(MANIFEST_NAME))
         except NOT_A_FILE:
             found = foreign.find(path, storage_options)
     except ShardError:
@@ -183,8 +145,10 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
         raise CheckpointNotFoundError(
             f"{path} holds no committed checkpoint: there is no {MANIFEST_NAME}. {_what_is_there(path, store)}"
         )
-    table = bytes(found.manifest.chunks.table.data)
-    return Found(found.store.root, found.manifest.to_bytes(), found.state, foreign=True, table=table)
+    if with_table and found.table is None:
+        manifest = Manifest.from_bytes(found.manifest, f"{path}/{MANIFEST_NAME}")
+        found = found._replace(table=bytes(_table(store, manifest, path).data))
+    return found
 
 
 def _what_is_there(path: str, store: Store) -> str:

@@ -8,6 +8,7 @@ edge of a box costs up to one block.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box, rows_of
-from lightning_shard.checkpoint.engine import each, read_blocks, thread_memory
+from lightning_shard.checkpoint.engine import each, groups, read_blocks, thread_memory
 from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, check_digest, digest_at, digest_bytes
 from lightning_shard.checkpoint.format.chunks import Chunk, overlaps
 from lightning_shard.checkpoint.format.header import DTYPES
@@ -77,10 +78,7 @@ class _Job(NamedTuple):
 
 
 def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> int:
-    """Carry out reads. If ``verify`` and the checkpoint has digests, every block that is touched is verified.
-
-    Returns:
-        The number of bytes read.
+    """Carry out reads, and return the bytes read. If there are digests, ``verify`` checks every block touched.
 
     Raises:
         CorruptCheckpointError: A file is missing or too short, a digest differs, or chunks don't cover the tensor.
@@ -98,13 +96,12 @@ def read_boxes(store: Store, manifest: Manifest, reads: Iterable[Read], *, verif
     return sum(sizes)
 
 
-def plan_reads(manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> list[tuple[str, list[_Job]]]:
+def plan_reads(manifest: Manifest, reads: Sequence[Read], *, verify: bool) -> list[tuple[str, list[_Job]]]:
     """Plan reads: each file's path, and the ranges of it to read, sorted by position.
 
     Bytes that are contiguous in a file and in memory are one range of any length; :func:`_batches` cuts it later.
     """
     per_file: dict[int, list[_Job]] = {}
-    reads = list(reads)
     block_bytes = manifest.block_bytes if verify else 0
     for read, found in zip(reads, overlaps([(read.stored.entry, read.box) for read in reads])):
         (stored, box, target, memory), name = read, read.stored.name
@@ -118,17 +115,11 @@ def plan_reads(manifest: Manifest, reads: Iterable[Read], *, verify: bool) -> li
         elif sum(part.numel for _, part in found) != box.numel:
             raise manifest.corrupt(f"the chunks of {name!r} don't make up {box}")
         else:
-            for file, job in _plan(read, found, block_bytes):
-                per_file.setdefault(file, []).append(job)
+            for chunk, part in found:
+                room, inside = narrow(target, part.within(box)), part.within(Box(chunk.offsets, chunk.sizes))
+                jobs = _jobs(read, chunk, inside, room, block_bytes if chunk.digests else 0)
+                per_file.setdefault(chunk.file, []).extend(jobs)
     return [(manifest.files[file].path, sorted(jobs, key=itemgetter(1))) for file, jobs in sorted(per_file.items())]
-
-
-def _plan(read: Read, found: Sequence[tuple[Chunk, Box]], block_bytes: int) -> Iterator[tuple[int, _Job]]:
-    for chunk, part in found:
-        target = narrow(read.target, part.within(read.box))
-        inside = part.within(Box(chunk.offsets, chunk.sizes))
-        for job in _jobs(read, chunk, inside, target, block_bytes if chunk.digests else 0):
-            yield chunk.file, job
 
 
 def _jobs(read: Read, chunk: Chunk, region: Box, target: Tensor, block_bytes: int) -> Iterator[_Job]:
@@ -155,7 +146,13 @@ def _jobs_in_place(
     width = target.element_size()
     first, last = elements[0] * width, elements[1] * width
     memory = byte_view(target)
-    for begin, end, whole in _windows(first, last, chunk.end - chunk.begin, block_bytes):
+    whole_from, whole_to = first, last
+    if block_bytes:
+        whole_from = min(first + -first % block_bytes, last)
+        whole_to = max(last if last == chunk.end - chunk.begin else last - last % block_bytes, whole_from)
+    for begin, end, whole in ((first, whole_from, False), (whole_from, whole_to, True), (whole_to, last, False)):
+        if begin == end:
+            continue
         if whole:
             into, digests = memory[begin - first : end - first], _digests(chunk.digests, begin, end, block_bytes)
             yield _Job(read.stored.name, chunk.begin + begin, chunk.begin + end, into, digests, block_bytes)
@@ -197,27 +194,6 @@ def _scratch_job(
     )
 
 
-def _windows(begin: int, end: int, chunk_bytes: int, block_bytes: int) -> Iterator[tuple[int, int, bool]]:
-    """Split a byte range of a chunk into up to three (begin, end, whole): a part of a block, whole blocks, and a part
-    of a block. Without digests, everything counts as whole."""
-    if not block_bytes:
-        yield begin, end, True
-        return
-    first = begin + -begin % block_bytes
-    last = end if end == chunk_bytes else end - end % block_bytes
-    if first >= last:
-        # inside one block or two, neither of them whole
-        middle = first if begin < first < end else end
-        yield begin, middle, False
-        first = last = middle
-    elif begin < first:
-        yield begin, first, False
-    if first < last:
-        yield first, last, True
-    if last < end:
-        yield last, end, False
-
-
 def _digests(digests: bytes, begin: int, end: int, block_bytes: int) -> bytes:
     """The digests of the blocks from byte ``begin``, a block boundary, to ``end``; empty without digests."""
     if not digests or not block_bytes:
@@ -230,24 +206,16 @@ def _digests(digests: bytes, begin: int, end: int, block_bytes: int) -> bytes:
 def _batches(plan: Iterable[tuple[str, Sequence[_Job]]], batch_bytes: int) -> Iterator[tuple[str, list[_Job]]]:
     """Group jobs of one file into batches of up to ``batch_bytes``, or of a single longer job."""
     for path, jobs in plan:
-        batch: list[_Job] = []
-        total = 0
-        for whole in jobs:
-            # what isn't read in place isn't cut
-            for job in [whole] if whole.into is None or whole.into.nbytes <= batch_bytes else _cut(whole, batch_bytes):
-                nbytes = job.end - job.begin
-                if batch and total + nbytes > batch_bytes:
-                    yield path, batch
-                    batch, total = [], 0
-                batch.append(job)
-                total += nbytes
-        if batch:
+        cut = itertools.chain.from_iterable(_cut(job, batch_bytes) for job in jobs)
+        for batch in groups(cut, lambda job: job.end - job.begin, batch_bytes):
             yield path, batch
 
 
 def _cut(job: _Job, nbytes: int) -> Iterator[_Job]:
     """Cut a job that is read in place into parts of up to ``nbytes``; with digests, of whole blocks, at least one."""
-    assert job.into is not None
+    if job.into is None or job.into.nbytes <= nbytes:
+        yield job
+        return
     step = max(nbytes // job.block_bytes, 1) * job.block_bytes if job.digests else nbytes
     for begin in range(0, job.end - job.begin, step):
         end = min(begin + step, job.end - job.begin)
@@ -264,7 +232,7 @@ def naming_what_fails(store: Store, path: str, name: str | None = None) -> Itera
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         missing = f"{store.root}/{path} is missing{holds and f', and{holds}'}"
         raise CorruptCheckpointError(f"{missing}: use another checkpoint.") from error
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         which = f"{store.root}/{path}{holds and f', which{holds},'}"
         raise CheckpointError(f"{which} can't be read: {type(error).__name__}: {error}") from error
     except CorruptCheckpointError as error:
@@ -308,22 +276,12 @@ def _read(store: Store, path: str, jobs: Sequence[_Job]) -> None:
         for job, place in zip(jobs, places)
     ]
     with store.reading(path) as read:
-        for group in _steps(list(zip(jobs, buffers)), store.step_bytes):
+        # in one call up to step_bytes, or a single longer job
+        for group in groups(zip(jobs, buffers), lambda item: item[1].nbytes, store.step_bytes):
             _read_and_check(read, group, store.step_bytes, f"{store.root}/{path}")
     for job, place, buffer in zip(jobs, places, buffers):
         if job.target is not None:
             _copy_out(job, room[place : place + buffer.nbytes].view(job.dtype))
-
-
-def _steps(jobs: Sequence[tuple[_Job, Buffer]], step_bytes: int) -> Iterator[Sequence[tuple[_Job, Buffer]]]:
-    """Group jobs to read in one call: up to ``step_bytes``, or a single longer job."""
-    first = total = 0
-    for index, (_, buffer) in enumerate(jobs):
-        if index > first and total + buffer.nbytes > step_bytes:
-            yield jobs[first:index]
-            first, total = index, 0
-        total += buffer.nbytes
-    yield jobs[first:]
 
 
 def _read_and_check(read: Reader, jobs: Sequence[tuple[_Job, Buffer]], step_bytes: int, file: str) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box, slabs
+from lightning_shard.checkpoint.engine import groups
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.loading.ranges import Read
 from lightning_shard.checkpoint.memory import narrow
@@ -69,50 +70,39 @@ class Assigned:
     read: Read
 
 
-class Sharing:
-    """Boxes that this rank wants, sorted by the replicas that could share their reading. Construction isn't collective.
+def shareable(wanted: Iterable[Wanted], ranks: Ranks) -> dict[Replicas, list[Ordered]]:
+    """The boxes whose reading replicas could share, of those that have enough bytes to be worth a collective.
 
-    Attributes:
-        offers: Whether enough bytes can be shared to be worth a collective.
+    In the order of writing, so that on the layout that saved each part is a whole chunk.
     """
+    held: dict[Replicas, list[Ordered]] = {}
+    for item, replicas in _with_replicas(wanted, ranks):
+        if replicas is not None:
+            held.setdefault(replicas, []).append((_order(item.read), item.read))
+    return {
+        replicas: sorted(items, key=itemgetter(0))
+        for replicas, items in held.items()
+        if sum(_shared(read).nbytes for _, read in items) >= MIN_BYTES
+    }
 
-    def __init__(self, wanted: Iterable[Wanted], ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._alone: list[Read] = []
-        held: dict[Replicas, list[Read]] = {}
-        for item, replicas in _with_replicas(wanted, ranks):
-            if replicas is None:
-                self._alone.append(item.read)
-            else:
-                held.setdefault(replicas, []).append(item.read)
-        self._held: dict[Replicas, list[Ordered]] = {}
-        for replicas, items in held.items():
-            if sum(_shared(item).nbytes for item in items) < MIN_BYTES:
-                self._alone += items
-            else:
-                # in the order of writing, so that on the layout that saved each part is a whole chunk
-                self._held[replicas] = sorted(((_order(item), item) for item in items), key=itemgetter(0))
-        self.offers = bool(self._held)
 
-    def settle(self) -> tuple[list[Read], list[Assigned]]:
-        """Agree on who reads what. A collective call of all ranks that load.
+def settle(held: Mapping[Replicas, list[Ordered]], ranks: Ranks) -> tuple[set[int], list[Assigned]]:
+    """Agree on who reads what. A collective call of all ranks that load.
 
-        Returns:
-            The boxes that this rank reads by itself, since its replicas don't all want the same; and the assignment of
-            all others, in the same order on every rank.
-        """
-        asked = {replicas.key: _fingerprint(items) for replicas, items in self._held.items()}
-        members = self._ranks.members
-        agreed = together(self._ranks, lambda: asked, lambda everyone: _agreed(dict(zip(members, everyone))))
-        alone = list(self._alone)
-        assigned: list[Assigned] = []
-        # process groups in sorted order: else two ranks could deadlock, each in another group's broadcast
-        for replicas, items in sorted(self._held.items(), key=lambda held: held[0].key):
-            if replicas.key in agreed:
-                assigned += _assign(replicas, items)
-            else:
-                alone += [item for _, item in items]
-        return alone, assigned
+    Returns:
+        The ``id`` of each read that is shared, since its replicas all want the same; and the assignment of these, in
+        the same order on every rank.
+    """
+    asked = {replicas.key: _fingerprint(items) for replicas, items in held.items()}
+    agreed = together(ranks, lambda: asked, lambda everyone: _agreed(dict(zip(ranks.members, everyone))))
+    shared: set[int] = set()
+    assigned: list[Assigned] = []
+    # process groups in sorted order: else two ranks could deadlock, each in another group's broadcast
+    for replicas, items in sorted(held.items(), key=lambda each: each[0].key):
+        if replicas.key in agreed:
+            shared.update(id(read) for _, read in items)
+            assigned += _assign(replicas, items)
+    return shared, assigned
 
 
 def pass_on(assigned: Iterable[Assigned]) -> None:
@@ -202,20 +192,14 @@ def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
     It depends on sizes alone, so it is the same on all ranks.
     """
-    batch: list[Tensor] = []
-    nbytes = 0
+    small = []
     for tensor in tensors:
-        if tensor.nbytes >= SMALL_BYTES:
-            for box in slabs(Box.whole(tensor.shape), PIECE_BYTES // tensor.element_size()):
-                yield [narrow(tensor, box)]
+        if tensor.nbytes < SMALL_BYTES:
+            small.append(tensor)
             continue
-        if nbytes + tensor.nbytes > PACK_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(tensor)
-        nbytes += tensor.nbytes
-    if batch:
-        yield batch
+        for box in slabs(Box.whole(tensor.shape), PIECE_BYTES // tensor.element_size()):
+            yield [narrow(tensor, box)]
+    yield from groups(small, lambda tensor: tensor.nbytes, PACK_BYTES)
 
 
 def _broadcast(tensors: Sequence[Tensor], owner: int, group: Any) -> None:

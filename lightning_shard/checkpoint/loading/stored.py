@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -244,28 +244,33 @@ class Checkpoint(StoredTensors):
         section = self.manifest.ranks.get(rank)
         return StoredTensors(section, self).full() if section is not None else {}
 
-    @contextlib.contextmanager
-    def saying_if_replaced(self) -> Iterator[None]:
-        """Context: if a file is missing, check whether the manifest was replaced, since a later save removes old files.
-
-        Raises:
-            CheckpointReplacedError: The manifest was replaced or removed.
-        """
-        try:
-            yield
-        except CorruptCheckpointError as error:
-            # another program's file has its state inside, and no manifest
-            ours = isinstance(error.__cause__, FileNotFoundError) and self._state is None
-            if ours and (change := change_since(self.store, self.manifest.attempt)):
-                text = f"{self.path} was {change} while it was read: open it anew. ({error})"
-                raise CheckpointReplacedError(text) from error
-            raise
+    def saying_if_replaced(self) -> AbstractContextManager[None]:
+        """:func:`saying_if_replaced` of this checkpoint."""
+        # another program's file has its state inside, and no manifest
+        is_foreign = self._state is not None
+        return nullcontext() if is_foreign else saying_if_replaced(self.store, self.path, self.manifest.attempt)
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r}, {len(self)} model and {len(self.optimizer)} optimizer tensors)"
 
 
-def change_since(store: Store, attempt: str) -> str:
+@contextmanager
+def saying_if_replaced(store: Store, path: str, attempt: str) -> Iterator[None]:
+    """Context: if a file is missing, check whether the manifest was replaced, since a later save removes old files.
+
+    Raises:
+        CheckpointReplacedError: The manifest was replaced or removed.
+    """
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError) and (change := _change_since(store, attempt)):
+            text = f"{path} was {change} while it was read: open it anew. ({error})"
+            raise CheckpointReplacedError(text) from error
+        raise
+
+
+def _change_since(store: Store, attempt: str) -> str:
     """What has happened to a checkpoint since its manifest, of this attempt, was read; empty if nothing has."""
     try:
         now = Manifest.from_bytes(store.read(MANIFEST_NAME))

@@ -46,13 +46,8 @@ def named_optimizer_state(
     """An optimizer's state dict, keyed by parameter names instead of numbers.
 
     Args:
-        optimizer: Of this rank's parameters.
         names: ``id(parameter)`` to name.
         elsewhere: Names of parameters that are left out, since another rank saves them.
-
-    Returns:
-        ``"state"`` by parameter name, ``"shared"`` (state that belongs to no parameter), ``"param_groups"``, and the
-        ``"parameters"`` by name.
     """
     more = optimizer.state_dict().keys() - {"state", "param_groups"}
     if more:
@@ -146,14 +141,12 @@ def name_numbered(
 
     Args:
         tensors: By ``"{optimizer}/{number}/{key}"``, or with the parameter's name instead of the number.
-        states: Each optimizer's values that aren't tensors, and its groups.
         names: The names of all stages' parameters, for each optimizer and group, in the order of the groups.
     """
-    named: list[dict[str, Any]] = []
-    by_number: dict[str, dict[str, str]] = {}
+    found: list[dict[str, str] | None] = []
     for index, (state, groups) in enumerate(zip(states, names, strict=True)):
         if not state.get("numbered"):
-            named.append(state)
+            found.append(None)
             continue
         saved = [group["params"] for group in state["param_groups"]]
         if (theirs := [*map(len, saved)]) != (ours := [*map(len, groups)]):
@@ -161,15 +154,30 @@ def name_numbered(
                 f"The checkpoint's optimizer {index} has groups of {theirs} parameters, and the one here has groups of"
                 f" {ours}: make the same groups."
             )
-        find = {number: name for numbers, group in zip(saved, groups) for number, name in zip(numbers, group)}
-        by_number[str(index)] = find
-        described = [{**group, "params": list(own)} for group, own in zip(state["param_groups"], groups)]
-        values = {find[number]: entries for number, entries in state["values"].items()}
-        named.append({**state, "numbered": False, "values": values, "param_groups": described})
+        found.append({number: name for numbers, group in zip(saved, groups) for number, name in zip(numbers, group)})
+    return with_names(tensors, states, found)
 
-    def new(path: str) -> str:
-        owner, _, rest = path.partition("/")
-        number, _, key = rest.partition("/")
-        return f"{owner}/{by_number[owner][number]}/{key}" if owner in by_number else path
 
-    return {new(path): stored for path, stored in tensors.items()}, named
+def with_names(
+    tensors: Mapping[str, Any], states: Sequence[dict[str, Any]], names: Sequence[Mapping[str, str] | None]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Optimizers' tensors and states with new names of parameters, which ``names`` has for each optimizer by the old
+    ones (None: they stay). A parameter without a new name is left out."""
+
+    def named(state: dict[str, Any], new: Mapping[str, str]) -> dict[str, Any]:
+        own = [[new[name] for name in group["params"] if name in new] for group in state["param_groups"]]
+        groups = [{**group, "params": params} for group, params in zip(state["param_groups"], own)]
+        values = {new[name]: entries for name, entries in state["values"].items() if name in new}
+        return {**state, "numbered": False, "values": values, "param_groups": groups}
+
+    described = [state if new is None else named(state, new) for state, new in zip(states, names, strict=True)]
+    by_owner = {str(index): new for index, new in enumerate(names) if new is not None}
+    found: dict[str, Any] = {}
+    for path, stored in tensors.items():
+        owner, name, key = apart(path)
+        new = by_owner.get(owner)
+        if new is None:
+            found[path] = stored
+        elif name in new:
+            found[f"{owner}/{new[name]}/{key}"] = stored
+    return found, described

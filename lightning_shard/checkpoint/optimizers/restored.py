@@ -23,6 +23,7 @@ from lightning_shard.checkpoint.optimizers.named import (
     apart,
     listed_in,
     name_numbered,
+    with_names,
 )
 from lightning_shard.checkpoint.optimizers.taken import (
     is_by_name,
@@ -73,8 +74,6 @@ class Restored:
         """Find the optimizers' state in a checkpoint; returns its parameters, in the form of :attr:`asked`.
 
         Args:
-            checkpoint: The checkpoint.
-            strip_prefix, rename: As for :func:`~lightning_shard.checkpoint.load`.
             asked_by_any: All ranks' :attr:`asked`.
 
         Raises:
@@ -96,8 +95,7 @@ class Restored:
         tensors: Mapping[str, Any] = checkpoint.optimizer
         if strip_prefix or rename:
             tensors, states = renamed(tensors, states, strip_prefix, rename)
-        if any(state.get("numbered") for state in states):
-            tensors, states = name_numbered(tensors, states, self._listed)
+        tensors, states = name_numbered(tensors, states, self._listed)
         self._plans = plan_optimizers(self._optimizers, self._names, tensors, states, asked_by_any)
         return {asked_as(index, name) for index, names in enumerate(listed_in(states)) for name in names}
 
@@ -142,21 +140,11 @@ def renamed(
     tensors: Mapping[str, Any], states: Sequence[dict[str, Any]], strip_prefix: str | None, rename: Rename | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Rename the parameters in optimizers' tensors and states as the model's tensors are renamed; numbers stay."""
-    named, found = [], {}
-    for index, state in enumerate(states):
-        if state.get("numbered"):
-            named.append(state)
-            found.update({path: stored for path, stored in tensors.items() if path.partition("/")[0] == str(index)})
-            continue
-        new = {old: name for name, old in renamed_among(listed_in([state])[0], strip_prefix, rename).items()}
-        groups = [{**g, "params": [new[name] for name in g["params"] if name in new]} for g in state["param_groups"]]
-        values = {new[name]: entries for name, entries in state["values"].items() if name in new}
-        named.append({**state, "values": values, "param_groups": groups})
-        for path in tensors:
-            owner, name, key = apart(path)
-            if owner == str(index) and name in new:
-                found[f"{index}/{new[name]}/{key}"] = tensors[path]
-    return found, named
+    names = []
+    for state, listed in zip(states, listed_in(states)):
+        new = {} if state.get("numbered") else renamed_among(listed, strip_prefix, rename)
+        names.append(None if state.get("numbered") else {old: name for name, old in new.items()})
+    return with_names(tensors, states, names)
 
 
 @dataclass
@@ -189,7 +177,6 @@ def plan_optimizers(
     """Plan the restoring of optimizers, with state tensors sharded like their parameters. Doesn't change them.
 
     Args:
-        optimizers: Of this rank's parameters.
         names: ``id(parameter)`` to name.
         stored: The checkpoint's optimizer tensors by ``"{optimizer}/{parameter}/{key}"``.
         states: The second result of :func:`flatten_optimizer_states`.
@@ -301,13 +288,10 @@ def _placed(
     """A parameter's state with new tensors in place of stored ones; adds each (stored, new) to ``pairs``.
 
     Args:
-        value: The stored state.
-        parameter: The parameter.
         device: The device of new tensors that aren't laid out like the parameter.
         dtype: What floating-point tensors are converted to, as by ``torch.optim.Optimizer.load_state_dict``; ``None``:
             they are as stored.
         referred: The stored tensors were referred to from the state, so they were DTensors when saved.
-        pairs: Extended.
     """
 
     def dtype_of(leaf: StoredTensor | Tensor) -> torch.dtype:

@@ -82,19 +82,25 @@ def _named(optimizer: Any, state: State) -> dict[str, Any]:
     )
 
 
-def named_state_dict(content: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """An optimizer's state dict keyed by names if these are known; else by the numbers, and ``"numbered"`` is true."""
+def named_state_dict(content: Mapping[str, Any], parameters: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """An optimizer's state dict keyed by names if these are known; else by the numbers, and ``"numbered"`` is true.
+
+    Args:
+        parameters: By name; None: no names are known, and a key that is no number counts as its position, as for torch.
+    """
     groups: list[dict[str, Any]] = [dict(group) for group in content["param_groups"]]
     listed = [key for group in groups for key in group["params"]]
     # torch knows the names of an optimizer that was made from named_parameters()
     names = [name for group in groups for name in group.get("param_names", group["params"])]
-    numbered = not all(name in parameters for name in names)
-    if numbered and not all(isinstance(key, int) for key in listed):
+    numbered = parameters is None or not all(name in parameters for name in names)
+    if numbered and parameters is not None and not all(isinstance(key, int) for key in listed):
         lost = [name for name in names if name not in parameters]
         raise UnsupportedStateError(
             f"The optimizer's state is of {lost[0]!r}, which isn't in state: pass the module that it optimizes."
         )
-    find = {key: str(key) if numbered else name for key, name in zip(listed, names, strict=True)}
+    if numbered:
+        names = [str(key if isinstance(key, int) else position) for position, key in enumerate(listed)]
+    find = dict(zip(listed, names, strict=True))
     for group in groups:
         group["params"] = [find[key] for key in group["params"]]
     return {
@@ -102,7 +108,7 @@ def named_state_dict(content: Mapping[str, Any], parameters: Mapping[str, Tensor
         "state": {find[key]: dict(entries) for key, entries in content["state"].items() if key in find},
         "shared": {key: value for key, value in content["state"].items() if key not in find},
         "param_groups": groups,
-        "parameters": {} if numbered else {name: parameters[name] for name in find.values()},
+        "parameters": {} if numbered or parameters is None else {name: parameters[name] for name in names},
     }
 
 

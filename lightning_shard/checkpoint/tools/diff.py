@@ -6,6 +6,7 @@ checkpoints, part by part.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_shard.checkpoint.boxes import Box, slabs
+from lightning_shard.checkpoint.engine import groups
 from lightning_shard.checkpoint.format.chunks import TensorEntry
 from lightning_shard.checkpoint.format.manifest import Section
 from lightning_shard.checkpoint.format.typed_json import TAG
@@ -166,6 +168,11 @@ class _Pair:
     different: int = 0
     max_difference: float = 0.0
 
+    @property
+    def width(self) -> int:
+        """The most bytes that an element takes on either side."""
+        return max(self.a.dtype.itemsize, self.b.dtype.itemsize)
+
 
 @dataclass
 class _Comparison:
@@ -238,20 +245,12 @@ class _Comparison:
 
     def values(self, progress: Callable[[int, int], None] | None) -> None:
         self.report.bytes = total = sum(pair.a.nbytes for pair in self.pairs)
-        batch: list[tuple[_Pair, Box]] = []
-        filled = done = 0
-        for pair in self.pairs:
-            width = max(pair.a.dtype.itemsize, pair.b.dtype.itemsize)
-            for box in self.boxes(pair, width):
-                if filled + box.numel * width > BATCH_BYTES:
-                    self.compare(batch)
-                    batch, filled = [], 0
-                    if progress is not None:
-                        progress(done, total)
-                batch.append((pair, box))
-                filled += box.numel * width
-            done += pair.a.nbytes
-        self.compare(batch)
+        before = itertools.accumulate((pair.a.nbytes for pair in self.pairs), initial=0)
+        boxes = ((pair, box, done) for pair, done in zip(self.pairs, before) for box in self.boxes(pair))
+        for batch in groups(boxes, lambda item: item[1].numel * item[0].width, BATCH_BYTES):
+            self.compare([(pair, box) for pair, box, _ in batch])
+            if progress is not None:
+                progress(batch[-1][2], total)
         if progress is not None:
             progress(total, total)
         for pair in self.pairs:
@@ -261,13 +260,13 @@ class _Comparison:
                 found = replace(found, different=pair.different, max_difference=pair.max_difference)
                 self.report.differences.append(replace(found, elements=pair.a.numel()))
 
-    def boxes(self, pair: _Pair, width: int) -> Iterator[Box]:
+    def boxes(self, pair: _Pair) -> Iterator[Box]:
         """The boxes of a tensor that must be read to compare it."""
         grids = {checkpoint.manifest.block_bytes for checkpoint in (self.a, self.b)}
         alike = pair.a.dtype == pair.b.dtype and len(grids) == 1 and 0 not in grids
         a, b = ({chunk[3:] for chunk in stored.entry.chunks} for stored in (pair.a, pair.b))
         for offsets, sizes, _ in sorted(a - b if alike else a):
-            yield from slabs(Box(offsets, sizes), BATCH_BYTES // width)
+            yield from slabs(Box(offsets, sizes), BATCH_BYTES // pair.width)
 
     def compare(self, batch: list[tuple[_Pair, Box]]) -> None:
         ours = self.a.room_for([(pair.a, box) for pair, box in batch])

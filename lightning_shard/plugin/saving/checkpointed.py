@@ -263,8 +263,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             rename = {"": prefix} if prefix else {name: compiled.get(name, name) for name in listed}.get
             tensors, states = renamed(tensors, states, None, rename)
         everywhere = self._parameter_groups()
-        if any(state.get("numbered") for state in states):
-            tensors, states = name_numbered(tensors, states, everywhere)
+        tensors, states = name_numbered(tensors, states, everywhere)
         asked = {asked_as(i, name) for i, groups in enumerate(everywhere) for group in groups for name in group}
         plans: list[Plan] = []
 
