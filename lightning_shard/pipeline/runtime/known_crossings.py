@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_shard.errors import RankFailure, StepError
 from lightning_shard.pipeline.dataflow.crossing import Crossing
-from lightning_shard.pipeline.dataflow.messages import Request
 from lightning_shard.pipeline.dataflow.search import CallsAgain, Memory, Post, Ran, RunStep, Search, find_crossing
 from lightning_shard.pipeline.runtime.channel import Channel, Signature
 from lightning_shard.pipeline.stages.stage import Stage
@@ -154,7 +153,7 @@ class KnownCrossings:
                 raise
             except Exception as error:
                 errors.append(error)
-                stage.passage.missing = Request(done=False)
+                stage.passage.failed = True
 
         searches = self._searches()
         for search in searches:
@@ -163,13 +162,12 @@ class KnownCrossings:
                 search.run(attempt, 0, serves=False)
             except StepError as error:
                 errors.append(error)
-                search.fail(Request(done=False))
-        answers = [search.end() for search in reversed(searches)]
-        searches[0].post.close()
-        all_passed = all(self.gather(all(answer.done for answer in answers) and not errors))
-        for end in self.ends.values():
-            end.channel.flush()
-        return None if all_passed else next(iter(errors), StepError("Another stage's run failed."))
+                search.fail()
+        verdict = searches[0].post.close()
+        for search in searches:
+            search.settle(verdict)
+            search.channel.flush()
+        return next(iter(errors), StepError("Another stage's run failed.")) if verdict.failed else None
 
     def _searches(self) -> list[Search]:
         post = Post([*self.ends.values()][-1].channel)

@@ -35,7 +35,7 @@ from lightning_shard.pipeline.dataflow.crossing import (
 from lightning_shard.pipeline.dataflow.fetching import Ask, Ledger
 from lightning_shard.pipeline.dataflow.kept import Found, keep
 from lightning_shard.pipeline.dataflow.masks import masks_made_as_given
-from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, Request, Slot
+from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, Slot
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.stages.compiled_functions import CompiledFunctions
@@ -265,9 +265,8 @@ class Stage:
     def delivery(self, passage: Passage, crossing: Crossing) -> Delivery:
         """The delivery that announces a microbatch's sent values to the next stage."""
         slots = {key: Slot.of(tensor) for key, tensor in passage.sent.items()}
-        traced = crossing.incoming.traced or crossing.is_traced()
         aliased = passage.ledger.memory.aliased() if passage.ledger is not None else crossing.incoming.aliased
-        return Delivery(slots, dict(passage.blocks), passage.counted, passage.until, traced, aliased)
+        return Delivery(slots, dict(passage.blocks), passage.counted, passage.until, aliased)
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> None:
         if self.calls is not None and not self.passage.active:
@@ -311,7 +310,7 @@ class Stage:
                 " pipeline_parallel_size=1.",
                 breaks=2,
             )
-        self.passage.missing = Request(done=False)
+        self.passage.failed = True
         raise StageEnd
 
     def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
