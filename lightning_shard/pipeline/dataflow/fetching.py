@@ -132,10 +132,6 @@ class Ledger:
         """Forget the results of operations from this number on: the stage's part has ended before."""
         self._named = {k: each for k, each in self._named.items() if k[0] != "operation" or k[1] < number}
 
-    def clear(self) -> None:
-        self._named.clear()
-        self._keys.clear()
-
     # What the user's code computes
 
     def substituted(self, arguments: Any) -> Any:

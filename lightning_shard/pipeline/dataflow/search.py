@@ -56,7 +56,11 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Ran:
-    """A microbatch's forward on one stage."""
+    """A microbatch's forward on one stage.
+
+    Attributes:
+        result: What the step returned, on the last stage; its loss, until its backward.
+    """
 
     stage: Stage
     crossing: Crossing
@@ -236,7 +240,7 @@ class Search:
             if not self.stage.is_last:
                 crossing.outgoing = self.stage.delivery(passage, crossing)
             crossing.is_settled = not verdict.is_traced
-        passage.ledger.clear()
+        passage.ledger = None
 
     def _ask(self, keys: Sequence[Key], sentence: str) -> Mapping[Key, Tensor]:
         """Ask the previous stage; returns leaves.

@@ -199,6 +199,7 @@ class Stage:
                 yield passage
         finally:
             passage.active, self.trace = False, None
+            passage.in_place_of.clear()
             self._part_calls.clear()
             if self._own_call is not None:  # the step ended within a block
                 self._own_call.remove_hooks()
