@@ -220,10 +220,8 @@ class Stage:
     def running(self, root: nn.Module) -> Iterator[None]:
         """Context of the user's step, while ``root``'s own parameters are unsharded."""
         traced = self.trace.running() if self.trace is not None else nullcontext()
-        ledger = self.passage.ledger
-        followed = ledger.following() if ledger is not None else nullcontext()
         masks = masks_made_as_given(causal_too=self.trace is not None)
-        with self.shown(), parameters_crossing(root, self.passage), masks, followed, traced:
+        with self.shown(), parameters_crossing(root, self.passage), masks, traced:
             before, self.in_step = self.in_step, True
             self._compiled.run_as_written()
             try:
