@@ -250,7 +250,7 @@ class Passage:
         if self.ledger is not None:
             self.ledger.memory.sends(key, tensor)
 
-    def unknown(self, slot: Slot, key: Key, text: str, device: torch.device, *, without_memory: bool = False) -> Tensor:
+    def unknown(self, slot: Slot, text: str, device: torch.device, *, without_memory: bool = False) -> Tensor:
         """An unknown tensor for this slot. It has its own memory, since models may write into it; but in a cache."""
         has_nan = slot.dtype.is_floating_point or slot.dtype.is_complex
         shape = () if without_memory else slot.shape

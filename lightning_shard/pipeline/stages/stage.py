@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, takewhile
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -84,8 +84,6 @@ class Stage:
         owned: The places that it runs.
         places: The places of each block, by name.
         own_parts: The parts that this stage holds.
-        earlier_parts: Those that earlier stages hold.
-        last_parts: Those that the last stage holds.
         alone: The names of this stage's parameters that no earlier stage has.
         hollow: The parameters that other stages hold, by name.
         elsewhere: The modules whose parameters other stages hold.
@@ -121,10 +119,7 @@ class Stage:
         self.places: dict[str, list[int]] = {}
         for place, name in enumerate(self.blocks):
             self.places.setdefault(name, []).append(place)
-        holders = network.parts.items()
-        self.own_parts = [name for name, holder in holders if holder == index]
-        self.earlier_parts = [name for name, holder in holders if holder < index]
-        self.last_parts = [name for name, holder in holders if holder == network.stages - 1]
+        self.own_parts = [name for name, holder in network.parts.items() if holder == index]
         self.alone: Collection[str] = ()
         self.hollow: dict[str, Hollow] = {}
         self.elsewhere: set[nn.Module] = set()
@@ -419,11 +414,17 @@ class Stage:
         return self.given.pop(index, output)  # discards what hooks return here: the received output includes it
 
 
+def modules_of(root: nn.Module, stage: Stage) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a stage's blocks and parts, by name."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    for name in dict.fromkeys([*(stage.blocks[place] for place in stage.owned), *stage.own_parts]):
+        if name in modules:
+            yield from modules[name].named_modules(prefix=name)
+
+
 def _around_all(blocks: Sequence[str]) -> list[str]:
     """The names of the modules that contain all blocks, beginning with the root."""
-    paths = [name.split(".")[:-1] for name in blocks]
-    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths))
-    return list(accumulate((parts[0] for parts in shared), lambda path, part: f"{path}.{part}".lstrip("."), initial=""))
+    return ["", *(path for path in _around_any(blocks) if all(name.startswith(f"{path}.") for name in blocks))]
 
 
 def _around_any(blocks: Sequence[str]) -> list[str]:
