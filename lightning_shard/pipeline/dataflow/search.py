@@ -195,7 +195,7 @@ class Search:
         if incoming is None:
             self.fail()
             return
-        received = {} if stage.is_first else self.channel.receive(incoming.slots)
+        received = {} if stage.is_first else self.channel.expect(incoming.slots)()
         self.crossing = Crossing(incoming, self.asked)
         with stage.microbatch(received, self.crossing, ask=self._ask) as self.passage:
             self.passage.at_end = lambda: self._end(serves=serves)
@@ -253,7 +253,7 @@ class Search:
         answer = self.post.wait(before, self.stage.index)
         if isinstance(answer, StepError):
             raise answer
-        received = self.channel.receive(answer.slots)
+        received = self.channel.expect(answer.slots)()
         self.crossing.incoming.slots.update(answer.slots)
         assert self.passage is not None
         assert self.passage.ledger is not None

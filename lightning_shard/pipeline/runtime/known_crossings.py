@@ -39,13 +39,7 @@ class Ends:
 
 
 class KnownCrossings:
-    """What crosses the cuts of one rank's stages.
-
-    Args:
-        stages: This rank's stages of the cut model, in order.
-        channels: Each stage's channel to its neighbours.
-        remember: Takes a snapshot of what a step may change beside gradients; with ``puts_back=False`` for its check
-            alone.
+    """What crosses the cuts of one rank's stages; made of what :class:`~.step.PipelinedStep` is.
 
     Attributes:
         ends: By the stage's index.
@@ -95,11 +89,7 @@ class KnownCrossings:
         return True
 
     def find(self, run: RunStep, i: int, keys: Sequence[Signature]) -> dict[int, Ran]:
-        """Search for what crosses, in the microbatch of this number of a batch; returns its forward on each stage.
-
-        Args:
-            run: Calls the step for a stage on a microbatch.
-            keys: The signatures of the batch's microbatches.
+        """Search for what crosses, in microbatch ``i`` of a batch with these signatures; returns each stage's forward.
 
         Raises:
             CallsAgain: The step calls the network several times; on all ranks. Then the run had no effect.
@@ -137,9 +127,6 @@ class KnownCrossings:
 
         Each stage sends what it last sent for this kind of step. Of a microbatch of other shapes more may be needed, or
         the code may not take it.
-
-        Args:
-            run: Calls the step for a stage.
 
         Returns:
             ``None`` on all ranks if the microbatch has passed all stages; else an error on all ranks.

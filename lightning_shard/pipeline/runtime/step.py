@@ -77,10 +77,8 @@ class PipelinedStep:
         """Run forwards and backwards in the schedule's order.
 
         Args:
-            run_on: Calls the step for a stage on a microbatch, with the random numbers of that of a number.
-            microbatches: The microbatches, the same on every stage.
+            microbatches: The same on every stage.
             actions: This rank's row of the schedule.
-            kind: The kind of step.
             loss_of: Gives a microbatch's loss from its number and the step's return value, scaled so that microbatches'
                 losses add up. Called on the last stage only.
             before_backward: Called before each backward, or its first part, with the stage, the microbatch's number,
@@ -136,10 +134,7 @@ class PipelinedStep:
         """Run forwards only: microbatches stream through the stages.
 
         Args:
-            run_on: Calls the step for a stage on a microbatch, of this number.
-            microbatches: The microbatches, the same on every stage.
             actions: This rank's row of the schedule; backwards are left out.
-            kind: The kind of step.
             waits: Whether to wait until all sends have completed.
 
         Returns:
