@@ -19,7 +19,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -111,9 +111,7 @@ class Schedule:
 
         It can run if this one can, since an action depends only on actions of its own microbatch.
         """
-        if microbatches >= self.microbatches:
-            return self
-        return Schedule(self.name, tuple(tuple(a for a in row if a.microbatch < microbatches) for row in self.rows))
+        return self if microbatches >= self.microbatches else _first(self, microbatches)
 
     def in_flight(self, rank: int, stage: int | None = None, until: str = "BW") -> int:
         """The largest number of forwards whose activations a rank keeps at once, over all of its stages or of one.
@@ -257,6 +255,12 @@ def _stuck(waiting: Sequence[Sequence[Action]], done: set[Action], stages: int) 
         if row:
             missing = [str(need) for need in row[0].needs(stages) if need not in done]
             yield f"rank {rank} at {row[0]} for {' and '.join(missing)}"
+
+
+@lru_cache(maxsize=8)  # a plan simulates the same order again, and orders keep what was computed of them
+def _first(schedule: Schedule, microbatches: int) -> Schedule:
+    rows = (tuple(action for action in row if action.microbatch < microbatches) for row in schedule.rows)
+    return Schedule(schedule.name, tuple(rows))
 
 
 # -- as a file --------------------------------------------------------------------------------------------------------
