@@ -159,10 +159,6 @@ class Passage:
         self.in_place_of: list[Tensor] = []
         self._objects_cross: bool | None = None
 
-    @property
-    def entered(self) -> bool:
-        return self.entered_at is not None
-
     def wants(self, kind: str, block: int) -> bool:
         """Whether effects of this kind (``"inside"``, ``"changed"``) of a block must be recorded."""
         return self.searching or any(key[:2] == (kind, block) for key in self.wanted)

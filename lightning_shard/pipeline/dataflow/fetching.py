@@ -99,7 +99,7 @@ class Ledger:
 
     def is_own(self, operands: Iterable[Any]) -> bool:
         """Whether an operation on these has a result that no earlier stage knows."""
-        return not self._passage.entered and any(id(leaf) in self._own for leaf in operands)
+        return self._passage.entered_at is None and any(id(leaf) in self._own for leaf in operands)
 
     def comes_of_own(self, results: Iterable[Tensor]) -> None:
         """These are computed from parameters that no earlier stage has."""
@@ -147,7 +147,7 @@ class Ledger:
         if not unknown or not self._passage.active or self.late(unknown) or not all(map(self._can_be_fetched, unknown)):
             return False
         passage = self._passage
-        must = combines or passage.entered or passage.in_hooks or into_known or self.is_own(operands)
+        must = combines or passage.entered_at is not None or passage.in_hooks or into_known or self.is_own(operands)
         if not must and not (saves_by_hooks() and not any(isinstance(leaf, Hollow) for leaf in unknown)):
             return False
         self._passage.on_missing(unknown, f"{name} computes with {unknown[0].origin.at_end}.")

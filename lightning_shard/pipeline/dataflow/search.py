@@ -148,8 +148,8 @@ class Search:
     """One stage's part.
 
     Attributes:
-        asked: Values to send at once, as they crossed for the last microbatch of this kind of step.
-        latest: What was found for that.
+        crossing: What crosses; as it begins, the values to send at once.
+        latest: What was found for the last microbatch of this kind of step.
         passage: The run; ``None`` if the previous stage sent nothing.
         failed: Whether this stage or an earlier one has failed, or met a second call of the network.
     """
@@ -157,7 +157,6 @@ class Search:
     stage: Stage
     channel: Channel
     post: Post
-    asked: list[Key] = field(default_factory=list)
     passage: Passage | None = field(default=None, init=False)
     result: Any = field(default=None, init=False)
     failed: bool = field(default=False, init=False)
@@ -169,7 +168,8 @@ class Search:
 
     def begin_as(self, latest: Crossing) -> None:
         """Send what the kind's latest search has found at once."""
-        self.latest, self.asked = latest, [key for key in latest.asked if key[0] != "inside"]
+        self.latest = latest
+        self.crossing.asked += [key for key in latest.asked if key[0] != "inside"]
 
     @property
     def found_other(self) -> bool:
@@ -184,11 +184,10 @@ class Search:
     def _send(self, message: Any, to: int) -> None:
         self.post.send(message, self.stage.index, to)
 
-    def run(self, run: RunStep, i: int, *, serves: bool) -> None:
+    def run(self, run: RunStep, i: int) -> None:
         """Receive from the previous stage, run this stage's part, and send to the next stage.
 
-        Args:
-            serves: Whether to serve other stages at once, inside of what the step runs in, until all have run.
+        A rank's last stage serves others inside of what its step runs in, until all have run.
         """
         stage = self.stage
         incoming = Delivery() if stage.is_first else self.post.wait(stage.index - 1, stage.index)
@@ -196,13 +195,13 @@ class Search:
             self.fail()
             return
         received = {} if stage.is_first else self.channel.expect(incoming.slots)()
-        self.crossing = Crossing(incoming, self.asked)
+        self.crossing.incoming = incoming
         with stage.microbatch(received, self.crossing, ask=self._ask) as self.passage:
-            self.passage.at_end = lambda: self._end(serves=serves)
+            self.passage.at_end = self._end
             self.result = run(stage, i)
             self.passage.ends()
 
-    def _end(self, *, serves: bool) -> None:
+    def _end(self) -> None:
         """The stage has left the step: announce and send what it has for the next stage."""
         stage, passage, crossing = self.stage, self.passage, self.crossing
         assert passage is not None
@@ -216,7 +215,7 @@ class Search:
         crossing.outgoing = stage.delivery(passage, crossing)
         self._send(crossing.outgoing, stage.index + 1)
         self.channel.send(passage.sent, crossing.outgoing.slots)
-        if serves:
+        if stage.index == max(self.post.stages):
             self.post.close()
 
     def fail(self) -> None:
@@ -271,7 +270,8 @@ class Search:
         except StepError as error:
             self._send(error, self.stage.index + 1)
             return
-        self.asked.extend(key for key in request.keys if key not in self.asked)
+        asked = self.crossing.asked
+        asked.extend(key for key in request.keys if key not in asked)
         slots = {key: Slot.of(value) for key, value in values.items()}
         self._send(Delivery(slots, aliased=passage.ledger.memory.aliased()), self.stage.index + 1)
         self.channel.send(values, slots)
@@ -296,14 +296,14 @@ def find_crossing(
         CallsAgain: The step calls the network several times; on all ranks.
     """
     for search in searches:
-        search.run(run, i, serves=search is searches[-1])
+        search.run(run, i)
     verdict = searches[0].post.close()
     for search in searches:
         search.settle(verdict)
     if verdict.failed:
         raise CallsAgain
     for search in searches[:-1]:
-        if search.asked:
+        if search.crossing.asked:
             returns(search.stage, [*search.ran.passage.sent.values()])
     return verdict.found_other
 

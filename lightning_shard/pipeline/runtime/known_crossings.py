@@ -146,7 +146,7 @@ class KnownCrossings:
         for search in searches:
             search.begin_as(self.ends[search.stage.index].latest[kind])
             try:
-                search.run(attempt, 0, serves=False)
+                search.run(attempt, 0)
             except StepError as error:
                 errors.append(error)
                 search.fail()
