@@ -28,15 +28,7 @@ from torch.distributed.tensor import DTensor
 from lightning_shard.arguments import few
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.functions import leaves
-from lightning_shard.pipeline.dataflow.messages import (
-    BlockCall,
-    Counted,
-    Delivery,
-    End,
-    Key,
-    Request,
-    Slot,
-)
+from lightning_shard.pipeline.dataflow.messages import BlockCall, Counted, Delivery, End, Key, Slot
 from lightning_shard.pipeline.dataflow.taint import Hollow, Origin, Unknown, fill, mark, refuse, said_of_hook
 from lightning_shard.user_hooks import is_of_fsdp
 
@@ -116,7 +108,7 @@ class Passage:
         blocks: The blocks' calls by place; those of earlier stages as these announced them.
         wanted: Names of the values to send, beside the hidden state.
         sent: Values to send.
-        missing: Why a search ends: a second call of the network, or a failure.
+        failed: Whether a search ends here, at a second call of the network or an error.
         counted: Operations outside of the blocks so far.
         entered_at: The same, where the previous stage has left the step: when the first block of this stage was called,
             or after the block at ``entered_after``.
@@ -151,7 +143,7 @@ class Passage:
         self.blocks: dict[int, BlockCall] = dict((crossing.outgoing or crossing.incoming).blocks)
         self.wanted: frozenset[Key] = frozenset(crossing.asked)
         self.sent: dict[Key, Tensor] = {}
-        self.missing: Request | None = None
+        self.failed = False
         until = crossing.incoming.until
         self.entered_at: Counted | None = None
         self.entered_after = until if until is not None and until.after else None
@@ -166,10 +158,6 @@ class Passage:
         self.at_end: Callable[[], None] | None = None
         self.in_place_of: list[Tensor] = []
         self._objects_cross: bool | None = None
-
-    @property
-    def entered(self) -> bool:
-        return self.entered_at is not None
 
     def wants(self, kind: str, block: int) -> bool:
         """Whether effects of this kind (``"inside"``, ``"changed"``) of a block must be recorded."""
@@ -258,7 +246,7 @@ class Passage:
         if self.ledger is not None:
             self.ledger.memory.sends(key, tensor)
 
-    def unknown(self, slot: Slot, key: Key, text: str, device: torch.device, *, without_memory: bool = False) -> Tensor:
+    def unknown(self, slot: Slot, text: str, device: torch.device, *, without_memory: bool = False) -> Tensor:
         """An unknown tensor for this slot. It has its own memory, since models may write into it; but in a cache."""
         has_nan = slot.dtype.is_floating_point or slot.dtype.is_complex
         shape = () if without_memory else slot.shape

@@ -23,8 +23,7 @@ serves requests to all of its stages, so several stages on a rank can't deadlock
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,19 +32,9 @@ from torch import Tensor, nn
 from lightning_shard import tree
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.aliasing import SharedMemory
-from lightning_shard.pipeline.dataflow.crossing import (
-    LateValue,
-    Passage,
-    held_parameter,
-    sendable_parameter,
-)
+from lightning_shard.pipeline.dataflow.crossing import LateValue, Passage, held_parameter, sendable_parameter
 from lightning_shard.pipeline.dataflow.messages import Key
-from lightning_shard.pipeline.dataflow.taint import (
-    Hollow,
-    Unknown,
-    followed_by,
-    put_values,
-)
+from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, put_values
 from lightning_shard.torch_private import is_in_function, saves_by_hooks
 
 #: Asks the previous stage for values of these names, with the sentence of the error if they can't be had.
@@ -87,13 +76,10 @@ class Ledger:
         self._own: set[int] = set()
         self._parameters = {key[1]: tensor for key, tensor in passage.received.items() if key[0] == "parameter"}
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Context of the user's step, while parameters around the blocks are unsharded."""
+    def begin(self) -> None:
+        """The user's step begins; parameters around the blocks are unsharded."""
         own = (held_parameter(self._root, name) for name in self._names_of_own)
         self._own = {id(parameter) for parameter in own if parameter is not None}
-        with followed_by(self):
-            yield
 
     # Names
 
@@ -113,7 +99,7 @@ class Ledger:
 
     def is_own(self, operands: Iterable[Any]) -> bool:
         """Whether an operation on these has a result that no earlier stage knows."""
-        return not self._passage.entered and any(id(leaf) in self._own for leaf in operands)
+        return self._passage.entered_at is None and any(id(leaf) in self._own for leaf in operands)
 
     def comes_of_own(self, results: Iterable[Tensor]) -> None:
         """These are computed from parameters that no earlier stage has."""
@@ -131,10 +117,6 @@ class Ledger:
     def forget_from(self, number: int) -> None:
         """Forget the results of operations from this number on: the stage's part has ended before."""
         self._named = {k: each for k, each in self._named.items() if k[0] != "operation" or k[1] < number}
-
-    def clear(self) -> None:
-        self._named.clear()
-        self._keys.clear()
 
     # What the user's code computes
 
@@ -165,7 +147,7 @@ class Ledger:
         if not unknown or not self._passage.active or self.late(unknown) or not all(map(self._can_be_fetched, unknown)):
             return False
         passage = self._passage
-        must = combines or passage.entered or passage.in_hooks or into_known or self.is_own(operands)
+        must = combines or passage.entered_at is not None or passage.in_hooks or into_known or self.is_own(operands)
         if not must and not (saves_by_hooks() and not any(isinstance(leaf, Hollow) for leaf in unknown)):
             return False
         self._passage.on_missing(unknown, f"{name} computes with {unknown[0].origin.at_end}.")

@@ -67,10 +67,6 @@ def leaves(value: Any) -> list[Any]:
     return found
 
 
-def leaves_of_call(args: Any, kwargs: Any) -> list[Any]:
-    return leaves(args) + leaves(kwargs) if kwargs else leaves(args)
-
-
 def writes(name: str) -> bool:
     """Whether a function of this name changes its first argument in place."""
     if name.startswith("__"):

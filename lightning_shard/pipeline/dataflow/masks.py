@@ -27,7 +27,6 @@ Written from torch 2.11 to 2.14: ``TransformerEncoder.forward``, its attribute `
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -45,33 +44,17 @@ _MODULE = "transformers.masking_utils"
 _PACKED = "find_packed_sequence_indices"
 
 
-class _Kept(threading.local):
-    names: tuple[str, ...] = ()
-
-
-_kept = _Kept()
-
-
 def masks_made_as_given(*, causal_too: bool) -> AbstractContextManager[None]:
-    """Context in which whether there is a mask doesn't depend on its values, in this thread."""
-    return _made_as_given(causal_too) if _MODULE in sys.modules else nullcontext()
+    """Context in which whether there is a mask doesn't depend on its values."""
+    if _MODULE not in sys.modules:
+        return nullcontext()
+    return _replaced(_made_if_given, _BIDIRECTIONAL, *[_CAUSAL] * causal_too)
 
 
-@contextmanager
-def _made_as_given(causal_too: bool) -> Iterator[None]:
-    names = (_BIDIRECTIONAL, _CAUSAL) if causal_too else (_BIDIRECTIONAL,)
-    before, _kept.names = _kept.names, names
-    try:
-        with _replaced(_made_if_given, *names):
-            yield
-    finally:
-        _kept.names = before
-
-
-def _made_if_given(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _made_if_given(_: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def is_skipped(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        return False if padding_mask is not None and name in _kept.names else plain(padding_mask, *args, **kwargs)
+        return False if padding_mask is not None else plain(padding_mask, *args, **kwargs)
 
     return is_skipped
 

@@ -173,7 +173,6 @@ class Delivery(tree.Leaf):
         blocks: The calls of all blocks so far, by the block's place.
         counted: The operations before the stage left the step.
         until: Where it left the step.
-        traced: Whether results of operations cross this cut or an earlier one.
         aliased: Values that shared memory with another one where they were computed.
     """
 
@@ -181,7 +180,6 @@ class Delivery(tree.Leaf):
     blocks: dict[int, BlockCall] = field(default_factory=dict)
     counted: Counted | None = None
     until: End | None = None
-    traced: bool = False
     aliased: frozenset[Key] = frozenset()
 
     @cached_property
@@ -192,15 +190,7 @@ class Delivery(tree.Leaf):
 
 @dataclass(frozen=True)
 class Request(tree.Leaf):
-    """The answer to a delivery: the names of values that are still missing, or that none is.
+    """What a stage asks the one before for: values of these names; and the error message, if they can't be had."""
 
-    Attributes:
-        done: Whether nothing is missing.
-        sentence: The error message, in case the values can't be had.
-        traced: Whether results of operations cross a later cut.
-    """
-
-    done: bool
-    keys: tuple[Key, ...] = ()
-    sentence: str = ""
-    traced: bool = False
+    keys: tuple[Key, ...]
+    sentence: str

@@ -1,8 +1,9 @@
 """Runs a signature's first microbatch through all stages, each of which fetches what it misses (``fetching.py``).
 
-Stage s begins when stage s − 1 has sent to it, and stage s − 1 then serves it until it is done, which it is when all
-later stages are. So requests nest as calls do. Messages go in collective calls of the pipeline's ranks, of which all
-but one wait. Each wait of a rank serves requests to all of its stages. No other microbatch is in flight meanwhile.
+Stage s begins when stage s − 1 has sent to it, and may then ask stage s − 1, which serves it: requests nest as calls
+do. Messages go in collective calls of the pipeline's ranks, of which all but one wait. Each wait of a rank serves
+requests to all of its stages, also the last one, for the end of all ranks' runs. No other microbatch is in flight
+meanwhile.
 
 The values that crossed for the last microbatch of the same kind of step are sent at once: batches whose lengths always
 differ mostly need the same.
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -55,7 +56,11 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Ran:
-    """A microbatch's forward on one stage."""
+    """A microbatch's forward on one stage.
+
+    Attributes:
+        result: What the step returned, on the last stage; its loss, until its backward.
+    """
 
     stage: Stage
     crossing: Crossing
@@ -63,8 +68,22 @@ class Ran:
     result: Any
 
 
-#: A message from one stage to another.
+#: A message from one stage to another: a delivery, a request, or an error; ``None`` for a run that has failed.
 Letter = tuple[int, int, Any]
+
+
+class Verdict(NamedTuple):
+    """What is so on any stage, when all have run.
+
+    Attributes:
+        failed: A run has failed, or met a second call of the network.
+        is_traced: Results of operations cross a cut.
+        found_other: Something else crosses than in the kind's latest search.
+    """
+
+    failed: bool
+    is_traced: bool
+    found_other: bool
 
 
 class Post:
@@ -81,6 +100,7 @@ class Post:
         self._to_here: deque[Letter] = deque()
         self._to_others: list[Letter] = []
         self._arrived: dict[tuple[int, int], Any] = {}
+        self._verdict: Verdict | None = None
         self.stages: dict[int, Search] = {}
 
     def send(self, message: Any, source: int, to: int) -> None:
@@ -91,28 +111,36 @@ class Post:
     def wait(self, source: int, to: int) -> Any:
         """The next message from one stage to another, of this rank; requests to any of its stages are served."""
         while (source, to) not in self._arrived:
-            if not self._to_here:
-                self._exchange()
-                continue
-            sender, receiver, message = self._to_here.popleft()
-            if isinstance(message, Request) and message.keys:
-                self.stages[receiver].serve(message)
+            if self._to_here:
+                self._take()
             else:
-                self._arrived[sender, receiver] = message
+                self._exchange(None)
         return self._arrived.pop((source, to))
 
-    def close(self, *, found_other: bool = False) -> bool:
-        """Take part until all ranks have got what they wait for; returns whether any has found something else."""
-        while None in (said := self._exchange(found_other)):
-            pass
-        return any(said)
+    def close(self) -> Verdict:
+        """This rank's stages have run: serve others until all have."""
+        while self._verdict is None:
+            while self._to_here:
+                self._take()
+            of_stages = zip(*((s.failed, s.crossing.is_traced(), s.found_other) for s in self.stages.values()))
+            said = self._exchange(tuple(map(any, of_stages)))
+            if None not in said:
+                self._verdict = Verdict(*map(any, zip(*said)))
+        return self._verdict
 
-    def _exchange(self, found_other: bool | None = None) -> list[bool | None]:
-        """Send and receive messages; returns what the ranks have found that don't wait."""
-        said = self._channel.gather((self._to_others, found_other))
+    def _take(self) -> None:
+        sender, receiver, message = self._to_here.popleft()
+        if isinstance(message, Request):
+            self.stages[receiver].serve(message)
+        else:
+            self._arrived[sender, receiver] = message
+
+    def _exchange(self, verdict: tuple[bool, ...] | None) -> list[Any]:
+        """Send and receive messages; returns the verdicts of ranks whose stages have run."""
+        said = self._channel.gather((self._to_others, verdict))
         self._to_others = []
         self._to_here.extend(each for letters, _ in said for each in letters if self._channel.is_here(each[1]))
-        return [found for _, found in said]
+        return [own for _, own in said]
 
 
 @dataclass
@@ -120,21 +148,18 @@ class Search:
     """One stage's part.
 
     Attributes:
-        asked: Values to send at once, as they crossed for the last microbatch of this kind of step.
-        latest: What was found for that.
+        crossing: What crosses; as it begins, the values to send at once.
+        latest: What was found for the last microbatch of this kind of step.
         passage: The run; ``None`` if the previous stage sent nothing.
-        done: What the next stage said at its end, on the last stage this one.
-        failed: Whether an earlier stage has failed, or met a second call of the network.
+        failed: Whether this stage or an earlier one has failed, or met a second call of the network.
     """
 
     stage: Stage
     channel: Channel
     post: Post
-    asked: list[Key] = field(default_factory=list)
     passage: Passage | None = field(default=None, init=False)
     result: Any = field(default=None, init=False)
-    done: Request | None = field(default=None, init=False)
-    failed: Request | None = field(default=None, init=False)
+    failed: bool = field(default=False, init=False)
     crossing: Crossing = field(default_factory=lambda: Crossing(Delivery()), init=False)
     latest: Crossing | None = field(default=None, init=False)
 
@@ -143,7 +168,8 @@ class Search:
 
     def begin_as(self, latest: Crossing) -> None:
         """Send what the kind's latest search has found at once."""
-        self.latest, self.asked = latest, [key for key in latest.asked if key[0] != "inside"]
+        self.latest = latest
+        self.crossing.asked += [key for key in latest.asked if key[0] != "inside"]
 
     @property
     def found_other(self) -> bool:
@@ -158,30 +184,29 @@ class Search:
     def _send(self, message: Any, to: int) -> None:
         self.post.send(message, self.stage.index, to)
 
-    def run(self, run: RunStep, i: int, *, serves: bool) -> None:
+    def run(self, run: RunStep, i: int) -> None:
         """Receive from the previous stage, run this stage's part, and send to the next stage.
 
-        Args:
-            serves: Whether to serve the next stage at once, inside of what the step runs in, until it is done.
+        A rank's last stage serves others inside of what its step runs in, until all have run.
         """
         stage = self.stage
         incoming = Delivery() if stage.is_first else self.post.wait(stage.index - 1, stage.index)
-        if isinstance(incoming, Request):
-            self.fail(incoming)
+        if incoming is None:
+            self.fail()
             return
-        received = {} if stage.is_first else self.channel.receive(incoming.slots)
-        self.crossing = Crossing(incoming, self.asked)
+        received = {} if stage.is_first else self.channel.expect(incoming.slots)()
+        self.crossing.incoming = incoming
         with stage.microbatch(received, self.crossing, ask=self._ask) as self.passage:
-            self.passage.at_end = lambda: self._end(serves=serves)
+            self.passage.at_end = self._end
             self.result = run(stage, i)
             self.passage.ends()
 
-    def _end(self, *, serves: bool) -> None:
+    def _end(self) -> None:
         """The stage has left the step: announce and send what it has for the next stage."""
         stage, passage, crossing = self.stage, self.passage, self.crossing
         assert passage is not None
-        if passage.missing is not None:  # it calls the network again, or failed
-            self.fail(passage.missing)
+        if passage.failed:
+            self.fail()
             return
         check_ran(stage, passage, crossing)
         if stage.is_last:
@@ -190,38 +215,31 @@ class Search:
         crossing.outgoing = stage.delivery(passage, crossing)
         self._send(crossing.outgoing, stage.index + 1)
         self.channel.send(passage.sent, crossing.outgoing.slots)
-        if serves:
-            self._wait_until_done()
+        if stage.index == max(self.post.stages):
+            self.post.close()
 
-    def fail(self, why: Request) -> None:
-        self.failed = why
+    def fail(self) -> None:
+        self.failed = True
         if not self.stage.is_last:
-            self._send(why, self.stage.index + 1)
+            self._send(None, self.stage.index + 1)
 
-    def end(self) -> Request:
-        """Wait until all later stages are done, and report that to the previous one."""
-        if not self.stage.is_last:
-            self._wait_until_done()
-        passage = self.passage
-        done = self.failed or self.done or Request(done=True)
-        crossing = self.crossing
-        if self.failed is None and passage is not None and done.done:
-            assert passage.ledger is not None
+    def settle(self, verdict: Verdict) -> None:
+        """All stages have run: it is known what crosses here.
+
+        Raises:
+            StepError: It can't, or this stage ran other code than the one before.
+        """
+        passage, crossing = self.passage, self.crossing
+        if passage is None:
+            return
+        assert passage.ledger is not None
+        if not verdict.failed:
             check_order(passage, crossing)
             passage.ledger.memory.check(passage.sent, self.stage.blocks)
             if not self.stage.is_last:
                 crossing.outgoing = self.stage.delivery(passage, crossing)
-            done = Request(done=True, traced=done.traced or crossing.is_traced())
-            crossing.is_settled = not (crossing.incoming.traced or done.traced)
-        if passage is not None and passage.ledger is not None:
-            passage.ledger.clear()
-        if not self.stage.is_first:
-            self._send(done, self.stage.index - 1)
-        return done
-
-    def _wait_until_done(self) -> None:
-        if self.done is None:
-            self.done = self.post.wait(self.stage.index + 1, self.stage.index)
+            crossing.is_settled = not verdict.is_traced
+        passage.ledger = None
 
     def _ask(self, keys: Sequence[Key], sentence: str) -> Mapping[Key, Tensor]:
         """Ask the previous stage; returns leaves.
@@ -230,11 +248,11 @@ class Search:
             StepError: It can't answer.
         """
         before = self.stage.index - 1
-        self._send(Request(False, tuple(keys), sentence), before)
+        self._send(Request(tuple(keys), sentence), before)
         answer = self.post.wait(before, self.stage.index)
         if isinstance(answer, StepError):
             raise answer
-        received = self.channel.receive(answer.slots)
+        received = self.channel.expect(answer.slots)()
         self.crossing.incoming.slots.update(answer.slots)
         assert self.passage is not None
         assert self.passage.ledger is not None
@@ -252,7 +270,8 @@ class Search:
         except StepError as error:
             self._send(error, self.stage.index + 1)
             return
-        self.asked.extend(key for key in request.keys if key not in self.asked)
+        asked = self.crossing.asked
+        asked.extend(key for key in request.keys if key not in asked)
         slots = {key: Slot.of(value) for key, value in values.items()}
         self._send(Delivery(slots, aliased=passage.ledger.memory.aliased()), self.stage.index + 1)
         self.channel.send(values, slots)
@@ -277,15 +296,16 @@ def find_crossing(
         CallsAgain: The step calls the network several times; on all ranks.
     """
     for search in searches:
-        search.run(run, i, serves=search is searches[-1])
-    answers = [search.end() for search in reversed(searches)]
-    found_other = searches[0].post.close(found_other=any(search.found_other for search in searches))
-    if not all(answer.done for answer in answers):
+        search.run(run, i)
+    verdict = searches[0].post.close()
+    for search in searches:
+        search.settle(verdict)
+    if verdict.failed:
         raise CallsAgain
     for search in searches[:-1]:
-        if search.asked:
+        if search.crossing.asked:
             returns(search.stage, [*search.ran.passage.sent.values()])
-    return found_other
+    return verdict.found_other
 
 
 def check_ran(stage: Stage, passage: Passage, crossing: Crossing) -> None:

@@ -37,7 +37,6 @@ from lightning_shard.pipeline.dataflow.functions import (
     TO_INTEGERS,
     arguments_read,
     leaves,
-    leaves_of_call,
     without_graph,
     writes,
 )
@@ -45,7 +44,7 @@ from lightning_shard.sharding import put_attributes
 from lightning_shard.torch_private import is_in_transform, set_version, swap
 
 if TYPE_CHECKING:
-    from lightning_shard.pipeline.dataflow.fetching import Ledger
+    from lightning_shard.pipeline.dataflow.trace import Trace
 
 REMEDY = (
     "A pipeline stage knows what its own blocks and earlier stages compute, and nothing that needs a later stage's"
@@ -87,14 +86,14 @@ class _OfThread(threading.local):
     """
     Attributes:
         found: Unknown tensors that are collected.
-        ledger: Of a microbatch that finds out what crosses.
+        trace: Of a step whose operations are counted.
     """
 
     found: list[Unknown] | None = None
-    ledger: Ledger | None = None
+    trace: Trace | None = None
 
 
-_of_thread = _OfThread()
+of_thread = _OfThread()
 
 
 class Unknown(torch.Tensor):
@@ -119,7 +118,7 @@ class Unknown(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        ledger = _of_thread.ledger
+        ledger = of_thread.trace.passage.ledger if of_thread.trace is not None else None
         if ledger is not None:
             args, kwargs = ledger.substituted((args, kwargs))
         attribute = func.__self__.__name__ if name == "__get__" else ""
@@ -129,7 +128,7 @@ class Unknown(torch.Tensor):
         if name in ("register_hook", "retain_grad") and isinstance(args[0], Unknown) and args[0].needs:
             # the stage that has the value does it
             return RemovableHandle(OrderedDict()) if name == "register_hook" else None
-        given = leaves_of_call(args, kwargs)
+        given = leaves(args) + leaves(kwargs) if kwargs else leaves(args)
         taken = given if name not in TAKES_SOME else leaves(arguments_read(name, args, kwargs))
         unknown = []
         for leaf in taken:
@@ -138,8 +137,8 @@ class Unknown(torch.Tensor):
         if not unknown:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if _of_thread.found is not None:
-            _of_thread.found += unknown
+        if of_thread.found is not None:
+            of_thread.found += unknown
         origin = unknown[0].origin
         is_written = bool(args) and writes(name)
         if is_written and isinstance(args[0], Unknown if ledger is None else Hollow) and has_no_memory(args[0]):
@@ -444,33 +443,13 @@ def miss(values: Sequence[Unknown], sentence: str) -> None:
 @contextmanager
 def collecting_unknown(given: Any) -> Iterator[list[Unknown]]:
     """Yield a list that collects unknown tensors: those in ``given``, and the arguments of torch functions inside."""
-    outer, _of_thread.found = _of_thread.found, all_unknown(given)
+    outer, of_thread.found = of_thread.found, [leaf for leaf in leaves(given) if isinstance(leaf, Unknown)]
     try:
-        yield _of_thread.found
+        yield of_thread.found
     finally:
         if outer is not None:
-            outer += _of_thread.found
-        _of_thread.found = outer
-
-
-@contextmanager
-def followed_by(ledger: Ledger) -> Iterator[None]:
-    """Context of a microbatch that finds out what crosses."""
-    before, _of_thread.ledger = _of_thread.ledger, ledger
-    try:
-        yield
-    finally:
-        _of_thread.ledger = before
-
-
-def mark_all(value: Any, origin: Origin) -> None:
-    """Mark all tensors of a nested value as unknown."""
-    for leaf in tree.tensors(value):
-        mark(leaf, origin)
-
-
-def all_unknown(value: Any) -> list[Unknown]:
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Unknown)]
+            outer += of_thread.found
+        of_thread.found = outer
 
 
 def first_unknown(value: Any) -> Unknown | None:

@@ -9,7 +9,6 @@ mark as unknown. So while a thread traces, such calls are patched to report to i
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -34,9 +33,9 @@ from lightning_shard.pipeline.dataflow.taint import (
     collecting_unknown,
     first_unknown,
     mark,
-    mark_all,
     memory_of,
     miss,
+    of_thread,
     storage_of,
 )
 from lightning_shard.torch_private import TRANSFORMS, function_mode, is_in_function, replaced
@@ -57,7 +56,7 @@ class Trace(TorchFunctionMode):
 
     def __init__(self, passage: Passage) -> None:
         super().__init__()
-        self._passage = passage
+        self.passage = passage
         self._suspended = 0
         self._off = False
         #: By their address, which these storages keep from being used anew: memory that unknown values were written to.
@@ -67,7 +66,7 @@ class Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._suspended or (not torch.is_grad_enabled() and self._passage.differentiates and is_in_function()):
+        if self._suspended or (not torch.is_grad_enabled() and self.passage.differentiates and is_in_function()):
             return func(*args, **kwargs)
         if func in _BACKWARDS:
             raise StepError(
@@ -79,7 +78,7 @@ class Trace(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         written = [*args[: writes(name)], *leaves(kwargs.get("out", ()))]
         changed = [leaf for leaf in written if isinstance(leaf, Tensor)]
-        ledger, own = self._passage.ledger, False
+        ledger, own = self.passage.ledger, False
         if ledger is not None:
             ledger.is_written(changed)
             own = ledger.is_own(leaves((args, kwargs)))
@@ -111,14 +110,14 @@ class Trace(TorchFunctionMode):
         """
         if not self._suspended:
             self.mark_written_aliases(args)
-            ledger = self._passage.ledger
+            ledger = self.passage.ledger
             if ledger is not None:
                 operands = tree.leaves(args)
                 self._of_own = is_own or ledger.is_own(operands)
                 ledger.knows_operands(name, operands, combines=self._of_own)
                 self._late = ledger.late([leaf for leaf in operands if isinstance(leaf, Unknown)])
-        elif self._passage.ledger is not None:
-            self._passage.ledger.knows_operands(name, tree.leaves(args))
+        elif self.passage.ledger is not None:
+            self.passage.ledger.knows_operands(name, tree.leaves(args))
         self.suspend()
 
     def ends(self, name: str, result: Any, *, unknown: Sequence[Unknown] = ()) -> Any:
@@ -129,8 +128,8 @@ class Trace(TorchFunctionMode):
             result: What it returned.
             unknown: Unknown values that the result is computed from, if its class doesn't show that it is unknown.
         """
-        if unknown:
-            mark_all(result, unknown[0].origin)
+        for leaf in tree.tensors(result) if unknown else ():
+            mark(leaf, unknown[0].origin)
         if self._suspended == 1:  # still suspended: copies made here are no operations of the network
             for leaf in tree.tensors(result) if self._late else ():
                 if isinstance(leaf, Unknown) and not isinstance(leaf, Hollow):
@@ -140,7 +139,7 @@ class Trace(TorchFunctionMode):
         return result
 
     def _count_operation(self, name: str, result: Any, changed: list[Tensor], *, own: bool) -> Any:
-        passage = self._passage
+        passage = self.passage
         given = tree.tensors(result)
         if own and passage.ledger is not None:
             passage.ledger.comes_of_own([*given, *changed])
@@ -174,11 +173,16 @@ class Trace(TorchFunctionMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        """Context of the user's step, in which calls of opaque functions on this thread are reported to it, too."""
+        if self.passage.ledger is not None:
+            self.passage.ledger.begin()
         self.__enter__()
+        of_thread.trace = self
         try:
-            with _reported_to(self):
+            with replaced(*_PATCHED):
                 yield
         finally:
+            of_thread.trace = None
             if not self._off:
                 self.__exit__(None, None, None)
 
@@ -213,12 +217,11 @@ def _computed(func: Any, args: Any, kwargs: Any, ledger: Ledger | None) -> Any:
 
 
 _apply: Any = Function.__dict__["apply"]
-_of_thread = threading.local()
 
 
 def _reporting_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     call = _apply.__get__(None, cls)
-    trace: Trace | None = getattr(_of_thread, "trace", None)
+    trace = of_thread.trace
     if trace is None:
         return call(*args, **kwargs)
     trace.begins((args, kwargs))
@@ -227,7 +230,7 @@ def _reporting_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _reporting(call: Callable[..., Any]) -> Callable[..., Any]:
     def reporting(*args: Any, **kwargs: Any) -> Any:
-        trace: Trace | None = getattr(_of_thread, "trace", None)
+        trace = of_thread.trace
         if trace is None:
             return call(*args, **kwargs)
         trace.begins((args, kwargs))
@@ -246,14 +249,3 @@ _PATCHED: list[tuple[Any, str, Any]] = [
     ),
 ]
 """Each patched function: its holder, its name, and the replacement that reports to the trace."""
-
-
-@contextmanager
-def _reported_to(trace: Trace) -> Iterator[None]:
-    """Context in which each such call on this thread is reported to ``trace``, which may replace its result."""
-    _of_thread.trace = trace
-    try:
-        with replaced(*_PATCHED):
-            yield
-    finally:
-        _of_thread.trace = None

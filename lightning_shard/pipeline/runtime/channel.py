@@ -144,12 +144,11 @@ class Channel:
         for key in slots:
             self._send(values[key].detach(), "value", self.stage + 1)
 
-    def receive(self, slots: Mapping[Key, Slot]) -> dict[Key, Tensor]:
-        """Receive values from the previous stage, as leaves that require gradients if the sent values do."""
-        return self.expect(slots)()
-
     def expect(self, slots: Mapping[Key, Slot]) -> Callable[[], dict[Key, Tensor]]:
-        """Post the receives of values, in send order; returns a function that waits for them."""
+        """Post the receives of values from the previous stage, in send order; returns a function that waits for them.
+
+        It gives leaves that require gradients if the sent values do.
+        """
         arrive = self._expect(slots.values(), "value", self.stage - 1)
 
         def take() -> dict[Key, Tensor]:

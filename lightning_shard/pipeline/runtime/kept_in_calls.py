@@ -7,16 +7,16 @@ to its end. Numbers, texts and small tensors are sent. Larger tensors are unknow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_shard.pipeline.dataflow.kept import Attributes, Name, put_into
 from lightning_shard.pipeline.dataflow.taint import Unknown
-from lightning_shard.pipeline.stages.stage import Stage
+from lightning_shard.pipeline.stages.stage import Stage, modules_of
 from lightning_shard.state.patch import Unsendable, received, sent
 
 _SENT = 1024
@@ -41,8 +41,8 @@ class KeptInCalls:
         self._last = stages[-1]
         self._place = place
         self._root = stages[-1].entrances[0]
-        self._own = [*_below(self._root, stages[-1])]
-        self._others = [named for stage in stages[:-1] for named in _below(self._root, stage)]
+        self._own = [*modules_of(self._root, stages[-1])]
+        self._others = [named for stage in stages[:-1] for named in modules_of(self._root, stage)]
         if stages[-1].is_last:
             self._own += [named for named in self._root.named_modules() if named[1] in stages[-1].entrances]
         self._before = Attributes()
@@ -57,7 +57,7 @@ class KeptInCalls:
         self.told = {}
         for each in self._before.changed():
             with suppress(Unsendable):
-                value = received(_on_host, sent(each.value, _SENT))
+                value = received(lambda held: held.cpu() if isinstance(held, Tensor) else held, sent(each.value, _SENT))
                 self.told[each.module, each.name] = each.in_place, value
 
     def take(self, told: Told) -> None:
@@ -77,14 +77,6 @@ class KeptInCalls:
         return self._place(tensor, f"what {path or 'the LightningModule'} keeps as {name}, on another stage,")
 
 
-def _below(root: nn.Module, stage: Stage) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in a stage's blocks and parts, by name."""
-    modules = dict(root.named_modules(remove_duplicate=False))
-    for name in dict.fromkeys([*(stage.blocks[place] for place in stage.owned), *stage.own_parts]):
-        if name in modules:
-            yield from modules[name].named_modules(prefix=name)
-
-
 def _write(held: Any, value: Any) -> bool:
     """Give what code may have read before a call the values of after it; returns whether it has them now."""
     if not isinstance(held, Tensor):
@@ -93,7 +85,3 @@ def _write(held: Any, value: Any) -> bool:
         return False
     held.copy_(value)
     return True
-
-
-def _on_host(each: Any) -> Any:
-    return each.cpu() if isinstance(each, Tensor) else each

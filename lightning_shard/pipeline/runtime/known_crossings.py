@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_shard.errors import RankFailure, StepError
 from lightning_shard.pipeline.dataflow.crossing import Crossing
-from lightning_shard.pipeline.dataflow.messages import Request
 from lightning_shard.pipeline.dataflow.search import CallsAgain, Memory, Post, Ran, RunStep, Search, find_crossing
 from lightning_shard.pipeline.runtime.channel import Channel, Signature
 from lightning_shard.pipeline.stages.stage import Stage
@@ -40,13 +39,7 @@ class Ends:
 
 
 class KnownCrossings:
-    """What crosses the cuts of one rank's stages.
-
-    Args:
-        stages: This rank's stages of the cut model, in order.
-        channels: Each stage's channel to its neighbours.
-        remember: Takes a snapshot of what a step may change beside gradients; with ``puts_back=False`` for its check
-            alone.
+    """What crosses the cuts of one rank's stages; made of what :class:`~.step.PipelinedStep` is.
 
     Attributes:
         ends: By the stage's index.
@@ -96,11 +89,7 @@ class KnownCrossings:
         return True
 
     def find(self, run: RunStep, i: int, keys: Sequence[Signature]) -> dict[int, Ran]:
-        """Search for what crosses, in the microbatch of this number of a batch; returns its forward on each stage.
-
-        Args:
-            run: Calls the step for a stage on a microbatch.
-            keys: The signatures of the batch's microbatches.
+        """Search for what crosses, in microbatch ``i`` of a batch with these signatures; returns each stage's forward.
 
         Raises:
             CallsAgain: The step calls the network several times; on all ranks. Then the run had no effect.
@@ -139,9 +128,6 @@ class KnownCrossings:
         Each stage sends what it last sent for this kind of step. Of a microbatch of other shapes more may be needed, or
         the code may not take it.
 
-        Args:
-            run: Calls the step for a stage.
-
         Returns:
             ``None`` on all ranks if the microbatch has passed all stages; else an error on all ranks.
         """
@@ -154,22 +140,21 @@ class KnownCrossings:
                 raise
             except Exception as error:
                 errors.append(error)
-                stage.passage.missing = Request(done=False)
+                stage.passage.failed = True
 
         searches = self._searches()
         for search in searches:
             search.begin_as(self.ends[search.stage.index].latest[kind])
             try:
-                search.run(attempt, 0, serves=False)
+                search.run(attempt, 0)
             except StepError as error:
                 errors.append(error)
-                search.fail(Request(done=False))
-        answers = [search.end() for search in reversed(searches)]
-        searches[0].post.close()
-        all_passed = all(self.gather(all(answer.done for answer in answers) and not errors))
-        for end in self.ends.values():
-            end.channel.flush()
-        return None if all_passed else next(iter(errors), StepError("Another stage's run failed."))
+                search.fail()
+        verdict = searches[0].post.close()
+        for search in searches:
+            search.settle(verdict)
+            search.channel.flush()
+        return next(iter(errors), StepError("Another stage's run failed.")) if verdict.failed else None
 
     def _searches(self) -> list[Search]:
         post = Post([*self.ends.values()][-1].channel)

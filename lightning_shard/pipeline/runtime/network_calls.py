@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
@@ -32,6 +32,7 @@ from lightning_shard.pipeline.dataflow.taint import Origin, Unknown, mark, refus
 from lightning_shard.pipeline.runtime.channel import Channel
 from lightning_shard.pipeline.runtime.given_objects import GivenObjects
 from lightning_shard.pipeline.runtime.kept_in_calls import KeptInCalls
+from lightning_shard.pipeline.stages.rank_stages import View
 from lightning_shard.pipeline.stages.stage import Stage
 
 LARGEST_COMPARED = 2**20
@@ -114,12 +115,14 @@ class Calls:
 
         The outermost one that a step calls makes the call.
         """
-        with ExitStack() as stack:
-            for module in self._entrances:
-                own = module.__dict__.get("forward")
-                module.__dict__["forward"] = wraps(module.forward)(partial(self._call, module.forward))
-                stack.callback(_put_forward, module, own)
+        view = View()
+        for module in self._entrances:
+            view.add(module.__dict__, "forward", wraps(module.forward)(partial(self._call, module.forward)))
+        view.put()
+        try:
             yield
+        finally:
+            view.take_out()
 
     def _end(self) -> None:
         """The step has returned, or ended early on this rank (:meth:`on_missing`).
@@ -247,13 +250,6 @@ class Calls:
         )
 
 
-def _put_forward(module: nn.Module, own: Any) -> None:
-    if own is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = own
-
-
 def _kind(leaf: Any) -> Any:
     """What must be equal on all ranks: a tensor's shape and dtype, for integers also a checksum of its values."""
     if isinstance(leaf, Tensor):
@@ -263,11 +259,8 @@ def _kind(leaf: Any) -> Any:
 
 
 def _told(said: Sequence[tuple[str, Any]]) -> str:
-    return ", ".join(f"rank {rank} {what} {_shapes(of)}".strip() for rank, (what, of) in enumerate(said))
-
-
-def _shapes(of: Any) -> str:
-    return ", ".join(str(kind) for _, kind in of) if of is not None else ""
+    shapes = (", ".join(str(kind) for _, kind in of or ()) for _, of in said)
+    return ", ".join(f"rank {rank} {what} {of}".strip() for rank, ((what, _), of) in enumerate(zip(said, shapes)))
 
 
 def _described(value: Any, paths: Mapping[int, Path], tensors: list[Tensor]) -> Any:

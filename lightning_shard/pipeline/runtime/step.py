@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,24 +33,6 @@ from lightning_shard.pipeline.stages.stage import Stage
 RunOn = Callable[[Stage, int, Any], Any]
 #: Waits for posted receives, and returns what was received.
 Arriving = Callable[[], Any]
-
-
-@dataclass
-class _InFlight:
-    """A microbatch between its forward and its backward, on one stage."""
-
-    crossing: Crossing
-    received: Mapping[Key, Tensor]
-    sent: Mapping[Key, Tensor]
-    loss: Tensor | None
-
-
-@dataclass(frozen=True)
-class _Owed:
-    """The pending second part of a microbatch's backward on one stage; ``received`` holds parameters only."""
-
-    received: Mapping[Key, Tensor]
-    products: Sequence[Product]
 
 
 class PipelinedStep:
@@ -95,10 +77,8 @@ class PipelinedStep:
         """Run forwards and backwards in the schedule's order.
 
         Args:
-            run_on: Calls the step for a stage on a microbatch, with the random numbers of that of a number.
-            microbatches: The microbatches, the same on every stage.
+            microbatches: The same on every stage.
             actions: This rank's row of the schedule.
-            kind: The kind of step.
             loss_of: Gives a microbatch's loss from its number and the step's return value, scaled so that microbatches'
                 losses add up. Called on the last stage only.
             before_backward: Called before each backward, or its first part, with the stage, the microbatch's number,
@@ -108,8 +88,8 @@ class PipelinedStep:
         Returns:
             The step's return value for each microbatch, on the rank of the last stage; else an empty list.
         """
-        in_flight: dict[tuple[int, int], _InFlight] = {}
-        owed: dict[tuple[int, int], _Owed] = {}
+        in_flight: dict[tuple[int, int], Ran] = {}
+        owed: dict[tuple[int, int], tuple[Mapping[Key, Tensor], Sequence[Product]]] = {}  # and received parameters
         self.has_skipped_backward = False
         results: dict[int, Any] = {}
         last_backward = next(action for action in reversed(actions) if action.kind in "BI")
@@ -119,22 +99,21 @@ class PipelinedStep:
             end = self._ends[action.stage]
             i = action.microbatch
             if ran is not None:
-                loss = None
+                in_flight[action.stage, i] = ran
                 if end.stage.is_last:
-                    loss = loss_of(i, ran.result)
                     results[i] = tree.detached(ran.result)  # keep no graph alive
-                in_flight[action.stage, i] = _InFlight(ran.crossing, ran.passage.received, ran.passage.sent, loss)
+                    in_flight[action.stage, i] = replace(ran, result=loss_of(i, ran.result))
                 continue
             with named(f"{action.kind}{i}"):
                 if action.kind == "W":
-                    self._backward_of_weights(end.stage, owed.pop((action.stage, i)))
+                    self._backward_of_weights(end.stage, *owed.pop((action.stage, i)))
                 else:
                     before_backward(end.stage, i, action == last_backward)
                     microbatch = in_flight.pop((action.stage, i))
                     products = self._backward(end, microbatch, arriving.pop(action, None), splits=action.kind == "I")
                     if action.kind == "I":
-                        parameters = {key: t for key, t in microbatch.received.items() if key[0] == "parameter"}
-                        owed[action.stage, i] = _Owed(parameters, products)
+                        received = microbatch.passage.received.items()
+                        owed[action.stage, i] = {key: t for key, t in received if key[0] == "parameter"}, products
                     del microbatch, products  # frees the graph; products must be freed by their second part
                 if after_backward is not None and action.kind != "I":
                     after_backward()
@@ -155,10 +134,7 @@ class PipelinedStep:
         """Run forwards only: microbatches stream through the stages.
 
         Args:
-            run_on: Calls the step for a stage on a microbatch, of this number.
-            microbatches: The microbatches, the same on every stage.
             actions: This rank's row of the schedule; backwards are left out.
-            kind: The kind of step.
             waits: Whether to wait until all sends have completed.
 
         Returns:
@@ -204,7 +180,7 @@ class PipelinedStep:
         kind: str,
         watch: StopWatch | None,
         arriving: dict[Action, Arriving],
-        in_flight: Mapping[tuple[int, int], _InFlight],
+        in_flight: Mapping[tuple[int, int], Ran],
     ) -> Iterator[tuple[Action, Ran | None]]:
         """Yield this rank's actions in order; forwards after running them, backwards for the caller to run.
 
@@ -279,22 +255,20 @@ class PipelinedStep:
             passage.sent = {key: passage.sent[key] for key in crossing.outgoing.slots}
         return Ran(stage, crossing, passage, result)
 
-    def _backward(
-        self, end: Ends, microbatch: _InFlight, arriving: Arriving | None, *, splits: bool
-    ) -> Sequence[Product]:
+    def _backward(self, end: Ends, microbatch: Ran, arriving: Arriving | None, *, splits: bool) -> Sequence[Product]:
         """Run a whole backward; or its first part, and return the products that are left for the second."""
         products: Sequence[Product] = ()
+        crossing, received = microbatch.crossing, microbatch.passage.received
         try:
-            with end.stage.backward(microbatch.received):
-                if microbatch.loss is not None:
-                    outputs: list[Tensor] = [microbatch.loss]
+            with end.stage.backward(received):
+                if end.stage.is_last:
+                    outputs: list[Tensor] = [microbatch.result]
                     gradients: list[Tensor | None] = [None]
                 else:
                     outputs, gradients = self._needed(end.channel, microbatch, arriving)
                 if outputs and splits:
-                    crossing, received = microbatch.crossing, microbatch.received.values()
                     checks = not crossing.has_checked_products
-                    products = backward_but_products(outputs, gradients, received, checks=checks)
+                    products = backward_but_products(outputs, gradients, received.values(), checks=checks)
                     crossing.has_checked_products = True
                 elif outputs:
                     torch.autograd.backward(outputs, gradients)
@@ -302,17 +276,17 @@ class PipelinedStep:
             refuse_earlier_graph(error)
             raise
         if not end.stage.is_first:
-            _send_gradients(end.channel, microbatch)
+            _send_gradients(end.channel, crossing, received)
         return products
 
-    def _backward_of_weights(self, stage: Stage, owed: _Owed) -> None:
+    def _backward_of_weights(self, stage: Stage, received: Mapping[Key, Tensor], products: Sequence[Product]) -> None:
         if self.watch is not None:
             self.watch.computes()
-        with stage.backward(owed.received):
-            backward_of_products(owed.products)
+        with stage.backward(received):
+            backward_of_products(products)
 
     def _needed(
-        self, channel: Channel, microbatch: _InFlight, arriving: Arriving | None
+        self, channel: Channel, microbatch: Ran, arriving: Arriving | None
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """The sent values that have gradients, and these gradients, received from the next stage.
 
@@ -320,7 +294,7 @@ class PipelinedStep:
         ``None``.
         """
         crossing = microbatch.crossing
-        outputs = [tensor for tensor in microbatch.sent.values() if tensor.requires_grad]
+        outputs = [tensor for tensor in microbatch.passage.sent.values() if tensor.requires_grad]
         if crossing.needed_later is None and outputs:
             crossing.needed_later = channel.receive_needed(len(outputs))
         if arriving is None:
@@ -338,17 +312,16 @@ class PipelinedStep:
         return [output for output, _ in needed], [gradient for _, gradient in needed]
 
 
-def _send_gradients(channel: Channel, microbatch: _InFlight) -> None:
-    crossing = microbatch.crossing
-    received = [tensor for tensor in microbatch.received.values() if tensor.requires_grad]
-    if not crossing.told_needed and received:
-        channel.send_needed([tensor.grad is not None for tensor in received])
+def _send_gradients(channel: Channel, crossing: Crossing, received: Mapping[Key, Tensor]) -> None:
+    leaves = [tensor for tensor in received.values() if tensor.requires_grad]
+    if not crossing.told_needed and leaves:
+        channel.send_needed([tensor.grad is not None for tensor in leaves])
         crossing.told_needed = True
-    for tensor in received:
+    for tensor in leaves:
         if tensor.grad is not None:
             # for x + weight[None], autograd lets both gradients alias, and a later backward adds to weight's in place
             tensor.grad = tensor.grad.clone()
-    channel.send_gradients(received)
+    channel.send_gradients(leaves)
 
 
 def _naming() -> Callable[[str], AbstractContextManager[Any]]:

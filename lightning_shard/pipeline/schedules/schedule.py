@@ -17,10 +17,10 @@ from __future__ import annotations
 import csv
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -257,7 +257,7 @@ def _stuck(waiting: Sequence[Sequence[Action]], done: set[Action], stages: int) 
             yield f"rank {rank} at {row[0]} for {' and '.join(missing)}"
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # a plan simulates the same order again, and orders keep what was computed of them
 def _first(schedule: Schedule, microbatches: int) -> Schedule:
     rows = (tuple(action for action in row if action.microbatch < microbatches) for row in schedule.rows)
     return Schedule(schedule.name, tuple(rows))
@@ -289,7 +289,7 @@ def read_csv(path: str) -> Schedule:
         tuple(action for column, cell in enumerate(row) for action in _actions(cell, path, line, column))
         for line, row in enumerate(cells)
     ]
-    if rows and rows[0] and max(action.stage for action in rows[0]) == _last_stage(rows):
+    if rows and rows[0] and max(rows[0]).stage == max(chain(*rows)).stage:
         rows.reverse()  # a V whose first row, not its last, has the first and the last stage
     schedule = Schedule(path, tuple(rows))
     schedule.check()
@@ -299,10 +299,6 @@ def read_csv(path: str) -> Schedule:
 def to_csv(schedule: Schedule) -> str:
     """The CSV text, which :func:`read_csv` and torch can read."""
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.rows)
-
-
-def _last_stage(rows: Sequence[Iterable[Action]]) -> int:
-    return max(action.stage for row in rows for action in row)
 
 
 def _actions(cell: str, path: str, line: int, column: int) -> list[Action]:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from lightning_shard.errors import StepError
 from lightning_shard.pipeline.dataflow.masks import use_dense_tensors
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown
-from lightning_shard.pipeline.stages.parts import ForeignPart, is_foreign
+from lightning_shard.pipeline.stages.parts import ForeignPart, is_foreign, part_of
 from lightning_shard.pipeline.stages.rank_stages import Stages
-from lightning_shard.pipeline.stages.stage import Network, Stage
+from lightning_shard.pipeline.stages.stage import Network, Stage, modules_of
 from lightning_shard.pipeline.stages.stand_in import StandIn
 
 _Slot = tuple[nn.Module, str]
@@ -51,7 +51,8 @@ def cut(
     _hollow_out(root, stages, foreign, nowhere)
     for stage, each in foreign.items():
         stage.elsewhere = each.modules
-    _exclude_buffers(root, stages, set.intersection(*(stage.elsewhere for stage in stages)) - _held(root, stages))
+    held = {module for stage in stages for _, module in modules_of(root, stage)}  # some in others' blocks, too
+    _exclude_buffers(root, stages, set.intersection(*(stage.elsewhere for stage in stages)) - held)
     _ignore_in_loads(root, nowhere, stages.foreign_buffers)
     use_dense_tensors(root)
     for name in stages[0].places:
@@ -161,13 +162,6 @@ def _exclude_buffers(root: nn.Module, stages: Stages, modules: Collection[nn.Mod
             module.register_state_dict_post_hook(_without_own)
 
 
-def _held(root: nn.Module, stages: Stages) -> set[nn.Module]:
-    """The modules that stages of this rank hold. Some may be in other stages' blocks, too."""
-    names = {name for stage in stages for name in (*stage.own_parts, *(stage.blocks[place] for place in stage.owned))}
-    held = (module for path, module in root.named_modules(remove_duplicate=False) if path in names)
-    return {each for module in held for each in module.modules()}
-
-
 def _ignore_in_loads(root: nn.Module, parameters: Collection[_Slot], buffers: Collection[str]) -> None:
     """Have ``load_state_dict`` accept the whole model's state, and ignore entries that no stage of this rank holds."""
     keys: dict[nn.Module, set[str]] = {}
@@ -202,8 +196,7 @@ def _replace_block_forward(block: nn.Module, name: str, stages: Stages) -> None:
 
 def _replace_foreign_part(root: nn.Module, name: str, stages: Stages) -> None:
     """Replace a part's forward on the stages that hold none of its parameters."""
-    parent, _, key = name.rpartition(".")
-    part = getattr(root.get_submodule(parent), key)
+    part = part_of(root, name)
     if isinstance(part, nn.Module):
         foreign = [stage for stage in stages if is_foreign(part, stage, name)]
         forwards = {stage: ForeignPart(stage, name, part, part.forward) for stage in foreign}

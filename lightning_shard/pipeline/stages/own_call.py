@@ -90,16 +90,14 @@ class OwnCall:
         passage = self._passage
         for place, (_, leaf) in enumerate(tree.walk((args, kwargs, output))):
             key: Key = ("inside", self._index, len(self._seen_inside), place)
-            if passage.ledger is not None and type(leaf) is Tensor:
-                passage.ledger.enter(key, leaf)
-            if key in passage.wanted:
-                if type(leaf) is not Tensor:
-                    raise StepError(
-                        f"A forward hook of {self._name}.{path} collects a {type(leaf).__name__}, which can't"
-                        " be sent to the pipeline stage that uses it: collect what the block returns.",
-                        breaks=3,
-                    )
-                passage.send(key, leaf)
+            if type(leaf) is Tensor:
+                passage.produced(key, leaf)
+            elif key in passage.wanted:
+                raise StepError(
+                    f"A forward hook of {self._name}.{path} collects a {type(leaf).__name__}, which can't"
+                    " be sent to the pipeline stage that uses it: collect what the block returns.",
+                    breaks=3,
+                )
         self._seen_inside.append((path, tree.map_leaves(Slot.of, (args, kwargs, output))))
 
     def _note(self, output: Any) -> None:

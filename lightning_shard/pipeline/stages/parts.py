@@ -71,7 +71,7 @@ class ForeignPart:
 
     def _unknown(self, slot: Slot) -> Tensor:
         text = f"what is computed from {self.name}, which an earlier stage holds,"
-        return self.stage.passage.unknown(slot, ("part", self.name), text, self.stage.device)
+        return self.stage.passage.unknown(slot, text, self.stage.device)
 
     def _run(self, kind: Hashable, args: Any, kwargs: Any) -> Any:
         before, drawn = Before(self.part, (args, kwargs), deeply=True), _generators()
@@ -193,7 +193,7 @@ class PartCalls:
         if stage.trace is None or not stage.is_shown or not stage.in_step:
             return output
         changed = self._before.pop().changed() if stage.passage.searching else None
-        if changed and name in stage.earlier_parts and self._has_come_to_own_code():
+        if changed and stage.network.parts[name] < stage.index and self._has_come_to_own_code():
             self._refuse_lost_state(name, part, changed)
         result = stage.trace.ends(name, output)
         if result is not output:

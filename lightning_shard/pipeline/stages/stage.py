@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, takewhile
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -35,7 +35,7 @@ from lightning_shard.pipeline.dataflow.crossing import (
 from lightning_shard.pipeline.dataflow.fetching import Ask, Ledger
 from lightning_shard.pipeline.dataflow.kept import Found, keep
 from lightning_shard.pipeline.dataflow.masks import masks_made_as_given
-from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, Request, Slot
+from lightning_shard.pipeline.dataflow.messages import Counted, Delivery, Key, Slot
 from lightning_shard.pipeline.dataflow.taint import Hollow, Unknown, refuse
 from lightning_shard.pipeline.dataflow.trace import Trace
 from lightning_shard.pipeline.stages.compiled_functions import CompiledFunctions
@@ -84,8 +84,6 @@ class Stage:
         owned: The places that it runs.
         places: The places of each block, by name.
         own_parts: The parts that this stage holds.
-        earlier_parts: Those that earlier stages hold.
-        last_parts: Those that the last stage holds.
         alone: The names of this stage's parameters that no earlier stage has.
         hollow: The parameters that other stages hold, by name.
         elsewhere: The modules whose parameters other stages hold.
@@ -121,10 +119,7 @@ class Stage:
         self.places: dict[str, list[int]] = {}
         for place, name in enumerate(self.blocks):
             self.places.setdefault(name, []).append(place)
-        holders = network.parts.items()
-        self.own_parts = [name for name, holder in holders if holder == index]
-        self.earlier_parts = [name for name, holder in holders if holder < index]
-        self.last_parts = [name for name, holder in holders if holder == network.stages - 1]
+        self.own_parts = [name for name, holder in network.parts.items() if holder == index]
         self.alone: Collection[str] = ()
         self.hollow: dict[str, Hollow] = {}
         self.elsewhere: set[nn.Module] = set()
@@ -199,6 +194,7 @@ class Stage:
                 yield passage
         finally:
             passage.active, self.trace = False, None
+            passage.in_place_of.clear()
             self._part_calls.clear()
             if self._own_call is not None:  # the step ended within a block
                 self._own_call.remove_hooks()
@@ -219,10 +215,8 @@ class Stage:
     def running(self, root: nn.Module) -> Iterator[None]:
         """Context of the user's step, while ``root``'s own parameters are unsharded."""
         traced = self.trace.running() if self.trace is not None else nullcontext()
-        ledger = self.passage.ledger
-        followed = ledger.following() if ledger is not None else nullcontext()
         masks = masks_made_as_given(causal_too=self.trace is not None)
-        with self.shown(), parameters_crossing(root, self.passage), masks, followed, traced:
+        with self.shown(), parameters_crossing(root, self.passage), masks, traced:
             before, self.in_step = self.in_step, True
             self._compiled.run_as_written()
             try:
@@ -265,9 +259,8 @@ class Stage:
     def delivery(self, passage: Passage, crossing: Crossing) -> Delivery:
         """The delivery that announces a microbatch's sent values to the next stage."""
         slots = {key: Slot.of(tensor) for key, tensor in passage.sent.items()}
-        traced = crossing.incoming.traced or crossing.is_traced()
         aliased = passage.ledger.memory.aliased() if passage.ledger is not None else crossing.incoming.aliased
-        return Delivery(slots, dict(passage.blocks), passage.counted, passage.until, traced, aliased)
+        return Delivery(slots, dict(passage.blocks), passage.counted, passage.until, aliased)
 
     def on_missing(self, values: Sequence[Unknown], sentence: str) -> None:
         if self.calls is not None and not self.passage.active:
@@ -311,7 +304,7 @@ class Stage:
                 " pipeline_parallel_size=1.",
                 breaks=2,
             )
-        self.passage.missing = Request(done=False)
+        self.passage.failed = True
         raise StageEnd
 
     def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -421,11 +414,17 @@ class Stage:
         return self.given.pop(index, output)  # discards what hooks return here: the received output includes it
 
 
+def modules_of(root: nn.Module, stage: Stage) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a stage's blocks and parts, by name."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    for name in dict.fromkeys([*(stage.blocks[place] for place in stage.owned), *stage.own_parts]):
+        if name in modules:
+            yield from modules[name].named_modules(prefix=name)
+
+
 def _around_all(blocks: Sequence[str]) -> list[str]:
     """The names of the modules that contain all blocks, beginning with the root."""
-    paths = [name.split(".")[:-1] for name in blocks]
-    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths))
-    return list(accumulate((parts[0] for parts in shared), lambda path, part: f"{path}.{part}".lstrip("."), initial=""))
+    return ["", *(path for path in _around_any(blocks) if all(name.startswith(f"{path}.") for name in blocks))]
 
 
 def _around_any(blocks: Sequence[str]) -> list[str]:

@@ -147,17 +147,13 @@ class StandIn:
         Raises:
             StepError: This stage's code passes other objects.
         """
-        passage = self.stage.passage
         numbers = count()
 
         def heard(value: Any, *, in_cache: bool) -> Any:
             if not isinstance(value, Slot):
                 return rebuilt(value, partial(heard, in_cache=in_cache), "")
-            key = ("object", index, next(numbers))
-            if key in passage.received:
-                return passage.produced(key, passage.received[key])
-            text = f"what {self.name} sets in an object that it is given, on an earlier stage,"
-            return passage.produced(key, passage.unknown(value, key, text, self.stage.device, without_memory=in_cache))
+            key: Key = ("object", index, next(numbers))
+            return self._fill(value, key, f"what {self.name} sets in an object that it is given", tuple, in_cache)
 
         for change in done.objects:
             try:
@@ -197,7 +193,9 @@ class StandIn:
         places = count()
         return tree.map_leaves(lambda leaf: self._fill(leaf, (*name, next(places)), text, arguments), values)
 
-    def _fill(self, leaf: Any, key: Key, text: str, arguments: Callable[[], Sequence[Any]]) -> Any:
+    def _fill(
+        self, leaf: Any, key: Key, text: str, arguments: Callable[[], Sequence[Any]], without_memory: bool = False
+    ) -> Any:
         passage = self.stage.passage
         if isinstance(leaf, Held):
             return _Absent(leaf.kind, text) if leaf.argument is None else arguments()[leaf.argument]
@@ -211,7 +209,8 @@ class StandIn:
             return passage.produced(key, argument, written=True)
         if key in passage.received:
             return passage.produced(key, passage.received[key])
-        tensor = passage.unknown(leaf, key, f"{text}, on an earlier stage,", self.stage.device)
+        text = f"{text}, on an earlier stage,"
+        tensor = passage.unknown(leaf, text, self.stage.device, without_memory=without_memory)
         return passage.produced(key, tensor) if passage.searching else tensor
 
     def _run_hooks(self, path: str, seen: tuple[Any, Any, Any]) -> None:

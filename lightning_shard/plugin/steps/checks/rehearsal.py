@@ -277,7 +277,7 @@ def rehearse(
             with as_written(), DrawsByRow(samples) as draws:  # compiled code draws by itself
                 result = run_on(stage, 0, part)
             ran.is_blind |= draws.is_blind
-            if stage.is_last and stage.passage.missing is None:
+            if stage.is_last and not stage.passage.failed:
                 ran.numbers, ran.sizes = look(result, part)
                 # a number that a block keeps always crosses, also one that only counts: the result tells what uses it
                 crossed = [tensor for key, tensor in stage.passage.received.items() if key[0] != "kept"]

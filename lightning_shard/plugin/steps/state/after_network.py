@@ -80,7 +80,8 @@ class LateState:
         self._stage: Stage = stages[-1]
         self._apart = apart
         # parts with parameters run around the blocks and keep their state where they are held
-        parts = [part for part in self._stage.parts if part not in self._stage.last_parts]
+        network = self._stage.network
+        parts = [part for part, holder in network.parts.items() if holder != network.stages - 1]
         within = tuple(f"{name}." for name in (*self._stage.blocks, *parts))
         self._modules = {
             path: module
