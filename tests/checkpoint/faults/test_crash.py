@@ -10,7 +10,7 @@ import pytest
 from lightning_shard.checkpoint.store import remote, s3
 from lightning_shard.testing import run_ranks
 from tests.checkpoint.faults.kills import Ground, kill_at_every_point
-from tests.checkpoint.faults.saves import BESIDE, FIRST, OURS, Save, Tried
+from tests.checkpoint.faults.saves import BESIDE, FIRST, Save, Tried
 from tests.servers import serve
 
 LIMIT_S = 1200.0
@@ -36,7 +36,7 @@ def kill(scratch: Path, where: str, case: Save, limit: int | None) -> Tried:
         return kill_at_every_point(Ground(scratch), case, limit)
     s3.PART_BYTES = remote.PUT_BYTES = SMALL_PART_BYTES  # in this process, and those that are forked from it
     with serve("s3", scratch / "served") as server:
-        return kill_at_every_point(Ground(scratch, OURS, server), case, limit)
+        return kill_at_every_point(Ground(scratch, server), case, limit)
 
 
 @pytest.mark.timeout(LIMIT_S)
