@@ -25,6 +25,7 @@ from recipes import plans
 from recipes.gpt import LanguageModel
 from recipes.text import TextFolder
 from tests.training.mixtures import ListedMixture, Mixture
+from tests.training.parallel.small import Descends
 
 TOKENS = torch.zeros(8, 17, dtype=torch.long)
 
@@ -401,7 +402,7 @@ def _all_parts(made: Plan) -> list[Any]:
     return [*counts.everywhere, *(part for _, part in counts.in_order()), counts.loss]
 
 
-class WithDropout(L.LightningModule):
+class WithDropout(Descends):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
@@ -412,9 +413,6 @@ class WithDropout(L.LightningModule):
         for block in self.blocks:
             batch = block(batch)
         return batch.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters())
 
 
 def test_dropout_counts_as_on_a_gpu_in_blocks_that_are_recomputed_too() -> None:

@@ -47,9 +47,9 @@ INTRODUCTION = """\
 
 *Points tried* are separate trials: calls at which a process was killed, images of a disk after a power cut, bytes
 flipped, answers of a store spoiled. *Lost* are those after which a promise didn't hold; one fails the tests. On
-2026-11-29 torch.distributed.checkpoint by its defaults, which promises none of it, lost a checkpoint in saves over it by
-21 of 23 kills, 218 of 223 power cuts and 13 of 15 errors of the disk, and in saves to a new path by none of 22 kills and
-14 of 139 power cuts; it loaded 961 of 10,064 flipped bytes.
+2026-11-29 torch.distributed.checkpoint by its defaults, which promises none of it, lost a checkpoint in saves over it
+by 21 of 23 kills, 218 of 223 power cuts and 13 of 15 errors of the disk, and in saves to a new path by none of 22 kills
+and 14 of 139 power cuts; it loaded 961 of 10,064 flipped bytes.
 
 Not promised:
 

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import lr_scheduler as schedulers
 from transformers.optimization import Adafactor
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import checkpoint
 from lightning_shard.errors import ConfigurationError, UnsupportedStateError
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
 from lightning_shard.tree import walk
-from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, Model, layout, loader, world
+from tests.parity import GLOBAL_BATCH, VOCABULARY, Model, layout, loader, trainer_of, world
 
 SAVED, TRAINED = 2, 4
 
@@ -219,15 +219,14 @@ class Watch(L.Callback):
 def fit(make: str, sizes: dict[str, int] | None, folder: str, resume: bool = False) -> Seen:
     L.seed_everything(3)
     watch, keep = Watch(), ModelCheckpoint(folder, filename=make, every_n_train_steps=SAVED)
-    strategy: Any = "auto" if sizes is None else HybridShardStrategy(**sizes, tensor_parallel_plan=PLAN)
     devices, data = (1, 1) if sizes is None else (world(sizes), sizes["data_parallel_size"])
     saves = sizes is not None and not resume
-    trainer = L.Trainer(
-        strategy=strategy,
-        devices=devices,
+    trainer = trainer_of(
+        None if sizes is None else {**sizes, "tensor_parallel_plan": PLAN},
+        devices,
         max_steps=SAVED if saves else TRAINED,
         callbacks=[watch, keep] if saves else [watch],
-        **{**QUIET, "enable_checkpointing": saves},
+        enable_checkpointing=saves,
     )
     trainer.fit(Single(make), loader(GLOBAL_BATCH // data), ckpt_path=f"{folder}/{make}.ckpt" if resume else None)
     return watch.seen

@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
 from tests.training.parallel.small import Descends
 
 BATCH = 4
@@ -411,11 +410,11 @@ def fit(kind: type[Plain], data_ranks: int | None, **options: Any) -> tuple[list
     """What it has seen, and its weights; ``None``: by one plain process."""
     L.seed_everything(0)
     module = kind()
-    strategy: Any = "auto" if data_ranks is None else HybridShardStrategy(data_parallel_size=data_ranks, **options)
-    trainer = L.Trainer(strategy=strategy, devices=data_ranks or 1, max_epochs=1, val_check_interval=2, **QUIET)
+    sizes = None if data_ranks is None else {"data_parallel_size": data_ranks, **options}
+    trainer = trainer_of(sizes, data_ranks or 1, max_epochs=1, val_check_interval=2)
     loader = DataLoader(SAMPLES, batch_size=BATCH // (data_ranks or 1))  # type: ignore[arg-type]
     trainer.fit(module, loader, loader)
-    weights = dict(module.named_parameters()) if data_ranks is None else strategy.gather_full_parameters()
+    weights = dict(module.named_parameters()) if data_ranks is None else trainer.strategy.gather_full_parameters()
     return module.seen, {name: weight.detach().clone() for name, weight in weights.items()}
 
 
@@ -453,10 +452,9 @@ def test_on_data_ranks_changes_are_kept_or_refused(kinds: list[type[Plain]]) -> 
 
 def on_stages(kind: type[Plain]) -> dict[str, Tensor]:
     L.seed_everything(0)
-    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=2)
-    trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, **QUIET)
+    trainer = trainer_of({"pipeline_parallel_size": 2, "microbatches": 2}, max_epochs=1)
     trainer.fit(kind(), DataLoader(SAMPLES, batch_size=BATCH))  # type: ignore[arg-type]
-    return strategy.gather_full_parameters()
+    return trainer.strategy.gather_full_parameters()
 
 
 class TeachesByName(Teaches):

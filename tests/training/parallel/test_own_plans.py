@@ -95,10 +95,6 @@ RIGHT = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split
 WRONG = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
 
 
-RIGHT = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
-WRONG = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
-
-
 class Hidden(OfFused):
     """Blocks that add nothing at first, or next to nothing."""
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import PlanError
 from lightning_shard.testing import assert_trains_alike, run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
 from tests.training.parallel.small import Descends
 
 WIDTH = 16
@@ -139,8 +137,7 @@ class OfItsOwn(OfBackbone):
 def refusals() -> list[str]:
     found = []
     for kind, plan in ((OfItsOwn, {"enter": "colwise", "leave": "rowwise"}), (InADict, OF_CODER)):
-        strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
-        trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+        trainer = trainer_of({"tensor_parallel_size": 2, "tensor_parallel_plan": plan}, max_steps=1)
         with pytest.raises(PlanError) as error:
             trainer.fit(kind("each"), DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
         found.append(str(error.value))

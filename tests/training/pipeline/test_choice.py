@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from lightning_shard.plugin.steps.schedule_choice import (
     evaluation_schedules,
     fitting_schedules,
 )
+from tests.training.parallel.small import Descends
 
 CPU = torch.device("cpu")
 TWO_PARTS = {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}
@@ -172,7 +172,7 @@ def test_of_a_block_only_products_with_weights_come_later() -> None:
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
-class Module(L.LightningModule):
+class Module(Descends):
     def __init__(self, blocks: int = 8) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Attention() for _ in range(blocks))
@@ -181,9 +181,6 @@ class Module(L.LightningModule):
         for layer in self.layers:
             batch = layer(batch)
         return batch.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters())
 
 
 @pytest.mark.parametrize(("blocks", "settings"), [(8, {}), (6, {"activation_checkpointing": 2})])

@@ -25,53 +25,12 @@ from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.alike import Trains, assert_train_alike
 from tests.parity import QUIET
 from tests.training.models.unets import Diffusion, Towers, noisy_images, pairs
-
-WIDTH = 8
-INTERLEAVED = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x).tanh()
-
-
-class Trained(L.LightningModule):
-    """A plain one; the others differ by what they do around the blocks, or in them."""
-
-    block: type[nn.Module] = Layer
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.mse_loss(self(batch), batch.roll(1, -1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.5)
+from tests.training.parallel.small import INTERLEAVED, WIDTH, Layer, Trained, batches
 
 
 class Module(Trained):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("val_loss", self.loss(batch))
-
-
-def batches() -> list[Tensor]:
-    return list(torch.randn(3, 8, WIDTH, generator=torch.Generator().manual_seed(1)))
 
 
 # -- batches

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.testing import assert_trains_alike
-from tests.training.pipeline.test_modules_as_written import WIDTH, Layer, Trained, batches
+from tests.training.parallel.small import WIDTH, Layer, Trained, batches
 
 
 def scripted(module: nn.Module) -> Any:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_shard import HybridShardStrategy, ModelCheckpoint, checkpoint
 from lightning_shard.errors import UnsupportedStateError
 from lightning_shard.testing import run_ranks
+from tests.training.parallel.small import Descends
 
 
 class Scaled:
@@ -31,7 +32,7 @@ class Activation(enum.Enum):
     TANH = "tanh"
 
 
-class Kept(L.LightningModule):
+class Kept(Descends):
     def __init__(self, width: int, scale: Scaled, options: Any, activation: Activation = Activation.TANH) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -41,9 +42,6 @@ class Kept(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.activation(self.layer(batch)).square().mean() * self.scale.by
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Graph(Kept):

@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import checkpoint
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
 
 WIDTH = 6
 
@@ -91,17 +91,9 @@ def run(
     sizes: dict[str, int] | None, averages: bool, path: str, resume: str | None
 ) -> tuple[dict[str, Any], list[float], dict[str, Tensor]]:
     L.seed_everything(1, verbose=False)
-    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
     keep = Average()
     callbacks = [keep, *([EMAWeightAveraging(decay=0.8)] if averages else [])]
-    trainer = L.Trainer(
-        max_epochs=2 if resume else 1,
-        devices=2 if sizes else 1,
-        strategy=strategy,
-        callbacks=callbacks,
-        log_every_n_steps=1,
-        **QUIET,
-    )
+    trainer = trainer_of(sizes or None, max_epochs=2 if resume else 1, callbacks=callbacks, log_every_n_steps=1)
     module = Module()
     samples: Any = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(2))
     trainer.fit(module, DataLoader(samples, batch_size=4), ckpt_path=resume)

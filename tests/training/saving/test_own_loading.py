@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, loader, train, world
+from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, loader, train, trainer_of, world
 
 
 class Head(nn.Linear):
@@ -150,12 +149,11 @@ def told(trainer: L.Trainer, says: str) -> AbstractContextManager[Any]:
 
 def halved(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What was loaded, and what should have been."""
-    strategy = HybridShardStrategy(data_parallel_size=2)
-    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+    trainer = trainer_of({"data_parallel_size": 2}, max_steps=1)
     trainer.fit(Halved(), loader(8))
     trainer.save_checkpoint(path)
-    whole = strategy.gather_full_parameters()
-    trainer = L.Trainer(strategy=HybridShardStrategy(data_parallel_size=2), devices=2, **QUIET)
+    whole = trainer.strategy.gather_full_parameters()
+    trainer = trainer_of({"data_parallel_size": 2})
     trainer.validate(Halved(), loader(8), ckpt_path=path, verbose=False)
     return trainer.strategy.gather_full_parameters(), whole
 
@@ -163,10 +161,10 @@ def halved(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def evaluated(path: str) -> int:
     """Saved by a Trainer that made no optimizers."""
     sizes = {"pipeline_parallel_size": 2}
-    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), devices=2, **QUIET)
+    trainer = trainer_of(sizes)
     trainer.validate(Model(), loader(16), verbose=False)
     trainer.save_checkpoint(path)
-    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), devices=2, max_steps=2, **QUIET)
+    trainer = trainer_of(sizes, max_steps=2)
     with told(trainer, "has no optimizer state: optimizers start from scratch"):
         trainer.fit(Model(), loader(16), ckpt_path=path)
     return trainer.global_step

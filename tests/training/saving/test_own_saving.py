@@ -12,10 +12,10 @@ from torch.ao.quantization import FakeQuantize, MinMaxObserver
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
+from tests.training.parallel.small import Descends
 
 WIDTH = 8
 
@@ -34,7 +34,7 @@ class Quantized(nn.Module):
         return x + F.linear(x, self.quantize(self.linear.weight), self.linear.bias).tanh()
 
 
-class Module(L.LightningModule):
+class Module(Descends):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(*(Quantized() for _ in range(4)))
@@ -42,15 +42,11 @@ class Module(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch).square().mean()  # type: ignore[no-any-return]
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def fit(path: Path | None = None, resume: Path | None = None) -> dict[str, Tensor]:
     L.seed_everything(1, verbose=False)
     data: Any = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(2))
-    strategy: Any = HybridShardStrategy(pipeline_parallel_size=2) if path else "auto"
-    trainer = L.Trainer(max_epochs=2 if resume else 1, devices=2 if path else 1, strategy=strategy, **QUIET)
+    trainer = trainer_of({"pipeline_parallel_size": 2} if path else None, max_epochs=2 if resume else 1)
     module = Module()
     trainer.fit(module, DataLoader(data, batch_size=8), ckpt_path=resume)
     if path is None:

@@ -14,10 +14,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import checkpoint
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.parity import GLOBAL_BATCH, LAYOUTS, QUIET, Model, combine, layout, loader, train, world
+from tests.parity import GLOBAL_BATCH, LAYOUTS, Model, combine, layout, loader, train, trainer_of, world
 
 SAVED, TRAINED = 2, 4  # the checkpoint is of the second step, in the middle of an epoch of six; the curve has four
 
@@ -136,17 +136,11 @@ def read(
     L.seed_everything(3)
     keep = ModelCheckpoint(folder, filename=f"{steps}", every_n_train_steps=1, save_top_k=-1)
     module = Samples()
-    strategy = HybridShardStrategy(**sizes)
-    trainer = L.Trainer(
-        strategy=strategy,
-        devices=world(sizes),
-        max_steps=steps,
-        max_epochs=1,
-        callbacks=[keep],
-        **{**QUIET, "enable_checkpointing": True},
+    trainer = trainer_of(
+        sizes, world(sizes), max_steps=steps, max_epochs=1, callbacks=[keep], enable_checkpointing=True
     )
     trainer.fit(module, loader(batch, shuffle=shuffle), ckpt_path=resume)
-    return strategy.layout.data_rank, module.seen
+    return trainer.strategy.layout.data_rank, module.seen
 
 
 @pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.long), True], ids=["in order", "shuffled"])
@@ -176,11 +170,10 @@ def read_and_save(
     """As a script does: fit, then save."""
     L.seed_everything(3)
     module = Samples()
-    strategy = HybridShardStrategy(**sizes)
-    trainer = L.Trainer(strategy=strategy, devices=world(sizes), max_steps=steps, **QUIET)
+    trainer = trainer_of(sizes, world(sizes), max_steps=steps)
     trainer.fit(module, loader(batch, shuffle=True, samples=80), ckpt_path=resume)
     trainer.save_checkpoint(path)
-    return strategy.layout.data_rank, module.seen
+    return trainer.strategy.layout.data_rank, module.seen
 
 
 def test_what_is_saved_after_a_fit_goes_on_where_it_was(tmp_path: Path) -> None:

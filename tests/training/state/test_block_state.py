@@ -4,78 +4,58 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
+from tests.training.parallel.small import WIDTH, Layer, Trained
 
-WIDTH = 8
 
-
-class Measured(nn.Linear):
+class Measured(Layer):
     """Keeps how large its outputs are, as routers keep their load."""
 
     def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
+        super().__init__()
         self.size = torchmetrics.MeanMetric()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x).tanh()
+        y = super().forward(x)
         self.size.update(y.detach().abs().mean())
-        return x + y
+        return y
 
 
-class Module(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self.block() for _ in range(4))
-
-    def block(self) -> nn.Module:
-        return Measured()
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
-        return F.mse_loss(x, batch[0].roll(1, -1))
+class Module(Trained):
+    block = Measured
 
     def on_train_epoch_end(self) -> None:
-        for layer in self.layers:
-            layer.size.compute()  # type: ignore[union-attr, operator]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        for block in self.blocks:
+            block.size.compute()
 
 
-class Normed(Module):
+class Normed(Trained):
     """Of a block on another stage it read the first values: BatchNorm doesn't change their versions."""
 
-    def block(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    block = staticmethod(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
 
     def on_train_epoch_end(self) -> None:
-        for layer in self.layers:
-            float(layer[1].running_var.mean())  # type: ignore[index]
+        for block in self.blocks:
+            float(block[1].running_var.mean())
 
 
-def fit(kind: type[Module], **options: Any) -> None:
-    strategy = HybridShardStrategy(pipeline_parallel_size=2, **options)
-    data = DataLoader(TensorDataset(torch.randn(32, WIDTH)), batch_size=16)
-    L.Trainer(max_epochs=2, devices=2, strategy=strategy, **QUIET).fit(kind(), data)
+def fit(kind: type[Trained], **options: Any) -> None:
+    data = DataLoader(torch.randn(32, WIDTH), batch_size=16)
+    trainer_of({"pipeline_parallel_size": 2, **options}, max_epochs=2).fit(kind(), data)
 
 
 def test_a_metric_in_a_block_counts_its_own_stages_calls_and_is_refused_between_steps() -> None:
-    with pytest.raises(RanksFailed, match=r"layers\.0\.size is a metric in a block, .*Sentence 6 "):
+    with pytest.raises(RanksFailed, match=r"blocks\.0\.size is a metric in a block, .*Sentence 6 "):
         run_ranks(fit, 2, Module, elastic=True)
 
 
 def test_statistics_of_another_stages_blocks_are_refused_in_hooks() -> None:
-    with pytest.raises(RanksFailed, match=r"A hook asks for what layers\.0 keeps as running_var.*a checkpoint has"):
+    with pytest.raises(RanksFailed, match=r"A hook asks for what blocks\.0 keeps as running_var.*a checkpoint has"):
         run_ranks(fit, 2, Normed, schedule="Interleaved1F1B", elastic=True)

@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET
+from tests.training.parallel.small import Descends
 
 WIDTH = 8
 
 
-class Module(L.LightningModule):
+class Module(Descends):
     """Counts its steps in a buffer, and knows the mean of what it has seen."""
 
     def __init__(self, kind: str) -> None:
@@ -40,9 +41,6 @@ class Module(L.LightningModule):
             nearest = int(batch[0].square().sum() * 10) % len(self.codes)
             self.codes[nearest].lerp_(x.detach().mean(0), 0.01)
         return F.mse_loss(x, batch[0])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(kind: str, sizes: dict[str, int]) -> list[str]:

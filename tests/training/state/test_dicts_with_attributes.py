@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_shard.testing import assert_trains_alike
-from tests.training.parallel.small import Descends, random_batches
-
-WIDTH = 8
+from tests.training.parallel.small import WIDTH, Descends, batches
 
 
 class Attributes(dict[str, Any]):
@@ -46,4 +43,4 @@ class Module(Descends):
 
 
 def test_later_stages_read_what_blocks_have_set() -> None:
-    assert_trains_alike(Module, partial(random_batches, 8, WIDTH), layouts=["pp2"])
+    assert_trains_alike(Module, batches, layouts=["pp2"])

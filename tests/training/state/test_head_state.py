@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
-
-WIDTH = 8
+from tests.training.parallel.small import WIDTH, Trained, batches
 
 
 class Head(nn.Linear):
@@ -32,24 +29,18 @@ class Head(nn.Linear):
         return y
 
 
-class Module(L.LightningModule):
+class Module(Trained):
     """Its learning rate follows what the head has kept."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.head = Head()
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return self.head(x)
+        return self.head(super().forward(x))
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return F.mse_loss(self(batch[0]), batch[0].roll(1, -1))
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self(batch[0])
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self(batch)
 
     def on_validation_epoch_end(self) -> None:
         size = float(self.head.total) / self.head.samples
@@ -66,8 +57,8 @@ class Module(L.LightningModule):
 class ReadsBefore(Module):
     """Scales its input by what the head has kept."""
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return super().training_step([batch[0] / (1 + self.head.seen)], batch_idx)
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch / (1 + self.head.seen), batch_idx)
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,11 +75,6 @@ class Seeing(Head):
     def forward(self, x: Tensor) -> Tensor:
         self.seen.fill_(x.detach().abs().mean())
         return super().forward(x)
-
-
-def batches() -> list[list[Tensor]]:
-    samples = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(2))
-    return [[part] for part in samples.split(8)]
 
 
 def test_hooks_on_all_stages_read_what_the_head_has_kept() -> None:

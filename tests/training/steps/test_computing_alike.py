@@ -6,9 +6,9 @@ import lightning as L
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_shard import HybridShardStrategy, processors
+from lightning_shard import processors
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
 
 
 class Threads(L.Callback):
@@ -20,7 +20,7 @@ def fit(rank, threads):
     """Fit with numbers of threads that were set on the ranks; returns that of the run, and that after it."""
     torch.set_num_threads(threads[rank] or len(processors.Available.here().processors))
     callback = Threads()
-    trainer = L.Trainer(strategy=HybridShardStrategy(), devices=2, max_steps=1, callbacks=[callback], **QUIET)
+    trainer = trainer_of({}, max_steps=1, callbacks=[callback])
     trainer.fit(BoringModel())
     return callback.seen, torch.get_num_threads()
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 
-import lightning as L
 import pytest
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import RankFailure
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
 from tests.training.parallel.test_plans_around_blocks import PLAN, Feed, OfBackbone, batches
 
 RUNS: list[str] = []
@@ -39,8 +37,7 @@ class Fails(OfBackbone):
 
 
 def fit(ranks: list[int]) -> None:
-    strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
-    trainer = L.Trainer(strategy=strategy, devices=4, max_steps=2, **QUIET)
+    trainer = trainer_of({"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}, 4, max_steps=2)
     trainer.fit(Fails(ranks), DataLoader(batches(), batch_size=None))
 
 

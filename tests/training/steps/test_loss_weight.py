@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import lightning as L
 import torch
 from torch import Tensor
 
 from lightning_shard.testing import assert_trains_alike
 from tests.training.habits.harness import Net
+from tests.training.parallel.small import Descends
 
 
-class Masked(L.LightningModule):
+class Masked(Descends):
     """The mean over what a mask leaves; nothing but the mask keeps the rest out."""
 
     def __init__(self) -> None:
@@ -23,9 +23,6 @@ class Masked(L.LightningModule):
         self.log("train_loss", loss, batch_size=int(count(batch)))
         self.log("samples", float(len(errors)) / len(batch["x"]))
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def batches() -> list[dict[str, Tensor]]:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
 from tests.training.habits.harness import Block, Net
 
 
@@ -46,12 +45,11 @@ class Module(L.LightningModule):
 
 
 def fit(settings: dict[str, Any] | None) -> dict[str, float]:
-    strategy = "auto" if settings is None else HybridShardStrategy(**settings)
     L.seed_everything(3, verbose=False)
     x = torch.randn(29, 4, generator=torch.Generator().manual_seed(0))
     loader = DataLoader([*zip(x, 3 * x[:, :2])], batch_size=8)
     devices = 1 if settings is None else 2
-    trainer = L.Trainer(strategy=strategy, **{**QUIET, "devices": devices, "max_steps": -1, "max_epochs": 2})
+    trainer = trainer_of(settings, devices, max_steps=-1, max_epochs=2)
     trainer.fit(Module(), loader, loader)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_shard.testing import assert_trains_alike
+from tests.training.parallel.small import Descends
 
 WIDTH = 8
 
 
-class Grows(L.LightningModule):
+class Grows(Descends):
     """A loss of the first block's result is added in the second epoch, and blocks in the third and fourth."""
 
     def __init__(self) -> None:
@@ -31,9 +31,6 @@ class Grows(L.LightningModule):
         return loss
 
     validation_step = training_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def batches() -> list[Tensor]:

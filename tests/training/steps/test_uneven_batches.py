@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
 from tests.training.habits.harness import Net
+from tests.training.parallel.small import Descends
 
 BATCH = 8
 PP2_DP2 = {"pipeline_parallel_size": 2, "data_parallel_size": 2}
 
 
-class Module(L.LightningModule):
+class Module(Descends):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -40,9 +39,6 @@ class Module(L.LightningModule):
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         out = self.net(batch)
         return out + 0 * self.all_gather(out.sum()).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def samples(number: int) -> Tensor:
@@ -73,11 +69,10 @@ class Buckets:
 
 
 def run(settings: dict[str, Any], data: str) -> tuple[dict[str, Tensor], float, Tensor]:
-    strategy = HybridShardStrategy(**settings)
     devices = 2 * settings.get("pipeline_parallel_size", 1)
-    trainer = L.Trainer(strategy=strategy, **{**QUIET, "devices": devices, "max_epochs": 2})
+    trainer = trainer_of(settings, devices, max_epochs=2)
     loader: Any = (
-        DataLoader(Stream(strategy.layout.data_rank), batch_size=BATCH)
+        DataLoader(Stream(trainer.strategy.layout.data_rank), batch_size=BATCH)
         if data == "stream"
         else DataLoader(samples(56), batch_sampler=Buckets())  # type: ignore[arg-type]
     )
