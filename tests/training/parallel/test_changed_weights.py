@@ -383,7 +383,63 @@ class AssignsLater(Plain):
         return super().training_step(batch, batch_idx)
 
 
-ALIKE = [Freezes, Clips, Swaps, Loads, Looks, Calls, SetsRows, WritesToSums]
+class Statistics(nn.Module):
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.shift += 0.1
+            self.count += 1
+        return x + self.shift
+
+
+class Averages(Teaches):
+    """Parameters and buffers as one list, as timm's ModelEmaV3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for net in (self.net, self.teacher):
+            net.first = nn.Sequential(net.first, Statistics())  # type: ignore[assignment]
+
+    def lists(self) -> tuple[list[Tensor], list[Tensor]]:
+        both = zip(self.teacher.state_dict().values(), self.net.state_dict().values())
+        old, new = zip(*(pair for pair in both if pair[0].is_floating_point()))
+        return list(old), list(new)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_lerp_(*self.lists(), weight=0.5)
+
+
+class AveragesByTwo(Averages):
+    def on_before_zero_grad(self, *_: Any) -> None:
+        old, new = self.lists()
+        with torch.no_grad():
+            torch._foreach_mul_(old, 0.5)
+            torch._foreach_add_(old, new, alpha=0.5)
+
+
+class Copies(Averages):
+    def on_before_zero_grad(self, *_: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(*self.lists())
+
+
+class Mixes(Averages):
+    """The values beside the parameters are plain."""
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        with torch.no_grad():
+            old, new = self.lists()
+            torch._foreach_lerp_(old, [torch.zeros(each.shape) for each in new], weight=0.5)
+
+
+ALIKE = [Freezes, Clips, Swaps, Loads, Looks, Calls, SetsRows, WritesToSums, AveragesByTwo, Copies]
 ALIKE_TOO = [Clamps, Teaches, OfTypes, Draws, DrawsByValues, WritesByPlace]
 GATHERED = "It is a copy, gathered from the ranks that hold it, so the change would be lost"
 REFUSED: dict[type[Plain], str] = {
@@ -394,6 +450,7 @@ REFUSED: dict[type[Plain], str] = {
     LooksUpSparsely: "use sparse=False",
     ChangesDataLater: "was changed in place",
     ChangesRows: GATHERED,
+    Mixes: "mixed torch.Tensor and DTensor",
 }
 REFUSED_TOO: dict[type[Plain], str] = {
     ReplacesOfBlock: "was replaced or removed",

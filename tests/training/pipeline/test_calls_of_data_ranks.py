@@ -20,7 +20,7 @@ from lightning_shard.plugin.steps.batches import OwnCalls
 from lightning_shard.testing import run_ranks
 from tests.parity import QUIET, trainer_of
 from tests.training.parallel.small import WIDTH, Trained
-from tests.training.steps.test_smaller_batches import Module as Ragged
+from tests.training.steps.test_uneven_batches import Ragged
 
 
 class Lengths(Dataset[tuple[Tensor, int]]):
