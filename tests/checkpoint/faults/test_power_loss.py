@@ -55,11 +55,11 @@ def replace_a(folder: Path, *, sync_file: bool, sync_folder: bool) -> set[bytes 
     (folder / "a").write_bytes(b"old")
     recorder = Recorder(folder, folder.with_suffix(".calls"))
     with met(folder, recorder):
-        with open(folder / "a.tmp", "wb") as file:
-            file.write(b"new")
-            file.flush()
-            if sync_file:
-                os.fsync(file.fileno())
+        file = os.open(folder / "a.tmp", os.O_WRONLY | os.O_CREAT)
+        os.write(file, b"new")
+        if sync_file:
+            os.fsync(file)
+        os.close(file)
         os.replace(folder / "a.tmp", folder / "a")
         if sync_folder:
             opened = os.open(folder, os.O_RDONLY)
