@@ -9,15 +9,15 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_shard import checkpoint
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
 from tests.parity import trainer_of
-
-WIDTH = 6
+from tests.training.saving.test_plain_lightning import WIDTH
+from tests.training.saving.test_plain_lightning import Module as Plain
 
 
 class Average(L.Callback):
@@ -38,21 +38,10 @@ class Average(L.Callback):
         self.average = state["average"]
 
 
-class Module(L.LightningModule):
+class Module(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
-        self.head = nn.Linear(WIDTH, 2)
         self.saw: dict[str, Any] = {}
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.head(self.net(batch)).square().mean()
-        self.log("loss", loss)
-        return loss  # type: ignore[no-any-return]
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.losses.append(float(self.trainer.logged_metrics["loss"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.02)
