@@ -97,7 +97,6 @@ class TestConserving:
         assert made.stages[0].peak.bytes["activations"] > one_each.stages[0].peak.bytes["activations"]
         assert made.checkpoint.bytes == pytest.approx(one_each.checkpoint.bytes, rel=0.01)
         assert made.checkpoint.files == one_each.checkpoint.files
-        assert made.placement is not None
         assert made.placement.ranks_of("model.blocks.2") == made.placement.ranks_of("model.blocks.0") == (2, 3)
         assert "0, 2" in str(made)
         assert made.to_json()["stages"][0]["blocks"] == [[0, 1], [2, 3]]
@@ -358,7 +357,6 @@ class TestTheAnswer:
 
     def test_says_which_device_has_which_layer(self) -> None:
         placement = planned(pipeline_parallel_size=2, data_parallel_size=2).placement
-        assert placement is not None
         assert placement.ranks_of("model.blocks.0.mlp.up") == (2, 3)
         assert "model.head" in placement.layers_of(0)
         assert placement.stages[0].memory

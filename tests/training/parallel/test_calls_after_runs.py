@@ -60,7 +60,6 @@ def called(sizes: dict[str, Any] | None) -> dict[str, Tensor]:
     (module.head(x).square().mean() + module.layers[0](x).square().mean()).backward()
     for name in ("head.weight", "layers.0.2.weight"):
         gradient = module.get_parameter(name).grad
-        assert gradient is not None
         found[f"{name}.grad"] = full_tensor(gradient)
     return {name: tensor.detach() for name, tensor in found.items()}
 

@@ -384,8 +384,6 @@ class AssignsLater(Plain):
 
 
 class Statistics(nn.Module):
-    shift: Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("shift", torch.zeros(6))

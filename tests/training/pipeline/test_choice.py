@@ -129,7 +129,6 @@ class FirstRankSays:
 def test_every_rank_takes_what_the_first_one_chose() -> None:
     among = candidates("auto", 4, 8)
     choice = choose(among, lambda s: Placement(tuple(stages(s, (5, 5, 5, 5)))), {}, has_data_ranks=False)
-    assert choice is not None
     assert choice.schedule != among[2]
     assert agree(among, choice, FirstRankSays(2)) is among[2]  # type: ignore[arg-type]
 
@@ -199,7 +198,6 @@ def test_a_plan_chooses_as_a_run_does(blocks: int, settings: dict[str, Any]) -> 
     )
     module, of_run = Module(blocks), Settings("auto", None, None, **settings)
     found = blocks_of(module, of_run, 4)
-    assert found is not None
     _, placement, schedule = placing.place_blocks(
         module,
         found,
@@ -210,7 +208,6 @@ def test_a_plan_chooses_as_a_run_does(blocks: int, settings: dict[str, Any]) -> 
         CPU,  # type: ignore[arg-type]
     )
     assert made.schedule == schedule
-    assert made.placement is not None
     assert made.placement.counts == placement.counts
     assert blocks != 8 or made.schedule.stages == 8
     assert made.to_json()["choice"] == made.choice

@@ -58,7 +58,6 @@ def evaluate(sizes: dict[str, int] | None, schedule: str = "1F1B") -> tuple[dict
     data = DataLoader(PROMPTS, batch_size=4)
     [logged] = trainer.validate(module, data, verbose=False)
     predicted = trainer.predict(module, data)
-    assert predicted is not None
     return {name: float(value) for name, value in logged.items()}, torch.cat(predicted).tolist()
 
 

@@ -529,8 +529,6 @@ def test_a_blocks_parameter_of_which_several_ranks_hold_parts_is_refused_beside_
 
 
 class Rotary(nn.Module):
-    angles: Tensor
-
     def __init__(self, persistent: bool = False) -> None:
         super().__init__()
         self.register_buffer("angles", torch.linspace(0.1, 1, WIDTH), persistent=persistent)
@@ -541,8 +539,6 @@ class Rotary(nn.Module):
 
 class Projection(nn.Module):
     """Random numbers that are never called, as all adapters of VeRA share them."""
-
-    down: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -620,8 +616,6 @@ def test_buffers_of_what_blocks_share_are_saved_once_by_each_of_their_names_and_
 
 class Counts(nn.Module):
     """Counts its calls, of which a stage makes its own blocks' only."""
-
-    calls: Tensor
 
     def __init__(self, how: str) -> None:
         super().__init__()

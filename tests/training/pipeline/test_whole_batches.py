@@ -45,7 +45,6 @@ class OverTheBatch(Base):
     def __init__(self) -> None:
         super().__init__()
         self.f1 = MulticlassF1Score(3)
-        self.center: Tensor
         self.register_buffer("center", torch.zeros(WIDTH))
         self.average = 0.0
 

@@ -46,7 +46,6 @@ def fit(strategy: str, steps: int, path: Path | None, ckpt_path: Path | None = N
 
 
 def same(found: dict[str, Any] | None) -> bool:
-    assert found is not None
     assert torch.equal(found["rank_state"]["w"], torch.ones(2))
     return {**found, "rank_state": None} == {**KEPT, "rank_state": None}
 

@@ -35,7 +35,6 @@ class Averages(nn.Module):
     def __init__(self, net: nn.Module, *, whole: bool) -> None:
         super().__init__()
         self.whole = whole
-        self.updates: Tensor
         self.register_buffer("updates", torch.tensor(0))
         for name, parameter in net.named_parameters():
             self.register_buffer(name.replace(".", ""), parameter.detach().clone())

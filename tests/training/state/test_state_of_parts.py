@@ -17,8 +17,6 @@ from tests.training.parallel.small import WIDTH, Layer, Trained, batches
 
 
 class Head(nn.Linear):
-    total: Tensor
-
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
         self.register_buffer("total", torch.zeros(()))
@@ -69,8 +67,6 @@ class ReadsBefore(Module):
 
 
 class Seeing(Head):
-    seen: Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))
