@@ -1,7 +1,9 @@
-"""ModelSummary on layouts: the table of one process."""
+"""What is printed where a run begins: ModelSummary's table of one process, and on rank 0 what is where, once."""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from typing import Any
 
 import lightning as L
@@ -9,10 +11,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
 from tests.parity import GLOBAL_BATCH, PLANS, QUIET, Model, layout, loader, world
+from tests.training.models.unets import Batch, Diffusion, noisy_images
 
 PIPELINE, TENSOR = layout(pipeline=2), layout(tensor=2)
 
@@ -56,3 +60,54 @@ def test_summaries_of_an_example_are_those_of_one_process(sizes: dict[str, int])
     for (columns, *counts), (expected, *counts_of_one) in zip(ours, plain, strict=True):
         assert counts == counts_of_one
         assert columns == expected
+
+
+class Evaluated(Diffusion):
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines += record.getMessage().splitlines()
+
+
+def printed() -> list[list[str]]:
+    """The lines of placements, of: a fit and a validation; a lone validation; a fit without a summary."""
+    logger, found = logging.getLogger("lightning.pytorch.utilities.rank_zero"), []
+
+    def trainer(**options: Any) -> L.Trainer:
+        settings: dict[str, Any] = {**QUIET, "enable_model_summary": True, "devices": 2, "max_steps": 1, **options}
+        return L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), **settings)
+
+    def lines(*runs: tuple[Any, ...], module: L.LightningModule) -> list[str]:
+        handler = Kept()
+        logger.addHandler(handler)
+        for run in runs:
+            run(module, DataLoader(noisy_images(), batch_size=None))  # type: ignore[arg-type]
+        logger.removeHandler(handler)
+        begin = [place for place, line in enumerate(handler.lines) if line.startswith("stage  blocks")]
+        return [line for place in begin for line in handler.lines[place - 1 : place + 4]]
+
+    warnings.simplefilter("ignore")
+    both, alone, silent = trainer(), trainer(), trainer(enable_model_summary=False)
+    found.append(lines(both.fit, both.validate, module=Evaluated()))  # type: ignore[arg-type]
+    found.append(lines(alone.validate, module=Evaluated()))  # type: ignore[arg-type]
+    found.append(lines(silent.fit, module=Evaluated()))  # type: ignore[arg-type]
+    return found
+
+
+def test_rank_0_prints_which_stage_has_what_once_a_run_in_80_columns_unless_summaries_are_off() -> None:
+    (fit, validation, silent), *others = run_ranks(printed, 2, elastic=True)
+    assert fit == validation
+    assert len(fit) == 5
+    assert fit[0] == "2 pipeline × 1 data × 1 tensor"
+    assert [line.split()[0] for line in fit[1:]] == ["stage", "0", "1", "all"]
+    assert "time, into" in fit[2]
+    assert max(map(len, fit)) <= 80
+    assert silent == []
+    assert others == [[[], [], []]]
