@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import lightning as L
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import GLOBAL_BATCH, PLANS, QUIET, Model, layout, loader, world
+from tests.parity import GLOBAL_BATCH, PLANS, QUIET, Model, layout, loader, trainer_of, world
 from tests.training.models.unets import Batch, Diffusion, noisy_images
 
 PIPELINE, TENSOR = layout(pipeline=2), layout(tensor=2)
@@ -67,34 +68,23 @@ class Evaluated(Diffusion):
         return self.loss(batch)
 
 
-class Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines += record.getMessage().splitlines()
-
-
 def printed() -> list[list[str]]:
     """The lines of placements, of: a fit and a validation; a lone validation; a fit without a summary."""
     logger, found = logging.getLogger("lightning.pytorch.utilities.rank_zero"), []
 
-    def trainer(**options: Any) -> L.Trainer:
-        settings: dict[str, Any] = {**QUIET, "enable_model_summary": True, "devices": 2, "max_steps": 1, **options}
-        return L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), **settings)
-
     def lines(*runs: tuple[Any, ...], module: L.LightningModule) -> list[str]:
-        handler = Kept()
+        handler = BufferingHandler(1000)
         logger.addHandler(handler)
         for run in runs:
             run(module, DataLoader(noisy_images(), batch_size=None))  # type: ignore[arg-type]
         logger.removeHandler(handler)
-        begin = [place for place, line in enumerate(handler.lines) if line.startswith("stage  blocks")]
-        return [line for place in begin for line in handler.lines[place - 1 : place + 4]]
+        said = [line for record in handler.buffer for line in record.getMessage().splitlines()]
+        begin = [place for place, line in enumerate(said) if line.startswith("stage  blocks")]
+        return [line for place in begin for line in said[place - 1 : place + 4]]
 
     warnings.simplefilter("ignore")
-    both, alone, silent = trainer(), trainer(), trainer(enable_model_summary=False)
+    summaries = (True, True, False)
+    both, alone, silent = (trainer_of(PIPELINE, max_steps=1, enable_model_summary=shown) for shown in summaries)
     found.append(lines(both.fit, both.validate, module=Evaluated()))  # type: ignore[arg-type]
     found.append(lines(alone.validate, module=Evaluated()))  # type: ignore[arg-type]
     found.append(lines(silent.fit, module=Evaluated()))  # type: ignore[arg-type]
