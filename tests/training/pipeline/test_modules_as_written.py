@@ -19,12 +19,12 @@ from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 from torchmetrics import MeanAbsoluteError, MeanMetric, MeanSquaredError, MetricCollection
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import checkpoint
 from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.alike import Trains, assert_train_alike
-from tests.parity import QUIET
+from tests.parity import trainer_of
 from tests.training.habits.harness import Net
 from tests.training.models.unets import Diffusion, Towers, noisy_images, pairs
 from tests.training.parallel.small import INTERLEAVED, WIDTH, Descends, Layer, Trained, batches
@@ -594,8 +594,7 @@ def test_what_blocks_share_trains_as_in_one_process() -> None:
 def fit(path: Path, resume: Path | None, **layout: Any) -> dict[str, Tensor]:
     """One more step, saved, and this rank's parameters and buffers."""
     torch.manual_seed(0 if resume is None else 1)
-    module, strategy = sharing(), HybridShardStrategy(**layout)
-    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1 if resume is None else 2, **QUIET)
+    module, trainer = sharing(), trainer_of(layout, max_steps=1 if resume is None else 2)
     trainer.fit(module, DataLoader(batches(), batch_size=None), ckpt_path=resume)  # type: ignore[arg-type]
     trainer.save_checkpoint(path)
     return {name: full_tensor(value) for name, value in module.state_dict().items()}

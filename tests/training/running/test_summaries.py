@@ -14,9 +14,8 @@ from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import GLOBAL_BATCH, PLANS, QUIET, Model, layout, loader, trainer_of, world
+from tests.parity import GLOBAL_BATCH, PLANS, Model, layout, loader, trainer_of, world
 from tests.training.models.unets import Batch, Diffusion, noisy_images
 
 PIPELINE, TENSOR = layout(pipeline=2), layout(tensor=2)
@@ -44,12 +43,11 @@ class Told(ModelSummary):
 def summarized(sizes: dict[str, int] | None) -> list[Any]:
     """What summaries of two Trainers of one module show."""
     devices, data = (1, 1) if sizes is None else (world(sizes), sizes["data_parallel_size"])
-    settings: dict[str, Any] = {**QUIET, "enable_model_summary": True, "devices": devices, "max_steps": 1}
     module, shown = Summarized(), []
     for _ in range(2):
-        options: dict[str, Any] = {**(sizes or {}), "tensor_parallel_plan": PLANS["gpt"]}
-        strategy: Any = "auto" if sizes is None else HybridShardStrategy(**options)
-        trainer = L.Trainer(strategy=strategy, callbacks=[Told(max_depth=2)], limit_val_batches=0, **settings)
+        options = None if sizes is None else {**sizes, "tensor_parallel_plan": PLANS["gpt"]}
+        settings = {"max_steps": 1, "limit_val_batches": 0, "enable_model_summary": True}
+        trainer = trainer_of(options, devices, callbacks=[Told(max_depth=2)], **settings)
         trainer.fit(module, loader(GLOBAL_BATCH // data))
         shown.append(Told.told)
     return shown

@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import checkpoint
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.parity import GLOBAL_BATCH, LAYOUTS, QUIET, Model, combine, layout, loader, train, trainer_of, world
+from tests.parity import GLOBAL_BATCH, LAYOUTS, Model, combine, layout, loader, train, trainer_of, world
 from tests.training.habits.harness import Net
 
 SAVED, TRAINED = 2, 4  # the checkpoint is of the second step, in the middle of an epoch of six; the curve has four
@@ -223,9 +223,7 @@ def run(sizes: dict[str, int], folder: Path) -> dict[str, tuple[set[torch.dtype]
         path = str(folder / optimizer)
         for first, then in (("32-true", "bf16-true"), ("bf16-true", "32-true")):
             for precision, steps in ((first, 2), (then, 4)):
-                strategy = HybridShardStrategy(**sizes)
-                settings: dict[str, Any] = {**QUIET, "devices": 2, "max_steps": steps, "precision": precision}
-                trainer = L.Trainer(strategy=strategy, **settings)
+                trainer = trainer_of(sizes, max_steps=steps, precision=precision)
                 trainer.fit(Module(optimizer), loader, ckpt_path=path if precision == then else None)
                 if precision == first:
                     trainer.save_checkpoint(path)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import checkpoint
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.alike import Trains, assert_train_alike
-from tests.parity import QUIET
+from tests.parity import trainer_of
 
 PLAN = {"net.blocks.*.0": "colwise", "net.blocks.*.2": "rowwise"}
 
@@ -186,14 +186,7 @@ def save(layout: str, folder: Path) -> None:
     warnings.simplefilter("ignore")
     sizes = LAYOUTS[layout]
     samples = torch.linspace(-3, 3, 3 * 8 * 8).sin().view(24, 8)
-    quiet: dict[str, Any] = QUIET
-    trainer = L.Trainer(
-        strategy=HybridShardStrategy(**sizes) if sizes else "auto",
-        devices=2 if sizes else 1,
-        max_epochs=1,
-        callbacks=[Keeps()],
-        **quiet,
-    )
+    trainer = trainer_of(sizes or None, max_epochs=1, callbacks=[Keeps()])
     size = 8 // sizes.get("data_parallel_size", 1)
     trainer.fit(Plain(), DataLoader(samples, batch_size=size))  # type: ignore[arg-type]
     trainer.save_checkpoint(folder / f"{layout}.ckpt")
