@@ -89,9 +89,7 @@ def ledger(request: pytest.FixtureRequest) -> Callable[..., None]:
 
     ``group`` is a heading such as "Crash"; ``fault`` says what was done to what, in one line; ``lost`` counts the
     points after which something that was promised did not hold, or tells of each what. The row is kept first, then
-    nothing must be lost.
-    ``system`` names another program that the same fault was tried on: its row stands beside ours of the same group and
-    fault, and what it lost is told, not asserted. ``sample`` says that a longer test tries all points of this row.
+    nothing must be lost. ``sample`` says that a longer test tries all points of this row.
     """
 
     def enter(
@@ -101,7 +99,6 @@ def ledger(request: pytest.FixtureRequest) -> Callable[..., None]:
         tried: int,
         lost: int | list[str] = 0,
         note: str = "",
-        system: str = "",
         sample: bool = False,
     ) -> None:
         assert tried > 0, f"{fault}: nothing was tried"
@@ -115,12 +112,11 @@ def ledger(request: pytest.FixtureRequest) -> Callable[..., None]:
                 "tried": tried,
                 "lost": lost,
                 "note": note,
-                "system": system,
                 "sample": sample,
                 "test": request.node.nodeid,
             }
             with Path(folder, f"{os.getpid()}.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
-        assert lost == 0 or system, f"{fault}: {lost} of {tried} did not hold"
+        assert lost == 0, f"{fault}: {lost} of {tried} did not hold"
 
     return enter

@@ -58,6 +58,13 @@ LAYOUTS = {
 }
 
 
+def trainer_of(options: Mapping[str, Any] | None, devices: int = 2, **settings: Any) -> Any:
+    """A quiet Trainer: on so many ranks, by a strategy with these options; without any, on one plain process."""
+    if options is None:
+        return L.Trainer(**{**QUIET, "devices": 1, **settings})
+    return L.Trainer(strategy=HybridShardStrategy(**options), **{**QUIET, "devices": devices, **settings})
+
+
 class Tokens(Dataset[dict[str, Tensor]]):
     def __init__(self, samples: int = 96) -> None:
         generator = torch.Generator().manual_seed(7)

@@ -12,9 +12,8 @@ import lightning as L
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET, loader, world
+from tests.parity import loader, trainer_of, world
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Refusal:
 
     def run(self) -> None:
         L.seed_everything(3)
-        settings = {**QUIET, "devices": self.ranks or world(self.sizes), "max_steps": 2, **self.trainer}
-        trainer = L.Trainer(strategy=HybridShardStrategy(**self.sizes, **self.options), **settings)
+        options = {**self.sizes, **self.options}
+        trainer = trainer_of(options, self.ranks or world(self.sizes), **{"max_steps": 2, **self.trainer})
         data = DataLoader([*self.batches()], batch_size=None) if self.batches else loader(self.batch)
         getattr(trainer, self.method)(self.make(), data)
 

@@ -25,6 +25,7 @@ from recipes import plans
 from recipes.gpt import LanguageModel
 from recipes.text import TextFolder
 from tests.training.mixtures import ListedMixture, Mixture
+from tests.training.parallel.small import Descends
 
 TOKENS = torch.zeros(8, 17, dtype=torch.long)
 
@@ -96,7 +97,6 @@ class TestConserving:
         assert made.stages[0].peak.bytes["activations"] > one_each.stages[0].peak.bytes["activations"]
         assert made.checkpoint.bytes == pytest.approx(one_each.checkpoint.bytes, rel=0.01)
         assert made.checkpoint.files == one_each.checkpoint.files
-        assert made.placement is not None
         assert made.placement.ranks_of("model.blocks.2") == made.placement.ranks_of("model.blocks.0") == (2, 3)
         assert "0, 2" in str(made)
         assert made.to_json()["stages"][0]["blocks"] == [[0, 1], [2, 3]]
@@ -357,7 +357,6 @@ class TestTheAnswer:
 
     def test_says_which_device_has_which_layer(self) -> None:
         placement = planned(pipeline_parallel_size=2, data_parallel_size=2).placement
-        assert placement is not None
         assert placement.ranks_of("model.blocks.0.mlp.up") == (2, 3)
         assert "model.head" in placement.layers_of(0)
         assert placement.stages[0].memory
@@ -401,7 +400,7 @@ def _all_parts(made: Plan) -> list[Any]:
     return [*counts.everywhere, *(part for _, part in counts.in_order()), counts.loss]
 
 
-class WithDropout(L.LightningModule):
+class WithDropout(Descends):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
@@ -412,9 +411,6 @@ class WithDropout(L.LightningModule):
         for block in self.blocks:
             batch = block(batch)
         return batch.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters())
 
 
 def test_dropout_counts_as_on_a_gpu_in_blocks_that_are_recomputed_too() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,12 +11,12 @@ from tokens import TokensPerSecond, tokens_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
+from tests.training.parallel.small import Descends
 
 
-class Model(L.LightningModule):
+class Model(Descends):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.layers = nn.Embedding(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
@@ -28,9 +27,6 @@ class Model(L.LightningModule):
             x = layer(x)
         return F.cross_entropy(x.flatten(0, 1), batch["input_ids"].flatten())
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def seen(devices: int, **layout: int) -> list[float]:
     """The rates of four batches, each of which takes a second."""
@@ -39,8 +35,7 @@ def seen(devices: int, **layout: int) -> list[float]:
         patch.setattr("tokens.time.perf_counter", lambda: float(next(now)))
         rows = [{"input_ids": torch.arange(5)}] * 16
         size = 4 if devices == 1 or layout else 2
-        strategy: Any = HybridShardStrategy(**layout) if devices > 1 else "auto"
-        trainer = L.Trainer(**QUIET, devices=devices, strategy=strategy, max_epochs=1, callbacks=[TokensPerSecond()])
+        trainer = trainer_of(layout if devices > 1 else None, devices, max_epochs=1, callbacks=[TokensPerSecond()])
         trainer.fit(Model(), DataLoader(rows, batch_size=size))
     return [float(trainer.callback_metrics["tokens/s"])]
 

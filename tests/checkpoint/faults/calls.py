@@ -1,15 +1,13 @@
 """The calls by which this process changes the files of a folder, or an S3 bucket: counted, recorded, or its last.
 
-Calls are met where Python makes them: the functions of ``os``, and ``open``, whose writes are made calls of ``os``.
-What a library writes from C isn't seen; a test that records must compare what it has seen with what is there.
+Calls are met where Python makes them, as functions of ``os``. What ``open`` or a library writes from C isn't seen; a
+test that records must compare what it has seen with what is there.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import errno
-import io
 import os
 import signal
 import threading
@@ -53,8 +51,6 @@ def met(folder: str | os.PathLike[str], handler: Handler) -> Iterator[None]:
         for name in (*_ON_DESCRIPTORS, *_ON_ONE_NAME, *_ON_TWO_NAMES):
             if hasattr(os, name):
                 stack.enter_context(mock.patch.object(os, name, _handed_on(name, root, handler)))
-        for module in (builtins, io):
-            stack.enter_context(mock.patch.object(module, "open", _opened))
         yield
 
 
@@ -90,43 +86,6 @@ def _path_of(descriptor: Any) -> str:
         return _real["readlink"](f"/proc/self/fd/{number}")
     except OSError:
         return ""
-
-
-class _File(io.FileIO):
-    """A file whose writes are calls of ``os``."""
-
-    def __init__(self, path: Any, mode: str) -> None:
-        super().__init__(path, mode, opener=lambda name, flags: os.open(name, flags, 0o666))
-
-    def write(self, data: Any) -> int:
-        return os.write(self.fileno(), data)
-
-    def truncate(self, size: int | None = None) -> int:
-        size = self.tell() if size is None else size
-        os.ftruncate(self.fileno(), size)
-        return size
-
-
-_real_open = builtins.open
-
-
-def _opened(
-    file: Any,
-    mode: str = "r",
-    buffering: int = -1,
-    encoding: str | None = None,
-    errors: str | None = None,
-    newline: str | None = None,
-    closefd: bool = True,
-    opener: Any = None,
-) -> Any:
-    if isinstance(file, int) or opener is not None or not set(mode) & set("wax+"):
-        return _real_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
-    raw = _File(file, mode.replace("b", "").replace("t", ""))
-    if buffering == 0:
-        return raw
-    buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-    return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
 
 
 @contextlib.contextmanager

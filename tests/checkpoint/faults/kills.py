@@ -17,10 +17,8 @@ from typing import Any
 from tests.checkpoint.faults.calls import Counting, KillAt, Moment, met, moments, requests_met
 from tests.checkpoint.faults.saves import (
     FIRST,
-    OURS,
     Place,
     Save,
-    System,
     Tried,
     age,
     ended,
@@ -28,6 +26,7 @@ from tests.checkpoint.faults.saves import (
     forked,
     in_fork,
     join,
+    save,
 )
 from tests.servers import BUCKET, Server, let_servers_forget
 
@@ -39,13 +38,12 @@ class Ground:
     """Where saves are killed: a folder of the disk, and how a store names it."""
 
     scratch: Path
-    system: System = OURS
     server: Server | None = None
     runs: int = 0
 
     def __post_init__(self) -> None:
         base = self._place("base", FIRST)
-        in_fork(self.scratch, lambda: self.system.save(base, 1))
+        in_fork(self.scratch, lambda: save(base, 1))
         age(base.on_disk)
 
     @property
@@ -76,7 +74,7 @@ def kill_at_every_point(ground: Ground, case: Save, limit: int | None = None) ->
     for moment in spread(moments(json.loads(ground.counted.read_text())), limit):
         place = ground.fresh(case.name)
         codes = ended(started(ground, place, case, moment))
-        fault = in_fork(ground.scratch, lambda place=place: fault_of(ground.system, place))
+        fault = in_fork(ground.scratch, lambda place=place: fault_of(place))
         if case.world_size > 1 and codes == [0] * case.world_size:
             continue  # ranks race to make the folders: this time, the victim had fewer calls to make
         if codes[case.victim or 0] != KILLED or None in codes:
@@ -107,7 +105,7 @@ def started(ground: Ground, place: Place, case: Save, moment: Moment | None) -> 
             if case.world_size > 1:
                 join(rank, case.world_size, meeting)
             with watched(place, killing or counting):
-                ground.system.save(place, 2, asynchronous=case.asynchronous)
+                save(place, 2, asynchronous=case.asynchronous)
             if rank == victim:
                 ground.counted.write_text(json.dumps(counting.names))
 

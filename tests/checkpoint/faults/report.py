@@ -46,9 +46,10 @@ INTRODUCTION = """\
 4. **No rank waits for ever.** When one fails, dies or stops, the others stop within a deadline with the first cause.
 
 *Points tried* are separate trials: calls at which a process was killed, images of a disk after a power cut, bytes
-flipped, answers of a store spoiled. *Lost* are those after which a promise didn't hold; one fails the tests. The last
-column is the same fault on torch.distributed.checkpoint by its defaults, which promises none of it. There a new path
-for each save is safer, which is tried too.
+flipped, answers of a store spoiled. *Lost* are those after which a promise didn't hold; one fails the tests. On
+2026-11-29 torch.distributed.checkpoint by its defaults, which promises none of it, lost a checkpoint in saves over it
+by 21 of 23 kills, 218 of 223 power cuts and 13 of 15 errors of the disk, and in saves to a new path by none of 22 kills
+and 14 of 139 power cuts; it loaded 961 of 10,064 flipped bytes.
 
 Not promised:
 
@@ -63,18 +64,17 @@ Not promised:
 
 @dataclass
 class Row:
-    """A fault: the points that were tried, by the system (ours is the empty name)."""
+    """A fault: how many points were tried, and lost."""
 
-    tried: dict[str, int] = field(default_factory=dict)
-    lost: dict[str, int] = field(default_factory=dict)
-    notes: dict[str, list[str]] = field(default_factory=dict)
+    tried: int = 0
+    lost: int = 0
+    notes: list[str] = field(default_factory=list)
 
     def add(self, entry: dict[str, object]) -> None:
-        system, note = str(entry.get("system", "")), str(entry["note"])
-        self.tried[system] = self.tried.get(system, 0) + int(str(entry["tried"]))
-        self.lost[system] = self.lost.get(system, 0) + int(str(entry["lost"]))
-        if note and note not in self.notes.setdefault(system, []):
-            self.notes[system].append(note)
+        self.tried += int(str(entry["tried"]))
+        self.lost += int(str(entry["lost"]))
+        if (note := str(entry["note"])) and note not in self.notes:
+            self.notes.append(note)
 
 
 def read(folder: Path) -> list[dict[str, object]]:
@@ -94,43 +94,43 @@ def collect(entries: Iterable[dict[str, object]]) -> dict[str, dict[str, Row]]:
     all points were tried.
     """
 
-    def key(entry: dict[str, object]) -> tuple[str, str, str]:
-        return str(entry["group"]), str(entry["fault"]), str(entry.get("system", ""))
+    def key(entry: dict[str, object]) -> tuple[str, str]:
+        return str(entry["group"]), str(entry["fault"])
 
     entries = list(entries)
     whole = {key(entry) for entry in entries if not entry.get("sample")}
     groups: dict[str, dict[str, Row]] = {}
     for entry in entries:
         if not (entry.get("sample") and key(entry) in whole):
-            group, fault, _ = key(entry)
+            group, fault = key(entry)
             groups.setdefault(group, {}).setdefault(fault, Row()).add(entry)
     order = {group: place for place, group in enumerate(GROUPS)}
     return dict(sorted(groups.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
 
 
 def joined(rows: Mapping[str, Row]) -> dict[str, Row]:
-    """Rows that differ in the kind of fault alone as one, unless something was lost or a peer tried it."""
+    """Rows that differ in the kind of fault alone as one, unless something was lost."""
     found: dict[str, Row] = {}
     alike: dict[tuple[str, str], dict[str, Row]] = {}
     for fault, row in rows.items():
         match = next(filter(None, (kind.fullmatch(fault) for kind in _KINDS)), None)
-        if match is None or set(row.tried) != {""} or row.lost[""] or row.notes:
+        if match is None or row.lost or row.notes:
             found[fault] = row
         else:
             begin, end = match.span("kind")
             alike.setdefault((fault[:begin], fault[end:]), {})[match["kind"]] = row
     for (before, after), kinds in alike.items():
-        tried = sum(row.tried[""] for row in kinds.values())
+        tried = sum(row.tried for row in kinds.values())
         names = ", ".join(sorted(kinds))
-        found[f"{before}{f'({names})' if len(kinds) > 1 else names}{after}"] = Row({"": tried}, {"": 0})
+        found[f"{before}{f'({names})' if len(kinds) > 1 else names}{after}"] = Row(tried)
     return found
 
 
 def page(entries: Iterable[dict[str, object]], *, command: str) -> str:
     """The page of all entries, with today's date and this machine."""
     groups = collect(entries)
-    ours = [row for rows in groups.values() for row in rows.values() if "" in row.tried]
-    tried, lost = sum(row.tried[""] for row in ours), sum(row.lost[""] for row in ours)
+    every = [row for rows in groups.values() for row in rows.values()]
+    tried, lost = sum(row.tried for row in every), sum(row.lost for row in every)
     parts = [INTRODUCTION, f"**{tried:,} points were tried, and {lost:,} lost.** {_circumstances(command)}\n"]
     for group, rows in groups.items():
         parts.append(f"## {group}\n\n{_table(joined(rows))}")
@@ -147,27 +147,11 @@ def _circumstances(command: str) -> str:
 
 
 def _table(rows: dict[str, Row]) -> str:
-    with_peer = any(system for row in rows.values() for system in row.tried)
-    lines = [
-        "| fault | points tried | lost | note |" + (" torch.distributed.checkpoint |" if with_peer else ""),
-        "|---|--:|--:|---|" + ("---|" if with_peer else ""),
-    ]
+    lines = ["| fault | points tried | lost | note |", "|---|--:|--:|---|"]
     for fault, row in sorted(rows.items()):
-        mine = (f"{row.tried['']:,}", f"{row.lost['']:,}") if "" in row.tried else ("", "")
-        cells = [fault, *mine, "; ".join(row.notes.get("", []))]
-        if with_peer:
-            cells.append("; ".join(_of_peer(row, system) for system in sorted(row.tried) if system))
-        while not cells[-1]:
-            cells.pop()
+        cells = [fault, f"{row.tried:,}", f"{row.lost:,}", *(["; ".join(row.notes)] if row.notes else [])]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _of_peer(row: Row, system: str) -> str:
-    _, _, setting = system.partition(", ")
-    text = f"{row.lost[system]:,} of {row.tried[system]:,} lost"
-    text = f"{setting}: {text}" if setting else text
-    return f"{text} ({'; '.join(row.notes[system])})" if row.notes.get(system) and row.lost[system] else text
 
 
 if __name__ == "__main__":

@@ -148,10 +148,8 @@ def same(what: str, found: Any, wanted: Any) -> None:
         raise WrongValues(f"wrong values were loaded: {what}")
 
 
-def step_at(path: str, options: dict[str, Any] | None = None, *, verified: bool = True) -> int | None:
+def step_at(path: str, options: dict[str, Any] | None = None) -> int | None:
     """Which step's checkpoint is whole at a path, to the last byte; None where there is no checkpoint.
-
-    ``verified``: ``verify`` says so too.
 
     Raises:
         CheckpointError: There is one, and it isn't whole.
@@ -159,7 +157,7 @@ def step_at(path: str, options: dict[str, Any] | None = None, *, verified: bool 
     """
     if not checkpoint.exists(path, storage_options=options):
         return None
-    if verified and not (report := checkpoint.verify(path, storage_options=options)).ok:
+    if not (report := checkpoint.verify(path, storage_options=options)).ok:
         raise CorruptCheckpointError(f"{path}: {report.faults}")
     stored = checkpoint.read(path, storage_options=options)
     trainer = stored.trainer_state()
@@ -180,46 +178,36 @@ def last(place: Place) -> str | None:
     return next((f"{place.folder}/{path.rpartition('/')[2]}" for path in found), None)
 
 
-@dataclass(frozen=True)
-class System:
-    """A way to save that faults are tried on: ours, or another program's."""
-
-    save: Callable[..., None]
-    step_at: Callable[..., int | None]
-    refusals: tuple[type[BaseException], ...]
-    """What it may raise where it finds a checkpoint that isn't whole."""
-    is_ours: bool = False
+REFUSALS = (WrongValues, CheckpointError, OSError)
+"""What is raised where a checkpoint isn't whole."""
 
 
-def fault_of(system: System, place: Place) -> str:
-    """What doesn't hold after a save of step 2 that was killed, or nothing: one of the two checkpoints is whole and the
-    next save succeeds. Of ours also: it is found as the last one, and the next save removes what is left over and old.
+def fault_of(place: Place) -> str:
+    """What doesn't hold after a save of step 2 that was killed, or nothing: one of the two checkpoints is whole, it is
+    found as the last one, the next save succeeds and removes what is left over and old.
     To be called in a process of its own.
     """
     try:
-        first, second = system.step_at(place.first, place.options), system.step_at(place.path, place.options)
+        first, second = step_at(place.first, place.options), step_at(place.path, place.options)
         if first not in ({1, 2} if place.name == FIRST else {1}):
             return f"step 1 is gone: {first}"
         if second not in ({1, 2} if place.name == FIRST else {None, 2}):
             return f"neither the old nor the new one: {second}"
-        if system.is_ours and (found := last(place)) != (place.path if second else place.first):
+        if (found := last(place)) != (place.path if second else place.first):
             return f"last is {found}"
         target = place.on_disk / place.name
         if place.options:  # an upload that wasn't completed can't be given another time: all leftovers are old here
             folders.LEFTOVER_AGE_S = -60.0
         elif target.exists():
             age(target)
-        system.save(place, 3)
-        if system.step_at(place.path, place.options) != 3:
+        save(place, 3)
+        if step_at(place.path, place.options) != 3:
             return "the next save isn't there"
-        if system.is_ours and (left := leftovers(target)):
+        if left := leftovers(target):
             return f"left over: {left}"
-    except (WrongValues, *system.refusals) as error:
+    except REFUSALS as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
     return ""
-
-
-OURS = System(save, step_at, (CheckpointError, OSError), is_ours=True)
 
 
 def leftovers(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 from torch import nn
 
-from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
+from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -22,7 +22,7 @@ from lightning_shard.errors import (
 )
 from lightning_shard.testing import run_ranks
 from tests.checkpoint.manifests import edit
-from tests.parity import QUIET, Model, loader
+from tests.parity import QUIET, Model, loader, trainer_of
 
 
 class Net(Model):
@@ -50,7 +50,7 @@ class WiderAndLenient(Wider):
 
 def trainer(steps: int) -> L.Trainer:
     L.seed_everything(3)
-    return L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=steps, **QUIET)
+    return trainer_of({"pipeline_parallel_size": 2}, max_steps=steps)
 
 
 def save(path: str) -> None:

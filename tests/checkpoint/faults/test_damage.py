@@ -233,7 +233,8 @@ def test_random_flips_in_a_larger_checkpoint(larger, ledger, flips):
     ledger(GROUP, what, tried=flips, lost=lost, sample=flips < FLIPS)
 
 
-def test_every_file_cut_at_every_boundary_and_extended(small, larger, ledger):
+@pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.long)], ids=["boundaries", "all"])
+def test_every_file_cut_at_every_boundary_and_extended(small, larger, ledger, everywhere):
     tried = lost = 0
     for path in (small, larger):
         expected = everything(path)
@@ -247,6 +248,7 @@ def test_every_file_cut_at_every_boundary_and_extended(small, larger, ledger):
             for _, begin, end in parts:
                 if path == small or end - begin > 2**20:
                     edges |= {begin, begin + 1, end - 1, end, *range(begin, end, 4 * 2**20)}
+            edges |= set(range(len(data))) if everywhere and path == small else set()
             changed = [data[:edge] for edge in sorted(edges) if edge < len(data)]
             for content in [*changed, data + b"\0", data + bytes(5000), data * 2]:
                 file.write_bytes(content)
@@ -258,7 +260,8 @@ def test_every_file_cut_at_every_boundary_and_extended(small, larger, ledger):
                 tried += 1
             file.write_bytes(data)
         assert everything(path) == expected
-    ledger(GROUP, "every file cut at every boundary, and extended", tried=tried, lost=lost)
+    what = "every file cut at every boundary, of a small checkpoint at every byte, and extended"
+    ledger(GROUP, what, tried=tried, lost=lost, sample=not everywhere)
 
 
 @pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])

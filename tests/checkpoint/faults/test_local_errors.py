@@ -16,6 +16,8 @@ import torch.distributed as dist
 from lightning_shard import checkpoint
 from lightning_shard.errors import CheckpointError
 from lightning_shard.testing import run_ranks
+from tests.checkpoint.faults.calls import Counting, FailAt, Moment, met
+from tests.checkpoint.faults.saves import FIRST, REFUSALS, Place, save, step_at
 
 # What each call may answer. A call that makes, fills, syncs, links or replaces a file.
 ERRORS = {
@@ -92,6 +94,31 @@ def test_an_error_of_the_disk_at_any_moment_is_ours_and_the_earlier_checkpoint_s
             if unsupported and not failed:
                 break
     ledger("Disk", f"{verb} fails in a save, {save.__name__.replace('_', ' ')}", tried=tried, lost=lost)
+
+
+@pytest.mark.long
+def test_an_error_of_any_one_call_leaves_a_whole_checkpoint(tmp_path: Path, ledger: Callable[..., None]) -> None:
+    """The old one or the new one, and the new one where the save has returned."""
+    place, counting, lost = Place(str(tmp_path), FIRST, tmp_path), Counting(), []
+    save(place, 1)
+    with met(tmp_path, counting):
+        save(place, 2)
+    for index, name in enumerate(counting.names):
+        save(place, 1)
+        allowed = {1, 2}
+        try:
+            with met(tmp_path, FailAt(Moment(index))):
+                save(place, 2)
+            allowed = {2}
+        except (CheckpointError, OSError):
+            pass
+        try:
+            if (found := step_at(place.path)) not in allowed:
+                lost.append(f"{name}, call {index}: there is step {found}, and not one of {allowed}")
+        except REFUSALS as error:
+            lost.append(f"{name}, call {index}: {error}")
+    what = "local disk: an input/output error of any one call, save over one, one process"
+    ledger("Stores that fail", what, tried=len(counting.names), lost=lost)
 
 
 def save_with_a_fault(folder: Path, victim: int, number: int) -> str:

@@ -1,4 +1,7 @@
-"""The power is cut after any call of a save, and the disk keeps what was synced and anything of the rest."""
+"""A save that ends in its midst: what is found, loaded and saved over is the earlier checkpoint or the new one, whole.
+
+The power is cut after any call, and the disk keeps what was synced and anything of the rest; or a process is killed.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ import pytest
 import torch
 
 from lightning_shard import checkpoint
+from lightning_shard.checkpoint.store import remote, s3
 from lightning_shard.testing import run_ranks
 from tests.checkpoint.faults.calls import met
 from tests.checkpoint.faults.cuts import cut_after_every_call, recorded
 from tests.checkpoint.faults.disk import Log, Node, Recorder, images, put
+from tests.checkpoint.faults.kills import Ground, kill_at_every_point
 from tests.checkpoint.faults.saves import BESIDE, FIRST, IN_NEW_FOLDERS, Save, Tried
+from tests.servers import serve
 
 LIMIT_S = 1200.0
 
@@ -55,11 +61,11 @@ def replace_a(folder: Path, *, sync_file: bool, sync_folder: bool) -> set[bytes 
     (folder / "a").write_bytes(b"old")
     recorder = Recorder(folder, folder.with_suffix(".calls"))
     with met(folder, recorder):
-        with open(folder / "a.tmp", "wb") as file:
-            file.write(b"new")
-            file.flush()
-            if sync_file:
-                os.fsync(file.fileno())
+        file = os.open(folder / "a.tmp", os.O_WRONLY | os.O_CREAT)
+        os.write(file, b"new")
+        if sync_file:
+            os.fsync(file)
+        os.close(file)
         os.replace(folder / "a.tmp", folder / "a")
         if sync_folder:
             opened = os.open(folder, os.O_RDONLY)
@@ -126,3 +132,41 @@ def test_a_power_cut_in_a_removal_leaves_the_whole_checkpoint_or_none(tmp_path: 
             found.add(checkpoint.verify(image / "a").ok if checkpoint.exists(image / "a") else None)
             shutil.rmtree(image)
     assert found == {True, None}
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+SMALL_PART_BYTES = 2**16
+DISK, S3 = "local disk", "S3"
+ONE_PROCESS = [Save(name, asynchronous) for name in (BESIDE, FIRST) for asynchronous in (False, True)]
+RANKS_KILLED = [
+    Save(name, asynchronous, 2, victim, everyone)
+    for name in (BESIDE, FIRST)
+    for asynchronous in (False, True)
+    for victim, everyone in ((0, False), (1, False), (0, True))
+]
+ALL = [
+    *((DISK, case, None) for case in (*ONE_PROCESS, *RANKS_KILLED)),
+    *((S3, case, None) for case in (*ONE_PROCESS, *RANKS_KILLED[-3:])),
+]
+SAMPLES = [(DISK, ONE_PROCESS[2], 8), (DISK, ONE_PROCESS[3], 8), (DISK, RANKS_KILLED[-3], 4), (S3, ONE_PROCESS[3], 3)]
+"""So many points of those that the long tests try, from a save's first to its last."""
+
+
+def kill(scratch: Path, where: str, case: Save, limit: int | None) -> Tried:
+    if where == DISK:
+        return kill_at_every_point(Ground(scratch), case, limit)
+    s3.PART_BYTES = remote.PUT_BYTES = SMALL_PART_BYTES  # in this process, and those that are forked from it
+    with serve("s3", scratch / "served") as server:
+        return kill_at_every_point(Ground(scratch, server), case, limit)
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize(
+    ("where", "case", "limit"), [*SAMPLES, *(pytest.param(*one, marks=pytest.mark.long) for one in ALL)], ids=str
+)
+def test_a_kill_at_any_call_leaves_a_whole_checkpoint(
+    where: str, case: Save, limit: int | None, tmp_path: Path, ledger: Any
+) -> None:
+    (tried,) = run_ranks(kill, 1, tmp_path, where, case, limit, init=False, timeout_s=LIMIT_S)
+    ledger("Crash", f"{where}: {case}", tried=tried.points, lost=tried.faults, sample=limit is not None)

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import checkpoint
 from lightning_shard.errors import StateMismatchError, UnsupportedStateError
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
 
 STEPS = 3
 
@@ -323,7 +323,7 @@ def batches(steps: range) -> DataLoader[Tensor]:
 
 
 def fit(steps: range, save: str | None = None, resume: str | None = None) -> dict[str, Tensor]:
-    trainer = L.Trainer(strategy=HybridShardStrategy(), devices=1, max_steps=len(steps), **QUIET)
+    trainer = trainer_of({}, 1, max_steps=len(steps))
     module = Module()
     trainer.fit(module, batches(steps), ckpt_path=resume)
     if save:

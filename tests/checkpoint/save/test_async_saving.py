@@ -16,13 +16,13 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_shard
-from lightning_shard import HybridShardStrategy, ShardedCheckpointIO, checkpoint
+from lightning_shard import ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint.store import LocalStore
 from lightning_shard.errors import CheckpointError
 from lightning_shard.plugin.running import failure
 from lightning_shard.plugin.saving import checkpoint_io
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import GLOBAL_BATCH, QUIET, Model, layout, loader
+from tests.parity import GLOBAL_BATCH, Model, layout, loader, trainer_of
 
 PIPELINE = layout(pipeline=2)
 SLOW_S = 0.3
@@ -52,12 +52,8 @@ def fit(folder: str, asynchronous: bool, steps: int, callbacks: list[L.Callback]
 def fit_with(asynchronous: bool, steps: int, callbacks: list[L.Callback]) -> None:
     L.seed_everything(3)
     checkpoint_io = ShardedCheckpointIO(asynchronous=asynchronous, fsync=False)
-    trainer = L.Trainer(
-        strategy=HybridShardStrategy(**PIPELINE, checkpoint_io=checkpoint_io),
-        devices=2,
-        max_steps=steps,
-        callbacks=callbacks,
-        **{**QUIET, "enable_checkpointing": True},
+    trainer = trainer_of(
+        {**PIPELINE, "checkpoint_io": checkpoint_io}, max_steps=steps, callbacks=callbacks, enable_checkpointing=True
     )
     trainer.fit(Model("gpt"), loader(GLOBAL_BATCH))
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_shard import HybridShardStrategy, ModelCheckpoint, checkpoint
+from lightning_shard import ModelCheckpoint, checkpoint
 from lightning_shard.errors import CheckpointError, ConfigurationError
 from lightning_shard.testing import ranks, run_ranks
-from tests.parity import QUIET, Model, loader
+from tests.parity import Model, loader, trainer_of
 
 
 @ranks(2)
@@ -31,8 +30,7 @@ def resume(folder: Path, steps: int, ckpt_path: str | None) -> str:
     """The second time rank 1 has another folder."""
     dirpath = folder / ("0" if ckpt_path is None or dist.get_rank() == 0 else "1")
     keeps = ModelCheckpoint(dirpath, save_last=True, every_n_train_steps=1)
-    options = {**QUIET, "enable_checkpointing": True, "callbacks": [keeps]}
-    trainer = L.Trainer(strategy=HybridShardStrategy(data_parallel_size=2), devices=2, max_steps=steps, **options)
+    trainer = trainer_of({"data_parallel_size": 2}, max_steps=steps, enable_checkpointing=True, callbacks=[keeps])
     try:
         trainer.fit(Model("gpt"), loader(2), ckpt_path=ckpt_path)
     except ConfigurationError as error:

@@ -374,7 +374,6 @@ def test_a_local_tier_must_be_on_the_local_disk_and_shows_no_secrets(tmp_path: P
 
 def test_without_a_strategy_saves_are_carried_before_they_return_and_removed_in_both_tiers(tmp_path: Path) -> None:
     io = ShardedCheckpointIO(local=tmp_path / "disk", fsync=False)
-    assert io.local is not None
     path = str(tmp_path / "store" / "one.ckpt")
     io.save_checkpoint({"state_dict": {"w": torch.ones(3)}, "pytorch-lightning_version": "2.6"}, path)
     assert contents(path) == contents(io.local.copy_of(path)) != {}

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -68,26 +69,17 @@ def run_until_killed(url: str, options: dict[str, Any], local: str) -> None:
         run(SHARDS, url, options, local, TRAINED)
 
 
-class Said(logging.Handler):
-    """Where checkpoints were read, as the run said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith("Reading the checkpoint "):
-            self.lines.append(record.getMessage())
-
-
 def curves(url: str, options: dict[str, Any], folder: str) -> tuple[list[str], list[Seen]]:
-    """Resumed from the local copy, and from what lies on disks of their own; beside an uninterrupted run."""
-    said = Said()
+    """Where checkpoints were read, as the run said; and runs that resumed from the local copy and from what lies on
+    disks of their own, beside an uninterrupted one.
+    """
+    said = BufferingHandler(1000)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(said)
     local = run(STAGES, url, options, f"{folder}/disk", TRAINED, resume="last")
     own = run(STAGES, f"{url}-2", options, own_disk(folder, dist.get_rank()), TRAINED, resume="last")
     whole = train("gpt", STAGES, steps=TRAINED, shuffle=True, trainer={"limit_val_batches": 0})
-    return said.lines, [local, own, whole]
+    lines = [record.getMessage() for record in said.buffer]
+    return [line for line in lines if line.startswith("Reading the checkpoint ")], [local, own, whole]
 
 
 def own_disk(folder: str | Path, rank: int) -> str:

@@ -38,7 +38,6 @@ def several_to_validate(run: Run) -> Any:
 @habit("several loaders to predict on", long=True)
 def several_to_predict(run: Run) -> Any:
     found = run.trainer().predict(Module(), [run.loader(16), run.loader(10, batch=4)])
-    assert found is not None
     return [run.in_order([row for batch in of_loader for row in batch]) for of_loader in found]
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tests.training.parallel.small import Descends
 
 Batch = tuple[Tensor, ...]
 WIDTH, TIME = 8, 32
@@ -79,7 +78,7 @@ class OfLists(nn.Module):
         return self.out(x)
 
 
-class Trained(L.LightningModule):
+class Trained(Descends):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         self.log("loss", loss)
@@ -87,9 +86,6 @@ class Trained(L.LightningModule):
 
     def loss(self, batch: Batch) -> Tensor:
         raise NotImplementedError
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Diffusion(Trained):

@@ -62,7 +62,6 @@ class Around(torch.optim.Optimizer):
         held = [(group, p, p.clone()) for group in self.param_groups for p in group["params"]]
         norm = torch.nn.utils.get_total_norm([p.grad for _, p, _ in held])
         for group, p, _ in held:
-            assert p.grad is not None
             p.add_(p.grad / (norm if group["by_all"] else p.grad.norm()))
         closure()
         for _, p, before in held:

@@ -1,4 +1,7 @@
-"""States of all kinds of optimizers and schedulers: saved on one layout, resumed on another as on one process."""
+"""States of all kinds of optimizers and schedulers: saved on one layout, resumed on another as on one process.
+
+For parameters of another dtype a state is what torch's own ``load_state_dict`` makes of it.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import lr_scheduler as schedulers
 from transformers.optimization import Adafactor
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import checkpoint
 from lightning_shard.errors import ConfigurationError, UnsupportedStateError
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
 from lightning_shard.tree import walk
-from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, Model, layout, loader, world
+from tests.parity import GLOBAL_BATCH, VOCABULARY, Model, layout, loader, trainer_of, world
 
 SAVED, TRAINED = 3, 5
 
@@ -222,15 +225,14 @@ class Watch(L.Callback):
 def fit(make: str, sizes: dict[str, int] | None, folder: str, resume: bool = False) -> Seen:
     L.seed_everything(3)
     watch, keep = Watch(), ModelCheckpoint(folder, filename=make, every_n_train_steps=SAVED)
-    strategy: Any = "auto" if sizes is None else HybridShardStrategy(**sizes, tensor_parallel_plan=PLAN)
     devices, data = (1, 1) if sizes is None else (world(sizes), sizes["data_parallel_size"])
     saves = sizes is not None and not resume
-    trainer = L.Trainer(
-        strategy=strategy,
-        devices=devices,
+    trainer = trainer_of(
+        None if sizes is None else {**sizes, "tensor_parallel_plan": PLAN},
+        devices,
         max_steps=SAVED if saves else TRAINED,
         callbacks=[watch, keep] if saves else [watch],
-        **{**QUIET, "enable_checkpointing": saves},
+        enable_checkpointing=saves,
     )
     trainer.fit(Single(make), loader(GLOBAL_BATCH // data), ckpt_path=f"{folder}/{make}.ckpt" if resume else None)
     return watch.seen
@@ -296,3 +298,55 @@ def refused(folder: str) -> None:
 
 def test_what_cannot_be_right_is_refused_on_every_rank(tmp_path: Path) -> None:
     run_ranks(refused, 2, str(tmp_path), elastic=True)
+
+
+class KeepsItsOwn(torch.optim.SGD):
+    """As optimizers with master weights do."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, 0.1, amsgrad=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "ASGD": lambda parameters: torch.optim.ASGD(parameters, 0.1),
+    "its own": lambda parameters: KeepsItsOwn(parameters, 0.1, momentum=0.9),
+}
+
+
+def made(dtype: torch.dtype, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    module = nn.Linear(4, 4).to(dtype)
+    return module, MAKE[optimizer](module.parameters())
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    module(torch.ones(2, 4, dtype=next(module.parameters()).dtype)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer", MAKE)
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_it_is_converted_as_torch_does(optimizer: str, dtypes: tuple[torch.dtype, torch.dtype], tmp_path: Path) -> None:
+    module, saved = made(dtypes[0], optimizer)
+    step(module, saved)
+    checkpoint.save(module, tmp_path / "c", optimizer=saved)
+    found, loaded = made(dtypes[1], optimizer)
+    checkpoint.load(tmp_path / "c", into=found, optimizer=loaded, cast=True)
+    if optimizer == "its own":
+        assert {state["momentum_buffer"].dtype for state in loaded.state.values()} == {dtypes[0]}
+        return
+    expected, plain = made(dtypes[1], optimizer)
+    expected.load_state_dict(module.state_dict())
+    plain.load_state_dict(saved.state_dict())
+    for (name, parameter), other in zip(expected.named_parameters(), found.parameters()):
+        for key, value in plain.state[parameter].items():
+            held = loaded.state[other][key]
+            assert (type(held), getattr(held, "dtype", None)) == (type(value), getattr(value, "dtype", None)), (
+                name,
+                key,
+            )
+            assert bool(torch.as_tensor(held == value).all()), (name, key)
+    step(found, loaded)

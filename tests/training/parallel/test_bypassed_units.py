@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
 from tests.alike import Trains, assert_train_alike
-from tests.training.parallel.small import Descends, random_batches
-
-WIDTH = 8
+from tests.training.parallel.small import WIDTH, Descends, batches
 
 
 class Block(nn.Module):
@@ -74,9 +72,6 @@ class Begins(Module):
         if batch_idx >= self.first:
             loss = loss + sum(block.late.square().mean() for block in self.blocks)  # type: ignore[operator, misc]
         return loss
-
-
-batches = partial(random_batches, 8, WIDTH)
 
 
 def test_a_gradient_that_enters_a_unit_elsewhere_than_at_its_output() -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
 from tests.training.parallel.small import Descends
 
 WIDTH = 16
@@ -49,8 +47,7 @@ def samples() -> Tensor:
 
 def fitted(sizes: dict[str, Any] | None) -> Model:
     module = Model()
-    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
-    trainer = L.Trainer(strategy=strategy, devices=2 if sizes else 1, max_steps=2, **QUIET)
+    trainer = trainer_of(sizes or None, max_steps=2)
     trainer.fit(module, DataLoader(samples(), batch_size=4 if sizes == DATA else 8))
     return module
 
@@ -63,7 +60,6 @@ def called(sizes: dict[str, Any] | None) -> dict[str, Tensor]:
     (module.head(x).square().mean() + module.layers[0](x).square().mean()).backward()
     for name in ("head.weight", "layers.0.2.weight"):
         gradient = module.get_parameter(name).grad
-        assert gradient is not None
         found[f"{name}.grad"] = full_tensor(gradient)
     return {name: tensor.detach() for name, tensor in found.items()}
 
@@ -110,8 +106,7 @@ def losses_with_calls(options: dict[str, Any] | None) -> dict[tuple[str, str], l
     for hook in HOOKS:
         for part in PARTS:
             module = CallsInHooks(hook, part)
-            strategy: Any = HybridShardStrategy(**options) if options else "auto"
-            trainer = L.Trainer(strategy=strategy, devices=2 if options else 1, max_steps=3, **QUIET)
+            trainer = trainer_of(options or None, max_steps=3)
             trainer.fit(module, DataLoader(samples(), batch_size=2))
             found[hook, part] = module.losses
     return found

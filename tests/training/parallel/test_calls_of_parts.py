@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,12 +9,7 @@ from torch import Tensor, nn
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
 from tests.alike import Trains, assert_train_alike
-from tests.training.parallel.small import Descends, random_batches
-
-WIDTH = 8
-
-
-batches = partial(random_batches, 8, WIDTH)
+from tests.training.parallel.small import WIDTH, Descends, batches
 
 
 class Conditioned(nn.Module):

@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
 from tests.training.parallel.small import Descends
 
 BATCH = 4
@@ -384,7 +383,61 @@ class AssignsLater(Plain):
         return super().training_step(batch, batch_idx)
 
 
-ALIKE = [Freezes, Clips, Swaps, Loads, Looks, Calls, SetsRows, WritesToSums]
+class Statistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.shift += 0.1
+            self.count += 1
+        return x + self.shift
+
+
+class Averages(Teaches):
+    """Parameters and buffers as one list, as timm's ModelEmaV3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for net in (self.net, self.teacher):
+            net.first = nn.Sequential(net.first, Statistics())  # type: ignore[assignment]
+
+    def lists(self) -> tuple[list[Tensor], list[Tensor]]:
+        both = zip(self.teacher.state_dict().values(), self.net.state_dict().values())
+        old, new = zip(*(pair for pair in both if pair[0].is_floating_point()))
+        return list(old), list(new)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_lerp_(*self.lists(), weight=0.5)
+
+
+class AveragesByTwo(Averages):
+    def on_before_zero_grad(self, *_: Any) -> None:
+        old, new = self.lists()
+        with torch.no_grad():
+            torch._foreach_mul_(old, 0.5)
+            torch._foreach_add_(old, new, alpha=0.5)
+
+
+class Copies(Averages):
+    def on_before_zero_grad(self, *_: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(*self.lists())
+
+
+class Mixes(Averages):
+    """The values beside the parameters are plain."""
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        with torch.no_grad():
+            old, new = self.lists()
+            torch._foreach_lerp_(old, [torch.zeros(each.shape) for each in new], weight=0.5)
+
+
+ALIKE = [Freezes, Clips, Swaps, Loads, Looks, Calls, SetsRows, WritesToSums, AveragesByTwo, Copies]
 ALIKE_TOO = [Clamps, Teaches, OfTypes, Draws, DrawsByValues, WritesByPlace]
 GATHERED = "It is a copy, gathered from the ranks that hold it, so the change would be lost"
 REFUSED: dict[type[Plain], str] = {
@@ -395,6 +448,7 @@ REFUSED: dict[type[Plain], str] = {
     LooksUpSparsely: "use sparse=False",
     ChangesDataLater: "was changed in place",
     ChangesRows: GATHERED,
+    Mixes: "mixed torch.Tensor and DTensor",
 }
 REFUSED_TOO: dict[type[Plain], str] = {
     ReplacesOfBlock: "was replaced or removed",
@@ -411,11 +465,11 @@ def fit(kind: type[Plain], data_ranks: int | None, **options: Any) -> tuple[list
     """What it has seen, and its weights; ``None``: by one plain process."""
     L.seed_everything(0)
     module = kind()
-    strategy: Any = "auto" if data_ranks is None else HybridShardStrategy(data_parallel_size=data_ranks, **options)
-    trainer = L.Trainer(strategy=strategy, devices=data_ranks or 1, max_epochs=1, val_check_interval=2, **QUIET)
+    sizes = None if data_ranks is None else {"data_parallel_size": data_ranks, **options}
+    trainer = trainer_of(sizes, data_ranks or 1, max_epochs=1, val_check_interval=2)
     loader = DataLoader(SAMPLES, batch_size=BATCH // (data_ranks or 1))  # type: ignore[arg-type]
     trainer.fit(module, loader, loader)
-    weights = dict(module.named_parameters()) if data_ranks is None else strategy.gather_full_parameters()
+    weights = dict(module.named_parameters()) if data_ranks is None else trainer.strategy.gather_full_parameters()
     return module.seen, {name: weight.detach().clone() for name, weight in weights.items()}
 
 
@@ -453,10 +507,9 @@ def test_on_data_ranks_changes_are_kept_or_refused(kinds: list[type[Plain]]) -> 
 
 def on_stages(kind: type[Plain]) -> dict[str, Tensor]:
     L.seed_everything(0)
-    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=2)
-    trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, **QUIET)
+    trainer = trainer_of({"pipeline_parallel_size": 2, "microbatches": 2}, max_epochs=1)
     trainer.fit(kind(), DataLoader(SAMPLES, batch_size=BATCH))  # type: ignore[arg-type]
-    return strategy.gather_full_parameters()
+    return trainer.strategy.gather_full_parameters()
 
 
 class TeachesByName(Teaches):

@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.alike import Trains, assert_train_alike
-from tests.training.parallel.small import Descends, random_batches
+from tests.training.parallel.small import INTERLEAVED, WIDTH, Descends, Layer, batches
 
-WIDTH = 8
-INTERLEAVED = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
 RUNS: list[int] = []
 """How many values compiled code was given, each time that it ran."""
 
@@ -28,20 +26,11 @@ def counted(graph: Any, _: Any) -> Callable[..., Any]:
     return run
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
-
-
 class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+        self.blocks = nn.ModuleList(Layer() for _ in range(4))
         self.head = nn.Linear(WIDTH, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,9 +71,6 @@ class Module(Descends):
 
     def on_train_end(self) -> None:
         assert RUNS
-
-
-batches = partial(random_batches, 8, WIDTH)
 
 
 WAYS = ("calls of blocks", "layers in blocks and parts", "calls of the network", "wrapped network")

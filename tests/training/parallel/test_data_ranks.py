@@ -15,10 +15,8 @@ from torch.autograd import grad
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import (
-    QUIET,
     Case,
     Model,
     Seen,
@@ -29,6 +27,7 @@ from tests.parity import (
     layout,
     on_ranks,
     train,
+    trainer_of,
 )
 from tests.training.parallel.small import Descends
 
@@ -255,12 +254,11 @@ def validated(folder: Path, sizes: dict[str, int]) -> list[float]:
     """Before saving, and after loading."""
     L.seed_everything(1)
     samples = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=8)
-    settings: dict[str, Any] = {**QUIET, "devices": 2, "max_epochs": 1}
-    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), **settings)
+    trainer = trainer_of(sizes, max_epochs=1)
     trainer.fit(trained := Normalized(), samples)
     (before,) = trainer.validate(trained, samples, verbose=False)
     trainer.save_checkpoint(folder / "last.ckpt")
-    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), **settings)
+    trainer = trainer_of(sizes, max_epochs=1)
     (after,) = trainer.validate(Normalized(), samples, ckpt_path=str(folder / "last.ckpt"), verbose=False)
     return [before["loss"], after["loss"]]
 

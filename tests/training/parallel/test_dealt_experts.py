@@ -13,10 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import checkpoint
 from lightning_shard.errors import PlanError
 from lightning_shard.testing import assert_trains_alike, run_ranks
-from tests.parity import GLOBAL_BATCH, QUIET, Seen, combine, largest_difference, layout, loader, train, world
+from tests.parity import (
+    GLOBAL_BATCH,
+    Seen,
+    combine,
+    largest_difference,
+    layout,
+    loader,
+    train,
+    trainer_of,
+    world,
+)
 from tests.refusals import Refusal, assert_refused
 from tests.training.mixtures import MixtureModel, OnMeta, assert_alike, trained
 from tests.training.parallel.small import Descends
@@ -270,10 +280,7 @@ def there_and_back(folder: Path) -> tuple[list[tuple[int, ...]], list[float]]:
     for name, earlier, sizes, steps in runs:
         L.seed_everything(3)
         module, seen = MixtureModel("mixtral"), Seen()
-        strategy = HybridShardStrategy(**sizes)
-        trainer = L.Trainer(
-            strategy=strategy, devices=2, max_steps=steps, callbacks=[Followed(seen, folder / f"{name}-mid")], **QUIET
-        )
+        trainer = trainer_of(sizes, max_steps=steps, callbacks=[Followed(seen, folder / f"{name}-mid")])
         trainer.fit(module, loader(GLOBAL_BATCH // 2), ckpt_path=earlier and str(folder / earlier))
         trainer.save_checkpoint(str(folder / name))
         weight = module.get_parameter("model.model.layers.0.mlp.experts.down_proj")

@@ -15,11 +15,10 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import PlanError
 from lightning_shard.testing import run_ranks
 from tests.alike import Trains, assert_train_alike
-from tests.parity import QUIET, layout, like_llama
+from tests.parity import layout, like_llama, trainer_of
 from tests.refusals import Refusal, assert_refused
 from tests.training.parallel.small import Descends, random_batches
 
@@ -152,8 +151,7 @@ class WatchedLate(Watched):
 
 
 def fit(module: L.LightningModule, plan: dict[str, str] = SPLIT) -> None:
-    strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
-    L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET).fit(
+    trainer_of({"tensor_parallel_size": 2, "tensor_parallel_plan": plan}, max_steps=1).fit(
         module, DataLoader(torch.randn(8, WIDTH), batch_size=8)
     )
 

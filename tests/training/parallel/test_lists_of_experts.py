@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,14 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
 from lightning_shard.parallel.experts.module_lists import RestoreAndReplay, TwoRuns
 from lightning_shard.parallel.experts.stacked import apply_expert_parallel, resolve_experts
 from lightning_shard.plugin.assembly.probe import two_runs
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
 from tests.training.mixtures import EXPERTS, NOISY, ListedMixture, Noisy
 from tests.training.parallel.small import Descends
 
@@ -195,8 +193,7 @@ class Branches(nn.Module):
 def gradients(devices: int, **options: Any) -> dict[str, Tensor]:
     module = Branching()
     samples = [(torch.full((4,), 1.0 + number), torch.tensor(number)) for number in range(2)]
-    strategy: Any = HybridShardStrategy(**options) if devices > 1 else "auto"
-    trainer = L.Trainer(strategy=strategy, devices=devices, max_steps=1, **QUIET)
+    trainer = trainer_of(options if devices > 1 else None, devices, max_steps=1)
     trainer.fit(module, DataLoader(samples, batch_size=2 // devices))
     return module.seen
 

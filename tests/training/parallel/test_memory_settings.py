@@ -1,5 +1,7 @@
 """Settings of memory and precision: each alone, and all together, computes what one plain process computes.
 
+So do parameters sharded within replicas (HSDP), beside every other axis, and experts dealt to ranks, token by token.
+
 Tolerances. What saves memory computes the same numbers again, so the bounds are those of ``test_parity.py``. In 16 bits
 a number is rounded to 2⁻⁹ of its size (bf16) or 2⁻¹² (fp16) by each operation, and sums are cut elsewhere: gradients
 agree to some times that of their tensor's largest value, and small ones of fp16, which are subnormal numbers, to less.
@@ -20,7 +22,8 @@ from torch import Tensor
 from lightning_shard.testing import run_ranks
 from recipes.gpt import MLP
 from tests import on_gpu
-from tests.parity import EXACT, LAYOUTS, Case, Model, Seen, combine, compare, layout, train, world
+from tests.parity import EXACT, LAYOUTS, Case, Model, Seen, assert_alike, combine, compare, layout, train, world
+from tests.training.mixtures import Mixed, assert_same, trained
 
 CLIPPED = {"gradient_clip_val": 0.1}
 TOGETHER = {
@@ -188,3 +191,77 @@ def test_an_overflow_on_one_rank_has_all_ranks_leave_out_the_step(sizes: dict[st
     assert ours.losses[::2] == pytest.approx(expected.losses[::2], rel=1e-4)
     assert ours.norm == pytest.approx(expected.norm, rel=2e-3)  # unscaled before clipping
     assert all(parameter.isfinite().all() for parameter in ours.parameters.values())
+
+
+IN_TWO_PARTS = {"schedule": "ZBVZeroBubble"}
+REPLICAS = {"data_parallel_replicas": 2}
+DEAR = {"activation_checkpointing": True, "reduce_each_microbatch": True, "reshard_after_forward": True}
+REPLICATED: dict[str, tuple[dict[str, int], str, list[dict[str, Any]]]] = {
+    "dp4": (layout(data=4), "gpt", [{}, DEAR, {"cpu_offload": True}]),
+    "pp2×dp2": (layout(pipeline=2, data=2), "gpt", [{}, {"cpu_offload": True}, IN_TWO_PARTS]),
+    "pp2×dp4": (layout(pipeline=2, data=4), "gpt", [{}, {"schedule": "DualPipeV"}, DEAR]),
+    "dp4×tp2": (layout(data=4, tensor=2), "llama", [{}]),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", REPLICATED)
+def test_replicas_compute_what_one_process_computes(row: str) -> None:
+    sizes, network, options = REPLICATED[row]
+    own = {"trainer": CLIPPED}
+    assert_alike(sizes, *(Case(None, network, own, strategy={**REPLICAS, **more}, **EXACT) for more in options))
+
+
+EP2 = {**layout(data=2), "expert_parallel_size": 2}
+ON_STAGES = {**layout(pipeline=2, data=2), "expert_parallel_size": 2}
+LIST = "list, called where chosen"
+UNCOMPILED = {key: value for key, value in SETTINGS["together"].items() if key != "compile_blocks"}
+"""Compiled blocks aren't taken beside dealt experts."""
+
+Way = tuple[list[str], Mapping[str, Any]]
+"""Networks, and the strategy's options."""
+MEMORY: dict[str, Way] = {
+    "recomputed": (["deepseek-v3", "own"], SETTINGS["recomputed"]),
+    "every second recomputed": (["mixtral"], SETTINGS["every second recomputed"]),
+    "selective": (["deepseek-v3", "mixtral", "own"], SETTINGS["selective"]),
+    "offloaded": (["mixtral", "own", LIST], SETTINGS["offloaded"]),
+    "reduced each": (["mixtral", LIST], SETTINGS["reduced each"]),
+    "resharded": (["mixtral", LIST], SETTINGS["resharded"]),
+    "together": (["deepseek-v3", "own"], UNCOMPILED),
+}
+SCHEDULES: dict[str, Way] = {
+    "interleaved": (["mixtral", "own"], {"schedule": "Interleaved1F1B"}),
+    "in two parts": (["deepseek-v3", "own"], {"schedule": "InterleavedZeroBubble"}),
+    "zero bubbles": (["qwen3", LIST], {"schedule": "ZBVZeroBubble"}),
+    "dual": (["mixtral", "own"], {"schedule": "DualPipeV"}),
+    "dual, recomputed": (["mixtral"], {"schedule": "DualPipeV", "activation_checkpointing": 2}),
+}
+ON_STAGES_TOO = ("recomputed", "selective", "offloaded", "together")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("sizes", "kinds", "options"),
+    [
+        *(pytest.param(EP2, *of, id=way) for way, of in MEMORY.items()),
+        *(pytest.param(ON_STAGES, *of, id=f"stages: {way}") for way, of in SCHEDULES.items()),
+        *(pytest.param(ON_STAGES, MEMORY[way][0][:1], MEMORY[way][1], id=f"stages: {way}") for way in ON_STAGES_TOO),
+    ],
+)
+def test_settings_of_memory_and_schedules(sizes: dict[str, int], kinds: list[str], options: Mapping[str, Any]) -> None:
+    ours = run_ranks(trained, world(sizes), sizes, kinds, trainer=CLIPPED, elastic=True, timeout_s=400, **options)
+    plain = trained(None, kinds, trainer=CLIPPED)
+    for kind in kinds:
+        assert_same([rank[kind] for rank in ours], plain[kind], sizes, kind)
+
+
+def in_halves(sizes: dict[str, int] | None) -> dict[str, Mixed]:
+    return trained(sizes, ["mixtral", LIST], trainer={**CLIPPED, "precision": "bf16-mixed"}, steps=1)
+
+
+@pytest.mark.long
+def test_mixed_precision_on_stages() -> None:
+    """One step: later, near ties of a router may fall otherwise."""
+    ours, plain = run_ranks(in_halves, 4, ON_STAGES, elastic=True, timeout_s=300), in_halves(None)
+    for kind in plain:
+        assert_close(combine([rank[kind] for rank in ours], ON_STAGES), plain[kind], *HALF["bf16-mixed"], kind)

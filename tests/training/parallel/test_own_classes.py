@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import lightning as L
@@ -13,11 +12,9 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.testing import assert_trains_alike
-from tests.training.parallel.small import Descends, random_batches
+from tests.training.parallel.small import INTERLEAVED, WIDTH, Descends, batches
 
-WIDTH = 8
 T = TypeVar("T")
-INTERLEAVED = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
 
 
 class Module(L.LightningModule):
@@ -55,9 +52,6 @@ class OfMarked(Module):
     def __init__(self) -> None:
         super().__init__()
         self.last.weight = Marked(torch.eye(WIDTH))
-
-
-batches = partial(random_batches, 8, WIDTH)
 
 
 def test_code_that_asks_for_classes_does_what_it_does_on_one_process() -> None:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import PlanError
 from lightning_shard.testing import run_ranks
 from tests.alike import Trains, assert_train_alike
-from tests.parity import QUIET, VOCABULARY, layout
+from tests.parity import VOCABULARY, layout, trainer_of
 from tests.refusals import Refusal, assert_refused
 from tests.training.mixtures import NETWORKS, assert_alike
 from tests.training.parallel.small import Descends, random_batches
@@ -95,10 +94,6 @@ RIGHT = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split
 WRONG = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
 
 
-RIGHT = {"blocks.*.qkv": "colwise_gather_output", "blocks.*.out": "rowwise_split_input"}
-WRONG = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
-
-
 class Hidden(OfFused):
     """Blocks that add nothing at first, or next to nothing."""
 
@@ -130,8 +125,8 @@ class OfNoisy(OfFused):
 
 def noisy_losses(ranks: int) -> list[float]:
     module, losses = OfNoisy(), Losses()
-    strategy = HybridShardStrategy(tensor_parallel_size=ranks, tensor_parallel_plan=RIGHT)
-    trainer = L.Trainer(strategy=strategy, devices=ranks, max_epochs=1, callbacks=[losses], **QUIET)
+    options = {"tensor_parallel_size": ranks, "tensor_parallel_plan": RIGHT}
+    trainer = trainer_of(options, ranks, max_epochs=1, callbacks=[losses])
     trainer.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
     return losses.seen
 

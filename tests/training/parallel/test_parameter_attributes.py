@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,13 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
 from tests.alike import Trains, assert_train_alike
-from tests.parity import QUIET
-from tests.training.parallel.small import random_batches
-
-WIDTH = 8
+from tests.parity import trainer_of
+from tests.training.parallel.small import WIDTH, batches
 
 
 class Block(nn.Module):
@@ -64,13 +60,10 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(groups, lr=1e-2)
 
 
-batches = partial(random_batches, 8, WIDTH)
-
-
 def fits_again() -> None:
     module = Module()
     for _ in range(2):  # after a fit Lightning moves parameters
-        trainer = L.Trainer(devices=2, strategy=HybridShardStrategy(), max_epochs=1, **QUIET)
+        trainer = trainer_of({}, max_epochs=1)
         trainer.fit(module, DataLoader(torch.stack(batches()).flatten(0, 1), batch_size=4))
 
 

@@ -1,21 +1,23 @@
-"""A plan that splits layers beside the blocks: in a module of their own, compared as a block, or whole ones."""
+"""A plan that splits layers beside the blocks: in a module of their own, compared as a block, or whole ones.
+
+Where a step that is looked at for this fails on some ranks only, all stop.
+"""
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
-from lightning_shard.errors import PlanError
-from lightning_shard.testing import assert_trains_alike, run_ranks
-from tests.parity import QUIET
+from lightning_shard.errors import PlanError, RankFailure
+from lightning_shard.testing import RanksFailed, assert_trains_alike, run_ranks
+from tests.parity import trainer_of
 from tests.training.parallel.small import Descends
 
 WIDTH = 16
@@ -139,8 +141,7 @@ class OfItsOwn(OfBackbone):
 def refusals() -> list[str]:
     found = []
     for kind, plan in ((OfItsOwn, {"enter": "colwise", "leave": "rowwise"}), (InADict, OF_CODER)):
-        strategy = HybridShardStrategy(tensor_parallel_size=2, tensor_parallel_plan=plan)
-        trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+        trainer = trainer_of({"tensor_parallel_size": 2, "tensor_parallel_plan": plan}, max_steps=1)
         with pytest.raises(PlanError) as error:
             trainer.fit(kind("each"), DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
         found.append(str(error.value))
@@ -151,3 +152,40 @@ def test_parts_of_features_outside_of_blocks_are_refused() -> None:
     for found in run_ranks(refusals, 2, elastic=True):
         for said, where in zip(found, ["enter", "coder.enter"], strict=True):
             assert said.startswith(f"tensor_parallel_plan: {where} would take or return a part of all features")
+
+
+RUNS: list[str] = []
+
+
+class FailsInALook(Feed):
+    """Only where it is run more often, and only on some ranks."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        RUNS.append("block")  # which nothing puts back
+        if len(RUNS) == 2 and int(os.environ["RANK"]) in self.ranks:
+            raise ValueError("what a second run doesn't take")
+        return super().forward(x)
+
+
+class Fails(OfBackbone):
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__("each")
+        self.net.layers[0] = FailsInALook(ranks)
+
+
+def fit(ranks: list[int]) -> None:
+    trainer = trainer_of({"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}, 4, max_steps=2)
+    trainer.fit(Fails(ranks), DataLoader(batches(), batch_size=None))
+
+
+@pytest.mark.parametrize("ranks", [pytest.param([2, 3], marks=pytest.mark.long), [3]])
+def test_an_error_that_only_some_ranks_have_in_a_look_ends_all_with_it(ranks: list[int]) -> None:
+    with pytest.raises(RanksFailed, match="failed first: ") as failed:
+        run_ranks(fit, 4, ranks, elastic=True)
+    assert {type(error) for error in failed.value.errors.values()} <= {ValueError, RankFailure}
+    assert all("what a second run doesn't take" in str(error) for error in failed.value.errors.values())
+    assert any(rank in failed.value.errors for rank in ranks)

@@ -1,6 +1,9 @@
-"""Statistics of a block's layers that the network calls by themselves, and of parts that run where they aren't held."""
+"""Statistics of a block's layers that the network calls by themselves, of parts that run where they aren't held, and of
+one sample of all ranks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import lightning as L
 import pytest
@@ -8,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
+from lightning_shard.parallel import batch_norm
+from lightning_shard.parallel.batch_norm import synchronize
 from lightning_shard.testing import assert_trains_alike
 from tests.alike import Trains, assert_train_alike
 from tests.training.parallel.small import Descends
@@ -110,8 +115,6 @@ class NormsBetweenWithAnExample(WithAnExample, NormsBetween):
 class Tallies(nn.Module):
     """Adds up what it is given: in microbatches too the same at the end of a batch."""
 
-    total: Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(WIDTH))
@@ -133,3 +136,15 @@ def test_a_part_before_a_later_stage_runs_is_that_stages_whatever_an_earlier_one
     placed = {**WHOLE, "placement": [2, 2]}
     in_two = Trains(TalliesBetween, batches, {**placed, "microbatches": 2})
     assert_train_alike({"whole": Trains(NormsBetweenWithAnExample, batches, placed), "in microbatches": in_two})
+
+
+def test_one_value_per_channel_is_refused_and_changes_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_norm, "summed_both_ways", lambda part, group: part)
+    layer, group = nn.BatchNorm1d(3), object()
+    plain: Any = group
+    synchronize(layer, plain)
+    with pytest.raises(StepError, match=r"one value per channel .*shape \(1, 3\).*drop_last=True"):
+        layer(torch.randn(1, 3))
+    assert torch.equal(layer.running_var, torch.ones(3))
+    layer(torch.randn(2, 3))
+    assert layer.running_var.isfinite().all()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET, largest_difference, whole
+from tests.parity import largest_difference, trainer_of, whole
 
 TOKENS = torch.randint(0, 10, (32, 5), generator=torch.Generator().manual_seed(0))
 
@@ -60,13 +60,9 @@ class Odd(L.LightningModule):
 
 def fit(stages: int | None, steps: int, path: str | None = None, resume: bool = False) -> tuple[Odd, Any]:
     L.seed_everything(1)
-    strategy: Any = "auto"
-    if stages:
-        strategy = HybridShardStrategy(pipeline_parallel_size=stages, microbatches=2 if stages > 1 else None)
-    trainer = L.Trainer(
-        **QUIET,
-        strategy=strategy,
-        devices=stages or 1,
+    options = {"pipeline_parallel_size": stages, "microbatches": 2} if stages else None
+    trainer = trainer_of(
+        options,
         max_steps=steps,
         accumulate_grad_batches=2,
         gradient_clip_val=0.1,

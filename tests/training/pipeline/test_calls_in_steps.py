@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_shard
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
 
 OURS = os.path.dirname(lightning_shard.__file__)
 FIRST, LAST = 9, 12
@@ -62,8 +61,7 @@ class Count(L.Callback):
 
 def of_a_step(**layout: Any) -> float:
     count = Count()
-    options = {**QUIET, "max_epochs": 1, "max_steps": LAST + 2}
-    trainer = L.Trainer(**options, devices=2, strategy=HybridShardStrategy(**layout), callbacks=[count])
+    trainer = trainer_of(layout, max_epochs=1, max_steps=LAST + 2, callbacks=[count])
     values = torch.randn(400, 8), torch.randn(400, 3)
     trainer.fit(Blocks(), DataLoader(TensorDataset(*values), batch_size=8))
     assert trainer.global_step == LAST + 2

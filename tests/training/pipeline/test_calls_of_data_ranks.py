@@ -18,9 +18,9 @@ from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
 from lightning_shard.plugin.steps.batches import OwnCalls
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
-from tests.training.pipeline.test_modules_as_written import WIDTH, Trained
-from tests.training.steps.test_smaller_batches import Module as Ragged
+from tests.parity import QUIET, trainer_of
+from tests.training.parallel.small import WIDTH, Trained
+from tests.training.steps.test_uneven_batches import Ragged
 
 
 class Lengths(Dataset[tuple[Tensor, int]]):
@@ -51,8 +51,7 @@ class Gathers(Trained):
 
 
 def fit() -> int:
-    strategy = HybridShardStrategy(pipeline_parallel_size=2, data_parallel_size=2, microbatches=4)
-    trainer = L.Trainer(strategy=strategy, **{**QUIET, "devices": 4, "max_epochs": 2})
+    trainer = trainer_of({"pipeline_parallel_size": 2, "data_parallel_size": 2, "microbatches": 4}, 4, max_epochs=2)
     loader: Any = DataLoader(Lengths(), batch_size=8, num_workers=0)
     trainer.fit(Gathers(), loader, loader)
     return trainer.global_step

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from lightning_shard.plugin.steps.schedule_choice import (
     evaluation_schedules,
     fitting_schedules,
 )
+from tests.training.parallel.small import Descends
 
 CPU = torch.device("cpu")
 TWO_PARTS = {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}
@@ -129,7 +129,6 @@ class FirstRankSays:
 def test_every_rank_takes_what_the_first_one_chose() -> None:
     among = candidates("auto", 4, 8)
     choice = choose(among, lambda s: Placement(tuple(stages(s, (5, 5, 5, 5)))), {}, has_data_ranks=False)
-    assert choice is not None
     assert choice.schedule != among[2]
     assert agree(among, choice, FirstRankSays(2)) is among[2]  # type: ignore[arg-type]
 
@@ -172,7 +171,7 @@ def test_of_a_block_only_products_with_weights_come_later() -> None:
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
-class Module(L.LightningModule):
+class Module(Descends):
     def __init__(self, blocks: int = 8) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Attention() for _ in range(blocks))
@@ -181,9 +180,6 @@ class Module(L.LightningModule):
         for layer in self.layers:
             batch = layer(batch)
         return batch.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters())
 
 
 @pytest.mark.parametrize(("blocks", "settings"), [(8, {}), (6, {"activation_checkpointing": 2})])
@@ -202,7 +198,6 @@ def test_a_plan_chooses_as_a_run_does(blocks: int, settings: dict[str, Any]) -> 
     )
     module, of_run = Module(blocks), Settings("auto", None, None, **settings)
     found = blocks_of(module, of_run, 4)
-    assert found is not None
     _, placement, schedule = placing.place_blocks(
         module,
         found,
@@ -213,7 +208,6 @@ def test_a_plan_chooses_as_a_run_does(blocks: int, settings: dict[str, Any]) -> 
         CPU,  # type: ignore[arg-type]
     )
     assert made.schedule == schedule
-    assert made.placement is not None
     assert made.placement.counts == placement.counts
     assert blocks != 8 or made.schedule.stages == 8
     assert made.to_json()["choice"] == made.choice

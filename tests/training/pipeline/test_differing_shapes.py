@@ -13,9 +13,9 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import QUIET, largest_difference
+from tests.parity import largest_difference, trainer_of
+from tests.training.parallel.small import Descends
 
 WIDTH = 16
 
@@ -28,7 +28,7 @@ def padded(texts: list[Tensor]) -> Tensor:
     return nn.utils.rnn.pad_sequence(texts, batch_first=True)
 
 
-class Model(L.LightningModule):
+class Model(Descends):
     """The mean over the embedded text crosses to all stages."""
 
     def __init__(self) -> None:
@@ -46,9 +46,6 @@ class Model(L.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class WithExperts(Model):
@@ -74,8 +71,7 @@ class Generates(WithExperts):
 
 def fit(kind: type[Model], settings: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
     L.seed_everything(1)
-    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=2, **settings)
-    trainer = L.Trainer(strategy=strategy, devices=4, max_epochs=1, **QUIET)
+    trainer = trainer_of({"pipeline_parallel_size": 2, "microbatches": 2, **settings}, 4, max_epochs=1)
     loader: Any = DataLoader(TEXTS, batch_size=4, collate_fn=padded)
     trainer.fit(kind(), loader, loader)
     parameters = trainer.strategy.gather_full_parameters()  # type: ignore[attr-defined]

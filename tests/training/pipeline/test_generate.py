@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET, VOCABULARY, layout, llama, world
+from tests.parity import VOCABULARY, layout, llama, trainer_of, world
 
 LONGEST, NOTHING = 12, -1
 PROMPTS = torch.randint(3, VOCABULARY, (16, 5), generator=torch.Generator().manual_seed(5))
@@ -50,15 +49,11 @@ class Generates(L.LightningModule):
 
 def evaluate(sizes: dict[str, int] | None, schedule: str = "1F1B") -> tuple[dict[str, Any], list[list[int]]]:
     L.seed_everything(3)
-    options: Any = {"devices": 1}
-    if sizes is not None:
-        options = {"strategy": HybridShardStrategy(**sizes, schedule=schedule), "devices": world(sizes)}
-    trainer = L.Trainer(**QUIET, **options)
+    trainer = trainer_of({**sizes, "schedule": schedule}, world(sizes)) if sizes is not None else trainer_of(None)
     module = Generates()
     data = DataLoader(PROMPTS, batch_size=4)
     [logged] = trainer.validate(module, data, verbose=False)
     predicted = trainer.predict(module, data)
-    assert predicted is not None
     return {name: float(value) for name, value in logged.items()}, torch.cat(predicted).tolist()
 
 

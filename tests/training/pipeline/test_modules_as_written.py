@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,60 +19,20 @@ from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 from torchmetrics import MeanAbsoluteError, MeanMetric, MeanSquaredError, MetricCollection
 
-from lightning_shard import HybridShardStrategy, checkpoint
-from lightning_shard.errors import StepError
+from lightning_shard import checkpoint
+from lightning_shard.errors import ConfigurationError, StepError
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.alike import Trains, assert_train_alike
-from tests.parity import QUIET
+from tests.parity import trainer_of
+from tests.training.habits.harness import Net
 from tests.training.models.unets import Diffusion, Towers, noisy_images, pairs
-
-WIDTH = 8
-INTERLEAVED = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x).tanh()
-
-
-class Trained(L.LightningModule):
-    """A plain one; the others differ by what they do around the blocks, or in them."""
-
-    block: type[nn.Module] = Layer
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.mse_loss(self(batch), batch.roll(1, -1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.5)
+from tests.training.parallel.small import INTERLEAVED, WIDTH, Descends, Layer, Trained, batches
 
 
 class Module(Trained):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("val_loss", self.loss(batch))
-
-
-def batches() -> list[Tensor]:
-    return list(torch.randn(3, 8, WIDTH, generator=torch.Generator().manual_seed(1)))
 
 
 # -- batches
@@ -94,6 +55,58 @@ def classified() -> list[dict[str, Tensor]]:
 def count(batch: dict[str, Tensor]) -> Tensor:
     """Of what a step has taken out by the end."""
     return (batch["y"] >= 0).sum()
+
+
+class Masked(Descends):
+    """The mean over what a mask leaves; nothing but the mask keeps the rest out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        errors = (self.net(batch["x"]).sum(1) - batch["y"]).square()
+        loss = (errors * batch["mask"]).sum() / batch["mask"].sum().clamp(min=1)
+        self.log("train_loss", loss, batch_size=int(left(batch)))
+        self.log("samples", float(len(errors)) / len(batch["x"]))
+        return loss
+
+
+def masked() -> list[dict[str, Tensor]]:
+    """Of 8 samples 5 count, then none, then 7."""
+    x, y = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(4)).split([4, 1], dim=2)
+    masks = (torch.arange(8) < torch.tensor([[5], [0], [7]])).int()
+    return [{"x": x[i], "y": y[i, :, 0], "mask": masks[i]} for i in range(3)]
+
+
+def left(batch: dict[str, Tensor]) -> Tensor:
+    return batch["mask"].sum()
+
+
+class Grows(Descends):
+    """A loss of the first block's result is added in the second epoch, and blocks in the third and fourth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        number, states = (2, 2, 3, 4, 4)[self.current_epoch], [batch]
+        for block in self.blocks[:number]:
+            states.append(states[-1] + block(states[-1]))
+        loss = F.mse_loss(self.head(states[-1]), batch)
+        loss = loss + states[1].square().mean() if self.current_epoch else loss
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    validation_step = training_step
+
+
+def of_two_shapes() -> list[Tensor]:
+    """From the second epoch on the second one is known."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, length, WIDTH, generator=generator) for length in (3, 5, 3, 5)]
 
 
 def repeated() -> list[Tensor]:
@@ -410,9 +423,64 @@ class Samples(Module):
             return both.chunk(2)[0]
 
 
+class LooksFirst(Trained):
+    """Calls its network before the first step, such as to choose inducing points in ``configure_optimizers``."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.at = at
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.scale = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.embed(x))
+
+    @torch.no_grad()
+    def look(self, at: str) -> None:
+        if at == self.at:
+            self.scale = float(self(torch.ones(2, WIDTH)).abs().mean() + self.embed(torch.ones(2, WIDTH)).mean())
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return F.mse_loss(self(batch) * self.scale, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.look("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_train_start(self) -> None:
+        self.look("on_train_start")
+
+
+class Attributes(dict[str, Any]):
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self.__dict__[name] = value
+
+    __setattr__ = __setitem__
+
+
+class SetsAttribute(Layer):
+    def forward(self, x: Tensor, state: Any) -> Tensor:  # type: ignore[override]
+        state.aux = state.aux + x.square().mean()
+        return super().forward(x)
+
+
+class ReadsAttributes(Module):
+    """Its blocks change a dict of a class that keeps its items as attributes, too."""
+
+    block = SetsAttribute
+
+    def loss(self, batch: Tensor) -> Tensor:
+        state, x = Attributes(), batch
+        state.aux = batch.new_zeros(())
+        for block in self.blocks:
+            x = block(x, state)
+        return F.mse_loss(x, batch) + state.aux
+
+
 CLIPPED = {"gradient_clip_val": 0.1}
-
-
+HOOKS = ("configure_optimizers", "on_train_start")
+PP2 = {"pipeline_parallel_size": 2}
 IN_FOUR = {"microbatches": 4}
 ALIKE = {
     "takes its batch apart": Trains(TakesBatchesApart, classified, options=IN_FOUR),
@@ -431,6 +499,10 @@ ALIKE = {
     "a parameter of its own": Trains(Scaled, batches, INTERLEAVED),
     "features": Trains(KeepsFeatures, batches),
     "samples": Trains(Samples, batches),
+    "samples that count, and a batch of none": Trains(Masked, masked, ["pp2", "dp2"], options={"loss_weight": left}),
+    "more in each epoch": Trains(Grows, of_two_shapes, {**PP2, "schedule": "1F1B"}, steps=16),
+    **{f"calls itself in {hook}": Trains(partial(LooksFirst, hook), batches, "dp2") for hook in HOOKS},
+    "a dict with attributes": Trains(ReadsAttributes, batches),
     "numbers and metrics of other stages' tensors": Trains(Numbers, repeated, INTERLEAVED),
     "a U-Net, between its levels": Trains(Diffusion, noisy_images, tolerance=1e-3),
     "two towers over four stages": Trains(Towers, pairs, "pp4", options={"microbatches": 1}),
@@ -439,6 +511,7 @@ ALIKE_TOO = {
     "its forward is the encoder": Trains(EncoderFirst, batches, "pp2 x dp2"),
     "halves": Trains(AutoEncoder, batches, "pp4", trainer=CLIPPED),
     "penalises a block": Trains(PenalisesABlock, batches, steps=2),
+    "more in each epoch": Trains(Grows, of_two_shapes, INTERLEAVED, steps=16),
 }
 
 
@@ -456,8 +529,6 @@ def test_a_blocks_parameter_of_which_several_ranks_hold_parts_is_refused_beside_
 
 
 class Rotary(nn.Module):
-    angles: Tensor
-
     def __init__(self, persistent: bool = False) -> None:
         super().__init__()
         self.register_buffer("angles", torch.linspace(0.1, 1, WIDTH), persistent=persistent)
@@ -468,8 +539,6 @@ class Rotary(nn.Module):
 
 class Projection(nn.Module):
     """Random numbers that are never called, as all adapters of VeRA share them."""
-
-    down: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -525,8 +594,7 @@ def test_what_blocks_share_trains_as_in_one_process() -> None:
 def fit(path: Path, resume: Path | None, **layout: Any) -> dict[str, Tensor]:
     """One more step, saved, and this rank's parameters and buffers."""
     torch.manual_seed(0 if resume is None else 1)
-    module, strategy = sharing(), HybridShardStrategy(**layout)
-    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1 if resume is None else 2, **QUIET)
+    module, trainer = sharing(), trainer_of(layout, max_steps=1 if resume is None else 2)
     trainer.fit(module, DataLoader(batches(), batch_size=None), ckpt_path=resume)  # type: ignore[arg-type]
     trainer.save_checkpoint(path)
     return {name: full_tensor(value) for name, value in module.state_dict().items()}
@@ -547,8 +615,6 @@ def test_buffers_of_what_blocks_share_are_saved_once_by_each_of_their_names_and_
 
 class Counts(nn.Module):
     """Counts its calls, of which a stage makes its own blocks' only."""
-
-    calls: Tensor
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -573,3 +639,30 @@ def counting(how: str) -> L.LightningModule:
 def test_a_shared_module_that_changes_its_buffers_is_refused(how: str) -> None:
     with pytest.raises(StepError, match=r"changes (the buffer )?shared\.0\.calls.*, and .* stage"):
         assert_trains_alike(partial(counting, how), batches, "pp2")
+
+
+def scripted(module: nn.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        return torch.jit.script(module)
+
+
+class Scripted(Trained):
+    """The network is the module itself."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(scripted(Layer()) if what == "blocks" else Layer() for _ in range(4)))
+        self.criterion = scripted(nn.MSELoss()) if what == "criterion" else nn.MSELoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.criterion(self(batch), torch.ones(WIDTH))
+
+
+@pytest.mark.parametrize(("what", "layout"), [("blocks", "pp2"), ("criterion", "dp2")])
+def test_modules_made_by_torch_jit_are_refused_by_name(what: str, layout: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{what}.* was made by torch\.jit.*give the plain module"):
+        assert_trains_alike(partial(Scripted, what), batches, layouts=[layout], allow_random=True, steps=1)

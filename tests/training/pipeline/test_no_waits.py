@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET, Model, loader
+from tests.parity import Model, loader, trainer_of
 
 READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "unique_dim", "_unique2"}
 """Operators for which a device would be waited for."""
@@ -105,10 +104,8 @@ class Watch(L.Callback):
 def steady_steps(path: str, **options: Any) -> tuple[list[str], set[str]]:
     watch = Watch()
     watch.path = path  # type: ignore[attr-defined]
-    trainer = L.Trainer(
-        **QUIET,
-        strategy=HybridShardStrategy(pipeline_parallel_size=2, **{"microbatches": 2, **options}),
-        devices=2,
+    trainer = trainer_of(
+        {"pipeline_parallel_size": 2, "microbatches": 2, **options},
         max_steps=4,
         gradient_clip_val=0.5,
         callbacks=[watch],

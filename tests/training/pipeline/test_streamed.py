@@ -13,9 +13,8 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
 
 BATCHES = 7
 
@@ -71,8 +70,7 @@ def loader(seed: int, size: int, rest: int = 0) -> DataLoader[Tensor]:
 def evaluate(stages: int, kind: type[Net], size: int, streams: bool) -> tuple[list[Any], Any, Any]:
     L.seed_everything(1)
     writer = Writer()
-    strategy = HybridShardStrategy(pipeline_parallel_size=stages, microbatches=stages)
-    trainer = L.Trainer(strategy=strategy, devices=stages, callbacks=[writer], **QUIET)
+    trainer = trainer_of({"pipeline_parallel_size": stages, "microbatches": stages}, stages, callbacks=[writer])
     module = kind()
     in_order = mock.patch("lightning_shard.plugin.strategy.runs_in_order", return_value=True)
     on_all_stages = mock.patch("lightning_shard.lightning_private.write_no_predictions")

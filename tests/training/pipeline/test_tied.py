@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import checkpoint
 from lightning_shard.errors import ShardError
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
@@ -21,7 +21,6 @@ from lightning_shard.testing.processes import RanksFailed
 from tests.parity import (
     EXACT,
     GLOBAL_BATCH,
-    QUIET,
     VOCABULARY,
     Case,
     Model,
@@ -33,6 +32,7 @@ from tests.parity import (
     like_llama,
     loader,
     train,
+    trainer_of,
     world,
 )
 
@@ -257,8 +257,7 @@ REFUSED = {
 
 def fit_refused() -> None:
     for kind, says in REFUSED.items():
-        strategy = HybridShardStrategy(pipeline_parallel_size=2, pipeline_blocks="layers")
-        trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+        trainer = trainer_of({"pipeline_parallel_size": 2, "pipeline_blocks": "layers"}, max_steps=1)
         with pytest.raises(ShardError, match=says):
             trainer.fit(kind("llama"), loader(GLOBAL_BATCH))
 

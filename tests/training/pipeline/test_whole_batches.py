@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,13 +11,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassF1Score
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import BatchError
 from lightning_shard.pipeline.runtime import known_crossings
 from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.alike import Trains, assert_train_alike
-from tests.parity import QUIET
-from tests.training.pipeline.test_modules_as_written import INTERLEAVED, WIDTH, Layer, Trained
+from tests.parity import trainer_of
+from tests.training.parallel.small import INTERLEAVED, WIDTH, Layer, Trained
 
 PP2 = {"pipeline_parallel_size": 2, "microbatches": 1}
 LAYOUTS = [PP2, {**INTERLEAVED, "microbatches": 1}]
@@ -47,7 +45,6 @@ class OverTheBatch(Base):
     def __init__(self) -> None:
         super().__init__()
         self.f1 = MulticlassF1Score(3)
-        self.center: Tensor
         self.register_buffer("center", torch.zeros(WIDTH))
         self.average = 0.0
 
@@ -200,8 +197,7 @@ class ChangesItsBatch(CarriesOn):
 
 def fits() -> int:
     data = [{"x": x, "y": y} for x, y in tensors()]
-    strategy = HybridShardStrategy(pipeline_parallel_size=2, microbatches=1)
-    trainer = L.Trainer(devices=2, max_epochs=1, strategy=strategy, **QUIET)
+    trainer = trainer_of({"pipeline_parallel_size": 2, "microbatches": 1}, max_epochs=1)
     trainer.fit(ChangesItsBatch(), DataLoader(data, batch_size=None))  # type: ignore[arg-type]
     return trainer.global_step
 

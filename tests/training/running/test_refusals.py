@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import (
     BatchError,
     ConfigurationError,
@@ -23,7 +22,7 @@ from lightning_shard.errors import (
     PlanError,
 )
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import QUIET, Model, layout, loader
+from tests.parity import Model, layout, loader, trainer_of
 from tests.refusals import Refusal, assert_refused
 
 PIPELINE = layout(pipeline=2)
@@ -41,7 +40,7 @@ def gpt() -> L.LightningModule:
 def fit_and_die(make: Callable[[], L.LightningModule], accounts: str) -> None:
     """A fit that ends as a script does: an error ends the process, and with it its connections."""
     L.seed_everything(3)
-    trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, max_steps=2, **QUIET)
+    trainer = trainer_of({"pipeline_parallel_size": 2}, max_steps=2)
     try:
         trainer.fit(make(), loader(16))
     except Exception:

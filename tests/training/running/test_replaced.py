@@ -13,9 +13,8 @@ from typing import Any
 import lightning as L
 import pytest
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET, Model, layout, loader
+from tests.parity import Model, layout, loader, trainer_of
 from tests.training.replaced import callables, replaced
 
 OF_READER = re.compile(r".*\.(pl_load|_atomic_save|Strategy\.load_checkpoint|LightningCLI\._parse_ckpt_path)")
@@ -51,8 +50,7 @@ def fit(sizes: dict[str, int]) -> tuple[list[str], list[str]]:
     found = []
     for kind in (Model, Fails):
         looks = Looks(before := callables())
-        settings = {**QUIET, "devices": 2, "max_steps": 2, "callbacks": [looks]}
-        trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), **settings)  # type: ignore[arg-type]
+        trainer = trainer_of(sizes, max_steps=2, callbacks=[looks])
         with suppress(OnPurpose):
             trainer.fit(kind(), loader(8), loader(8))
         assert looks.swapped == []

@@ -1,4 +1,7 @@
-"""Users' hooks change a model's states in a checkpoint as in one process; a stage's hook sees its part when saving."""
+"""Users' hooks change a model's states in a checkpoint as in one process; a stage's hook sees its part when saving.
+
+What they put into Lightning's checkpoint is there again, under any key.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,16 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import checkpoint
+from lightning_shard.errors import UnsupportedStateError
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
-
-WIDTH = 6
+from tests.parity import QUIET, Model, loader, trainer_of
+from tests.training.saving.test_plain_lightning import WIDTH
+from tests.training.saving.test_plain_lightning import Module as Plain
 
 
 class Average(L.Callback):
@@ -38,21 +42,10 @@ class Average(L.Callback):
         self.average = state["average"]
 
 
-class Module(L.LightningModule):
+class Module(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
-        self.head = nn.Linear(WIDTH, 2)
         self.saw: dict[str, Any] = {}
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.head(self.net(batch)).square().mean()
-        self.log("loss", loss)
-        return loss  # type: ignore[no-any-return]
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.losses.append(float(self.trainer.logged_metrics["loss"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.02)
@@ -91,17 +84,9 @@ def run(
     sizes: dict[str, int] | None, averages: bool, path: str, resume: str | None
 ) -> tuple[dict[str, Any], list[float], dict[str, Tensor]]:
     L.seed_everything(1, verbose=False)
-    strategy: Any = HybridShardStrategy(**sizes) if sizes else "auto"
     keep = Average()
     callbacks = [keep, *([EMAWeightAveraging(decay=0.8)] if averages else [])]
-    trainer = L.Trainer(
-        max_epochs=2 if resume else 1,
-        devices=2 if sizes else 1,
-        strategy=strategy,
-        callbacks=callbacks,
-        log_every_n_steps=1,
-        **QUIET,
-    )
+    trainer = trainer_of(sizes or None, max_epochs=2 if resume else 1, callbacks=callbacks, log_every_n_steps=1)
     module = Module()
     samples: Any = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(2))
     trainer.fit(module, DataLoader(samples, batch_size=4), ckpt_path=resume)
@@ -134,3 +119,55 @@ def test_hooks_see_and_change_a_models_states_on_stages_as_in_one_process(averag
         torch.testing.assert_close(kept, average)
     for name in (first, second):
         torch.testing.assert_close(checkpoint.load(name), checkpoint.load(f"{name}.ckpt"))
+
+
+KEPT: dict[str, Any] = {
+    "transformers": "4.1",
+    "extra_state": {"ema": 1.5},
+    "rank_state": {"w": torch.ones(2)},
+    "layout": 1,
+    "current_model_state": None,
+    "$": "dollar",
+}
+
+
+class Keeping(Model):
+    put = KEPT
+    found: dict[str, Any] | None = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint.update(self.put)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = {key: checkpoint[key] for key in self.put if key in checkpoint}
+
+
+def fit(strategy: str, steps: int, path: Path | None, ckpt_path: Path | None = None, **put: Any) -> Keeping:
+    L.seed_everything(3)
+    module = Keeping()
+    module.put = put or KEPT
+    trainer = L.Trainer(strategy=strategy, devices=1, max_steps=steps, **QUIET)
+    trainer.fit(module, loader(16), ckpt_path=ckpt_path)
+    if path is not None:
+        trainer.save_checkpoint(path)
+    return module
+
+
+def same(found: dict[str, Any] | None) -> bool:
+    assert torch.equal(found["rank_state"]["w"], torch.ones(2))
+    return {**found, "rank_state": None} == {**KEPT, "rank_state": None}
+
+
+def test_hooks_find_what_they_put(tmp_path: Path) -> None:
+    fit("hybrid_shard", 1, tmp_path / "ours")
+    assert same(fit("hybrid_shard", 2, None, tmp_path / "ours").found)
+    checkpoint.gather(tmp_path / "ours", tmp_path / "gathered.ckpt")
+    assert same(fit("auto", 2, None, tmp_path / "gathered.ckpt").found)
+    fit("auto", 1, tmp_path / "plain.ckpt")
+    for other in ("gathered.ckpt", "plain.ckpt"):
+        assert same(fit("hybrid_shard", 2, None, tmp_path / other).found)
+
+
+def test_a_key_that_is_in_use_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedStateError, match="'optimizer_tensors' into the checkpoint"):
+        fit("hybrid_shard", 1, tmp_path / "ours", optimizer_tensors=1)

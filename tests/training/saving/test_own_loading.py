@@ -1,4 +1,4 @@
-"""Modules that load old checkpoints by code of their own do so on layouts too."""
+"""Modules that load old checkpoints, or write their state dict, by code of their own do so on layouts too."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantize, MinMaxObserver
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy
+from lightning_shard.checkpoint import StoredTensor
 from lightning_shard.errors import ConfigurationError
+from lightning_shard.plugin.saving.own_loading import LazyTensor
+from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, loader, train, world
+from tests.parity import QUIET, Model, Seen, combine, largest_difference, layout, loader, train, trainer_of, world
+from tests.training.parallel.small import Descends
 
 
 class Head(nn.Linear):
@@ -150,12 +156,11 @@ def told(trainer: L.Trainer, says: str) -> AbstractContextManager[Any]:
 
 def halved(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What was loaded, and what should have been."""
-    strategy = HybridShardStrategy(data_parallel_size=2)
-    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=1, **QUIET)
+    trainer = trainer_of({"data_parallel_size": 2}, max_steps=1)
     trainer.fit(Halved(), loader(8))
     trainer.save_checkpoint(path)
-    whole = strategy.gather_full_parameters()
-    trainer = L.Trainer(strategy=HybridShardStrategy(data_parallel_size=2), devices=2, **QUIET)
+    whole = trainer.strategy.gather_full_parameters()
+    trainer = trainer_of({"data_parallel_size": 2})
     trainer.validate(Halved(), loader(8), ckpt_path=path, verbose=False)
     return trainer.strategy.gather_full_parameters(), whole
 
@@ -163,10 +168,10 @@ def halved(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def evaluated(path: str) -> int:
     """Saved by a Trainer that made no optimizers."""
     sizes = {"pipeline_parallel_size": 2}
-    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), devices=2, **QUIET)
+    trainer = trainer_of(sizes)
     trainer.validate(Model(), loader(16), verbose=False)
     trainer.save_checkpoint(path)
-    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), devices=2, max_steps=2, **QUIET)
+    trainer = trainer_of(sizes, max_steps=2)
     with told(trainer, "has no optimizer state: optimizers start from scratch"):
         trainer.fit(Model(), loader(16), ckpt_path=path)
     return trainer.global_step
@@ -195,3 +200,81 @@ def test_what_is_missing_then_is_refused_by_name(tmp_path: Path) -> None:
     says = r"StateMismatchError: The module.s own load_state_dict .*Missing key.*model\.norm\.count.*strict_loading"
     with pytest.raises(RanksFailed, match=says):
         run_ranks(lack, 2, str(tmp_path / "old.ckpt"), elastic=True)
+
+
+class Stored(StoredTensor):
+    """Of ones; counts how often it is read."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32) -> None:
+        vars(self).update(own=shape, kind=dtype, reads=0)
+
+    name = property(lambda self: "weight")
+    shape = property(lambda self: torch.Size(self.own))
+    dtype = property(lambda self: self.kind)
+
+    def full(self) -> Tensor:
+        vars(self)["reads"] += 1
+        return torch.ones(self.own, dtype=self.kind)
+
+
+def test_what_is_computed_is_plain_and_in_place_is_itself() -> None:
+    stored = Stored(3, 4)
+    given = LazyTensor.of(stored)
+    assert (given.shape, given.dtype, given.numel(), stored.reads) == (torch.Size([3, 4]), torch.float32, 12, 0)
+    for computed in (given * 2, given.clone(), given.float(), given[:2], torch.zeros_like(given), torch.cat([given])):
+        assert type(computed) is Tensor
+    assert given.mul_(2) is given
+    given[0] = 5
+    given[1:].add_(1)
+    assert (given + 0)[:, 0].tolist() == [5, 3, 3]
+    assert stored.reads == 1
+
+
+WIDTH = 8
+
+
+class Quantized(nn.Module):
+    """Trains for 8-bit weights. ``FakeQuantize`` puts its scale into the state dict by code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.quantize = FakeQuantize(  # type: ignore[no-untyped-call]
+            MinMaxObserver, -128, 127, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(x, self.quantize(self.linear.weight), self.linear.bias).tanh()
+
+
+class Module(Descends):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Quantized() for _ in range(4)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def fit(path: Path | None = None, resume: Path | None = None) -> dict[str, Tensor]:
+    L.seed_everything(1, verbose=False)
+    data: Any = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(2))
+    trainer = trainer_of({"pipeline_parallel_size": 2} if path else None, max_epochs=2 if resume else 1)
+    module = Module()
+    trainer.fit(module, DataLoader(data, batch_size=8), ckpt_path=resume)
+    if path is None:
+        return {name: value.clone() for name, value in module.state_dict().items()}
+    trainer.save_checkpoint(path)
+    return {name: full_tensor(value).clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
+
+
+def test_what_modules_write_into_the_state_dict_is_saved_by_their_stage(tmp_path: Path) -> None:
+    [plain] = run_ranks(fit, 1, init=False)
+    parts = run_ranks(fit, 2, tmp_path / "first", elastic=True)
+    assert not parts[0].keys() & parts[1].keys()
+    torch.testing.assert_close({**parts[0], **parts[1]}, plain)
+    loaded = Module.load_from_checkpoint(tmp_path / "first", map_location="cpu").state_dict()
+    torch.testing.assert_close(dict(loaded), plain)
+
+    again = run_ranks(fit, 2, tmp_path / "second", tmp_path / "first", elastic=True)
+    assert [part.keys() for part in again] == [part.keys() for part in parts]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import lightning_shard
 from lightning_shard import HybridShardStrategy, checkpoint
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import QUIET, trainer_of
 from tests.servers import serve
 
 EPOCHS, STEPS, WIDTH = 3, 4, 6
@@ -145,8 +145,7 @@ def test_a_part_that_was_compiled_on_one_side_only_is_matched_by_a_run_that_resu
 
 
 def resume_on_data_ranks(path: Path, compiled: bool) -> list[float]:
-    strategy = HybridShardStrategy(data_parallel_size=2)
-    trainer = L.Trainer(max_epochs=EPOCHS, devices=2, strategy=strategy, log_every_n_steps=1, **QUIET)
+    trainer = trainer_of({"data_parallel_size": 2}, max_epochs=EPOCHS, log_every_n_steps=1)
     module = Module(compiled)
     loader = DataLoader(data().dataset, batch_size=2)
     trainer.fit(module, loader, ckpt_path=path)

@@ -1,4 +1,7 @@
-"""A checkpoint of any layout goes on in any other: same bytes, same loss curve, every sample once."""
+"""A checkpoint of any layout goes on in any other: same bytes, same loss curve, every sample once.
+
+In another precision its optimizer's state goes on in that one.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import checkpoint
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.parity import GLOBAL_BATCH, LAYOUTS, QUIET, Model, combine, layout, loader, train, world
+from tests.parity import GLOBAL_BATCH, LAYOUTS, Model, combine, layout, loader, train, trainer_of, world
+from tests.training.habits.harness import Net
 
 SAVED, TRAINED = 2, 4  # the checkpoint is of the second step, in the middle of an epoch of six; the curve has four
 
@@ -136,17 +141,11 @@ def read(
     L.seed_everything(3)
     keep = ModelCheckpoint(folder, filename=f"{steps}", every_n_train_steps=1, save_top_k=-1)
     module = Samples()
-    strategy = HybridShardStrategy(**sizes)
-    trainer = L.Trainer(
-        strategy=strategy,
-        devices=world(sizes),
-        max_steps=steps,
-        max_epochs=1,
-        callbacks=[keep],
-        **{**QUIET, "enable_checkpointing": True},
+    trainer = trainer_of(
+        sizes, world(sizes), max_steps=steps, max_epochs=1, callbacks=[keep], enable_checkpointing=True
     )
     trainer.fit(module, loader(batch, shuffle=shuffle), ckpt_path=resume)
-    return strategy.layout.data_rank, module.seen
+    return trainer.strategy.layout.data_rank, module.seen
 
 
 @pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.long), True], ids=["in order", "shuffled"])
@@ -176,11 +175,10 @@ def read_and_save(
     """As a script does: fit, then save."""
     L.seed_everything(3)
     module = Samples()
-    strategy = HybridShardStrategy(**sizes)
-    trainer = L.Trainer(strategy=strategy, devices=world(sizes), max_steps=steps, **QUIET)
+    trainer = trainer_of(sizes, world(sizes), max_steps=steps)
     trainer.fit(module, loader(batch, shuffle=True, samples=80), ckpt_path=resume)
     trainer.save_checkpoint(path)
-    return strategy.layout.data_rank, module.seen
+    return trainer.strategy.layout.data_rank, module.seen
 
 
 def test_what_is_saved_after_a_fit_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -198,3 +196,51 @@ def test_what_is_saved_after_a_fit_goes_on_where_it_was(tmp_path: Path) -> None:
     assert Counter(first) == Counter(second) == Counter(set(first))
     assert len(third) == GLOBAL_BATCH
     assert first != second
+
+
+AFTER = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
+
+
+class Module(L.LightningModule):
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net, self.kind = Net(), optimizer
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch.to(self.net.embed.weight.dtype)) - 1).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.kind == "AdamW":
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def run(sizes: dict[str, int], folder: Path) -> dict[str, tuple[set[torch.dtype], int]]:
+    found: dict[str, tuple[set[torch.dtype], int]] = {}
+    loader: Any = DataLoader(list(torch.randn(16, 4, generator=torch.Generator().manual_seed(0))), batch_size=4)
+    for optimizer in ("AdamW", "SGD"):
+        path = str(folder / optimizer)
+        for first, then in (("32-true", "bf16-true"), ("bf16-true", "32-true")):
+            for precision, steps in ((first, 2), (then, 4)):
+                trainer = trainer_of(sizes, max_steps=steps, precision=precision)
+                trainer.fit(Module(optimizer), loader, ckpt_path=path if precision == then else None)
+                if precision == first:
+                    trainer.save_checkpoint(path)
+            states = trainer.optimizers[0].state.values()
+            dtypes = {
+                value.dtype for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim
+            }
+            found[f"{optimizer} {then}"] = dtypes, trainer.global_step
+    return found
+
+
+@pytest.mark.parametrize(
+    "sizes", [layout(pipeline=2), pytest.param(layout(data=2), marks=pytest.mark.long)], ids=["pp2", "dp2"]
+)
+def test_a_run_goes_on(sizes: dict[str, int], tmp_path: Path) -> None:
+    for found in run_ranks(run, 2, sizes, tmp_path, elastic=True):
+        assert len(found) == 4
+        for name, (dtypes, steps) in found.items():
+            assert dtypes == {AFTER[name.split()[1]]}, name
+            assert steps == 4

@@ -18,11 +18,11 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import checkpoint
 from lightning_shard.errors import ConfigurationError, UnsupportedStateError
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, Model, layout, loader, world
+from tests.parity import GLOBAL_BATCH, VOCABULARY, Model, layout, loader, trainer_of, world
 
 
 class Kind(enum.Enum):
@@ -132,9 +132,11 @@ def hyperparameters() -> dict[str, Any]:
 def fit(sizes: dict[str, int], path: str, resume: bool) -> Any:
     L.seed_everything(3)
     average = Average()
-    strategy = HybridShardStrategy(**sizes, tensor_parallel_plan={"blocks.*.0": "colwise_gather_output"})
-    trainer = L.Trainer(
-        strategy=strategy, devices=world(sizes), max_steps=2 if resume else 1, callbacks=[average], **QUIET
+    trainer = trainer_of(
+        {**sizes, "tensor_parallel_plan": {"blocks.*.0": "colwise_gather_output"}},
+        world(sizes),
+        max_steps=2 if resume else 1,
+        callbacks=[average],
     )
     module = Everything(**hyperparameters())
     started: dict[str, Whole] = {}
@@ -213,15 +215,13 @@ def hold_or_refuse(folder: str) -> None:
     fit(sizes, path, False)
     before = sorted(str(file) for file in Path(folder).rglob("*"))
     for value, match in [(Range(1, 2), "Range"), (torch.ones(2).to_sparse(), "layout"), (iter(()), "iterator")]:
-        trainer = L.Trainer(
-            strategy=HybridShardStrategy(**sizes), devices=2, max_steps=1, callbacks=[Odd(value)], **QUIET
-        )
+        trainer = trainer_of(sizes, max_steps=1, callbacks=[Odd(value)])
         trainer.fit(Everything(), loader(8))
         with pytest.raises(UnsupportedStateError, match=rf"callbacks\.Odd\.deep\[0\].*{match}"):
             trainer.save_checkpoint(path)
         dist.barrier()
         assert sorted(str(file) for file in Path(folder).rglob("*")) == before
-    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), devices=2, max_steps=1, **QUIET)
+    trainer = trainer_of(sizes, max_steps=1)
     module = Everything(span=Range(1, 2))
     trainer.fit(module, loader(8))
     on_rank_zero = pytest.warns(UserWarning, match=r"hyperparameter 'span' .* left out .*register_codec\(Range")
@@ -232,21 +232,17 @@ def hold_or_refuse(folder: str) -> None:
     trainer.save_checkpoint(path)
     assert checkpoint.read(path).trainer_state()["hyper_parameters"]["span"] == Range(1, 2)
     config = OmegaConf.create({"width": 8, "twice": "${width}"})
-    trainer = L.Trainer(strategy=HybridShardStrategy(**sizes), devices=2, max_steps=1, **QUIET)
+    trainer = trainer_of(sizes, max_steps=1)
     trainer.fit(Configured(config), loader(8))
     trainer.save_checkpoint(path)
     assert checkpoint.read(path).trainer_state()["hyper_parameters"] == {"width": 8, "twice": 8}
-    trainer = L.Trainer(
-        strategy=HybridShardStrategy(**layout(pipeline=2)), devices=2, max_steps=1, callbacks=[Listing()], **QUIET
-    )
+    trainer = trainer_of(layout(pipeline=2), max_steps=1, callbacks=[Listing()])
     trainer.fit(Everything(), loader(8))
     with pytest.raises(UnsupportedStateError, match=r"'state/callbacks/Listing/held/0' is a DTensor in a list"):
         trainer.save_checkpoint(path)
     swa = StochasticWeightAveraging(0.1)
     with pytest.raises(ConfigurationError, match="StochasticWeightAveraging of a module with BatchNorm"):
-        L.Trainer(
-            strategy=HybridShardStrategy(**layout(pipeline=2)), devices=2, max_epochs=1, callbacks=[swa], **QUIET
-        ).fit(Everything(), loader(8))
+        trainer_of(layout(pipeline=2), max_epochs=1, callbacks=[swa]).fit(Everything(), loader(8))
 
 
 def test_what_cannot_be_held_is_refused_by_its_key_and_the_earlier_checkpoint_stays(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint as LightningsOwn
 
-from lightning_shard import HybridShardStrategy, ModelCheckpoint, ShardedCheckpointIO, checkpoint
+from lightning_shard import ModelCheckpoint, ShardedCheckpointIO, checkpoint
 from lightning_shard.checkpoint.store.remote import RemoteStore
 from lightning_shard.errors import CheckpointError, ConfigurationError
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
 from tests.training.saving.test_model_checkpoint import AT_EACH, LOSSES, Scripted, data
 
 EVERY: dict[str, Any] = {"filename": "{step}", "every_n_train_steps": 1}
@@ -35,13 +35,8 @@ def failing(self: RemoteStore, name: str, *args: Any, original: Any = RemoteStor
 
 
 def fit(callbacks: list[Any], steps: int, io: ShardedCheckpointIO) -> L.Trainer:
-    trainer = L.Trainer(
-        strategy=HybridShardStrategy(checkpoint_io=io),
-        callbacks=callbacks,
-        devices=1,
-        max_steps=steps,
-        val_check_interval=1,
-        **{**QUIET, "enable_checkpointing": True},
+    trainer = trainer_of(
+        {"checkpoint_io": io}, 1, callbacks=callbacks, max_steps=steps, val_check_interval=1, enable_checkpointing=True
     )
     with mock.patch.object(RemoteStore, "publish", slow):
         trainer.fit(Scripted(), data(2), data(1))

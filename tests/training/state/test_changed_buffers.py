@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
+from tests.parity import trainer_of
+from tests.training.parallel.small import Descends
 
 WIDTH = 8
 
 
-class Module(L.LightningModule):
+class Module(Descends):
     """Counts its steps in a buffer, and knows the mean of what it has seen."""
 
     def __init__(self, kind: str) -> None:
@@ -41,19 +41,17 @@ class Module(L.LightningModule):
             self.codes[nearest].lerp_(x.detach().mean(0), 0.01)
         return F.mse_loss(x, batch[0])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def fit(kind: str, sizes: dict[str, int]) -> list[str]:
     L.seed_everything(1, verbose=False)
     ranks = 2 * sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1)
-    strategy: Any = HybridShardStrategy(data_parallel_size=2, **sizes)
-    settings = {**QUIET, "sync_batchnorm": "synchronized" in kind, "max_epochs": 1, "devices": ranks}
     loader: Any = DataLoader(TensorDataset(torch.randn(48, WIDTH)), batch_size=4)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        L.Trainer(strategy=strategy, **settings).fit(Module(kind), loader)
+        trainer = trainer_of(
+            {"data_parallel_size": 2, **sizes}, ranks, sync_batchnorm="synchronized" in kind, max_epochs=1
+        )
+        trainer.fit(Module(kind), loader)
     return [text for each in said if "changed buffers" in (text := str(each.message))]
 
 

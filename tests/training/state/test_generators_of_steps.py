@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike
+from tests.training.parallel.small import WIDTH, Descends, batches
 
-WIDTH = 8
 WHOLE = {"pipeline_parallel_size": 2, "microbatches": 1}
 
 
@@ -26,7 +25,7 @@ class Block(nn.Module):
         return x + self.scale * np.random.standard_normal()
 
 
-class Denoises(L.LightningModule):
+class Denoises(Descends):
     """The stages draw other noise, each for itself."""
 
     def __init__(self) -> None:
@@ -41,9 +40,6 @@ class Denoises(L.LightningModule):
         return (x - noise).square().mean()
 
     validation_step = training_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Jitters(Denoises):
@@ -71,7 +67,7 @@ class Annealer:
         return Annealer.count / 10
 
 
-class Annealed(L.LightningModule):
+class Annealed(Descends):
     """The weight is another one if the first batch counts twice; the stage's part runs again for what is added last."""
 
     def __init__(self) -> None:
@@ -87,14 +83,6 @@ class Annealed(L.LightningModule):
         for block in self.blocks:
             x = torch.tanh(block(x))
         return (x + first - batch).square().mean() * weight
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def batches() -> list[Tensor]:
-    made = torch.Generator().manual_seed(0)
-    return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
 
 
 def test_generators_that_a_step_makes_without_a_seed_are_refused_on_stages() -> None:

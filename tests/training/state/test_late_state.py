@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import StepError
 from lightning_shard.testing import assert_trains_alike, run_ranks
 from tests.alike import Trains, assert_train_alike
-from tests.parity import GLOBAL_BATCH, QUIET, VOCABULARY, loader
+from tests.parity import GLOBAL_BATCH, VOCABULARY, loader, trainer_of
 
 WIDTH = 8
 
@@ -88,7 +87,7 @@ class KeepsLoss(Counts):
 
 
 def warned(kind: type[Counts]) -> list[str]:
-    trainer = L.Trainer(strategy=HybridShardStrategy(2), devices=2, max_steps=3, **QUIET)
+    trainer = trainer_of({"pipeline_parallel_size": 2}, max_steps=3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(kind(), loader(GLOBAL_BATCH))
@@ -190,7 +189,7 @@ class BeginsLater(L.LightningModule):
 
 
 def validated() -> list[str]:
-    trainer = L.Trainer(devices=2, strategy=HybridShardStrategy(pipeline_parallel_size=2, microbatches=1), **QUIET)
+    trainer = trainer_of({"pipeline_parallel_size": 2, "microbatches": 1})
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer.validate(BeginsLater(), DataLoader(TensorDataset(torch.ones(12, 4)), batch_size=2), verbose=False)

@@ -22,7 +22,6 @@ class Logs(Block):
     """Logs how large its output is, by whatever it was given to log by, and keeps it."""
 
     log: Callable[[float], None] | None = None
-    size: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)

@@ -5,30 +5,23 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import lightning as L
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, MetricTracker, MinMaxMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from torchmetrics.regression import MeanAbsoluteError
 
 from tests.alike import Trains, assert_train_alike
+from tests.training.parallel.small import INTERLEAVED, WIDTH, Trained, batches
 
-WIDTH = 8
 
-
-class Module(L.LightningModule):
+class Module(Trained):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
         self.tracker = MetricTracker(
             MetricCollection([MeanSquaredError(), MeanAbsoluteError()]), maximize=[False, True]
         )
         self.metric = MeanSquaredError()
         self.extremes = MinMaxMetric(MeanMetric())
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (self.blocks(batch) - 2 * batch).square().mean()
 
     def on_validation_epoch_start(self) -> None:
         self.tracker.increment()
@@ -36,7 +29,7 @@ class Module(L.LightningModule):
         self.also = copy.deepcopy(self.metric)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        result = self.blocks(batch)
+        result = self(batch)
         self.tracker.update(result, batch)
         self.cloned.update(result, batch)
         self.also(result, 2 * batch)
@@ -50,21 +43,17 @@ class Module(L.LightningModule):
         best: Any = self.tracker.best_metric()
         self.log("best", best["MeanSquaredError"])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-class Collects(L.LightningModule):
+class Collects(Trained):
     """Calls and updates metrics that keep lists, in a training step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
         self.collected = MetricCollection({"auroc": MulticlassAUROC(WIDTH), "acc": MulticlassAccuracy(WIDTH)})
         self.logged, self.updated = MulticlassAUROC(WIDTH), MulticlassAUROC(WIDTH)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        result = self.blocks(batch)
+        result = self(batch)
         # Metric.forward empties its lists for the batch's value, and then sets new ones; update adds to them
         for call in (self.collected, self.logged, self.updated.update):
             call(result.softmax(-1), batch.argmax(-1))
@@ -75,16 +64,7 @@ class Collects(L.LightningModule):
         self.log_dict(self.collected.compute())
         self.log("updated", self.updated.compute())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def batches() -> list[Tensor]:
-    made = torch.Generator().manual_seed(0)
-    return [torch.randn(8, WIDTH, generator=made) for _ in range(3)]
-
 
 def test_they_are_computed_over_all_ranks_and_on_all_stages() -> None:
-    several = {"pipeline_parallel_size": 2, "schedule": "Interleaved1F1B"}
-    copies, lists = Trains(Module, batches, "pp2 x dp2"), Trains(Collects, batches, several)
+    copies, lists = Trains(Module, batches, "pp2 x dp2"), Trains(Collects, batches, INTERLEAVED)
     assert_train_alike({"copies, trackers and those that hold others": copies, "with lists": lists})

@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader
 from lightning_shard import HybridShardStrategy
 from lightning_shard.errors import ConfigurationError, StepError
 from tests.parity import QUIET
+from tests.training.parallel.small import Descends
 
 
 def _halve(parameter: Tensor) -> None:
-    assert parameter.grad is not None
     parameter.grad.mul_(0.5)
 
 
-class Setting(L.LightningModule):
+class Setting(Descends):
     def __init__(self, how: str) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -62,9 +62,6 @@ class Setting(L.LightningModule):
     def on_train_batch_end(self, *_: Any) -> None:
         for parameter in self.parameters():
             parameter.mul_(0.9)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(how: str, strategy: Any, **options: Any) -> dict[str, Tensor]:

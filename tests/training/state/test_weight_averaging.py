@@ -19,10 +19,10 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from lightning_shard import HybridShardStrategy, checkpoint
+from lightning_shard import checkpoint
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing import run_ranks
-from tests.parity import GLOBAL_BATCH, QUIET, Model, layout, loader, train, world
+from tests.parity import GLOBAL_BATCH, Model, layout, loader, train, trainer_of, world
 
 EPOCHS, STEPS, SAVED = 3, 2, 4  # the checkpoint is of the second epoch's end
 
@@ -197,7 +197,7 @@ def join_late(folder: str) -> tuple[int, float]:
     L.seed_everything(3)
 
     def run(callbacks: list[L.Callback], steps: int, resume: str | None) -> tuple[L.Trainer, Model]:
-        trainer = L.Trainer(strategy=HybridShardStrategy(), devices=2, max_steps=steps, callbacks=callbacks, **QUIET)
+        trainer = trainer_of({}, max_steps=steps, callbacks=callbacks)
         module = Model(on_meta=True)
         trainer.fit(module, loader(8), ckpt_path=resume)
         trainer.save_checkpoint(f"{folder}/{steps}.ckpt")

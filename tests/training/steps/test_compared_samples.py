@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanSquaredError, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import RanksFailed, assert_trains_alike, run_ranks
-from tests.parity import QUIET
+from tests.parity import QUIET, trainer_of
+from tests.training.parallel.small import Descends
 
 WIDTH = 8
 TOLD = "Losses and logs are means over samples"
@@ -53,7 +53,7 @@ class Undropped(Block):
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-class Module(L.LightningModule):
+class Module(Descends):
     """A mean over samples, with masks and a scale that all samples share; it collects what it sees."""
 
     block: type[Block] = Block
@@ -80,9 +80,6 @@ class Module(L.LightningModule):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.loss_of(x, y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def contrastive(x: Tensor, y: Tensor) -> Tensor:
@@ -311,8 +308,7 @@ def texts_of(run: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
 
 
 def trainer(ranks: int = 2, callbacks: Sequence[L.Callback] = (), **settings: Any) -> L.Trainer:
-    strategy = HybridShardStrategy(**{"microbatches": 4, **settings})
-    return L.Trainer(max_epochs=1, devices=ranks, strategy=strategy, callbacks=[*callbacks], **QUIET)
+    return trainer_of({"microbatches": 4, **settings}, ranks, max_epochs=1, callbacks=[*callbacks])
 
 
 def loader(batch_size: int = 16, inputs: Tensor | None = None) -> Any:

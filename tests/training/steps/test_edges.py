@@ -18,7 +18,6 @@ from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
 from tests.parity import (
     GLOBAL_BATCH,
-    QUIET,
     Case,
     Model,
     assert_alike,
@@ -27,6 +26,7 @@ from tests.parity import (
     layout,
     loader,
     train,
+    trainer_of,
     world,
 )
 
@@ -78,7 +78,7 @@ class Counting(Model):
 def count(path: str, resume: bool) -> tuple[int, float]:
     L.seed_everything(3)
     module = Counting()
-    trainer = L.Trainer(strategy=HybridShardStrategy(), devices=2, max_steps=2 if resume else 1, **QUIET)
+    trainer = trainer_of({}, max_steps=2 if resume else 1)
     if resume:
         trainer.fit(module, loader(8), ckpt_path=path)
         return module.steps, float(module.mean.mean_value)
@@ -120,9 +120,7 @@ def gather(sizes: dict[str, int]) -> list[Any]:
     L.seed_everything(3)
     module = Gathering(differentiates=sizes["pipeline_parallel_size"] == 1)
     plan = {"mlp.up": "colwise", "mlp.down": "rowwise"}
-    trainer = L.Trainer(
-        strategy=HybridShardStrategy(**sizes, tensor_parallel_plan=plan), devices=world(sizes), max_steps=1, **QUIET
-    )
+    trainer = trainer_of({**sizes, "tensor_parallel_plan": plan}, world(sizes), max_steps=1)
     trainer.fit(module, loader(GLOBAL_BATCH // sizes["data_parallel_size"]))
     if module.gathered is None:
         return []

@@ -38,7 +38,6 @@ class Module(L.LightningModule):
         self.encoder = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).requires_grad_(False)
         self.register_buffer("scale", torch.tensor(1.0))
         self.register_buffer("seen", torch.zeros(3))
-        self.seen: Tensor
 
     def on_fit_start(self) -> None:
         self.seen += self.teacher(torch.ones(1, 8))[0]

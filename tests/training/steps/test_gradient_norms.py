@@ -1,19 +1,30 @@
-"""Norms that a user's own hooks take are the whole model's; what goes over parameters by hand is refused."""
+"""Norms that a user's own hooks take are the whole model's; what goes over parameters by hand is refused.
+
+Then what they are made of: norms of single gradients, of which weights that stages share count once.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import grad_norm
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
+from lightning_shard.errors import StepError
+from lightning_shard.parallel.clip import _own_norms, count_elsewhere
+from lightning_shard.parallel.fsdp.shard import average_gradients
+from lightning_shard.plugin.steps.checks.stage_parameters import StageParameters
+from lightning_shard.plugin.steps.gradient_norms import WholeNorms, counted_once
 from lightning_shard.testing import RanksFailed, run_ranks
 from tests.parity import Case, Model, assert_alike, layout, train
 
@@ -251,3 +262,91 @@ def test_what_takes_a_part_for_all_is_told_once_a_hook_and_after_a_run_and_its_e
     ]
     assert all("strategy.gather_full_parameters()" in text for text in first)
     assert not other
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+def test_norms_are_those_of_the_elements_and_of_16_bit_ones_not_rounded(norm_type: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    kinds = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float16]
+    gradients = [torch.randn(1000, generator=generator).to(dtype) for dtype in kinds]
+    exact = sorted(float(torch.linalg.vector_norm(g.to(torch.complex128), norm_type)) for g in gradients)
+    mesh: Any = SimpleNamespace(get_coordinate=lambda: [0], mesh_dim_names=("data_parallel",))
+    norms = _own_norms(gradients, mesh, torch.device("cpu"), norm_type)
+    assert sorted(norms.tolist()) == pytest.approx(exact, rel=1e-5)
+
+
+def test_the_norm_of_a_large_gradient_loses_nothing_to_its_size() -> None:
+    """Added one after another in 32 bits, the squares of so many elements come to 1e-4 less and more."""
+    gradient = torch.full((1 << 11, 1 << 12), 1e-3)
+    mesh: Any = SimpleNamespace(get_coordinate=lambda: [0], mesh_dim_names=("data_parallel",))
+    [norm] = _own_norms([gradient], mesh, torch.device("cpu"), 2.0).tolist()
+    assert norm == pytest.approx(float(gradient[0, 0]) * 2**11.5, rel=1e-5)
+
+
+def test_a_total_norm_has_one_dtype_on_all_stages() -> None:
+    """A scale rounded to each stage's own would let the copies of tied weights part."""
+    module: Any = nn.Linear(3, 3)
+    mesh: Any = SimpleNamespace(get_coordinate=lambda: [0], mesh_dim_names=("data_parallel",))
+    groups: Any = SimpleNamespace(gather_over_stages=lambda own: [own, False if own is False else torch.float64])
+    norms = WholeNorms(module, mesh, groups, torch.device("cpu"), StageParameters({}))
+    third = torch.tensor([1 / 3], dtype=torch.float32)
+    assert norms.total([third]).dtype == torch.float64
+
+
+def test_averaged_scalar_gradients_keep_their_bits_and_imaginary_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, of which the other has three times this one's gradients."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.mul_(4))
+    values = [torch.tensor(1 / 3), torch.tensor(1 / 3, dtype=torch.float64), torch.tensor(1 / 3 + 2j)]
+    parameters = [nn.Parameter(torch.zeros_like(value)) for value in [*values, values[0]]]
+    for parameter, value in zip(parameters, values):
+        parameter.grad = value.clone()
+    group: Any = None
+    average_gradients(parameters, group)
+    for parameter, value in zip(parameters, values):
+        assert torch.equal(parameter.grad, value * 2)  # type: ignore[arg-type]
+    assert parameters[-1].grad is None
+
+
+TIED = "embedding.weight"
+
+
+def stage() -> dict[str, Tensor]:
+    """Parameters with gradients, one of them tied; the output's weight has the same shape."""
+    torch.manual_seed(0)
+    layers = {"embedding": nn.Embedding(8, 6), "inner": nn.Linear(6, 6), "output": nn.Linear(6, 8)}
+    named: dict[str, Tensor] = dict(nn.ModuleDict(layers).named_parameters())
+    count_elsewhere(named[TIED])
+    for parameter in named.values():
+        parameter.grad = torch.randn_like(parameter)
+    return named
+
+
+def counted(named: dict[str, Tensor], given: list[Tensor]) -> list[int]:
+    """The indices of the tensors that count."""
+    found = {id(tensor) for tensor in counted_once(given, named)}
+    return [i for i, tensor in enumerate(given) if id(tensor) in found]
+
+
+@pytest.mark.parametrize("made", [lambda p: p.grad, lambda p: p])
+def test_each_gradient_and_each_weight_counts_once(made: Callable[[Any], Tensor]) -> None:
+    named = stage()
+    left_out = list(named).index(TIED)
+    everyone = [made(p) for p in named.values()]
+    assert counted(named, everyone) == [i for i in range(len(named)) if i != left_out]
+
+
+def test_some_gradients_count_in_any_order() -> None:
+    named = stage()
+    given = [cast(Tensor, named[name].grad) for name in ("output.weight", TIED, "inner.bias")]
+    assert counted(named, given) == [0, 2]
+    assert counted(named, given[::2]) == [0, 1]
+
+
+@pytest.mark.parametrize("made", [lambda p: p.grad / 7, lambda p: p.grad.half(), lambda p: p.grad.norm()])
+def test_what_may_be_computed_from_a_tied_weight_is_refused(made: Callable[[Any], Tensor]) -> None:
+    named = stage()
+    said = r"tensors that are no parameters' gradients.* from that of embedding\.weight, .*pass the gradients"
+    for names in ((TIED, "inner.bias"), named):
+        with pytest.raises(StepError, match=said):
+            counted(named, [made(named[name]) for name in names])

@@ -6,18 +6,15 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import lightning as L
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import RanksFailed, run_ranks
-from tests.parity import QUIET, Model, Tokens
+from tests.parity import Model, Tokens, trainer_of
 
 
 def fit(stages: int) -> None:
-    strategy = HybridShardStrategy(pipeline_parallel_size=stages)
-    trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, **QUIET)
+    trainer = trainer_of({"pipeline_parallel_size": stages}, max_epochs=1)
     trainer.fit(Model(), DataLoader(Tokens(48 if os.environ["RANK"] == "0" else 32), batch_size=8))
 
 
@@ -44,8 +41,7 @@ class Stream(IterableDataset[Any]):
 
 
 def run_streamed(method: str, schedule: str, *sizes: int) -> int:
-    strategy = HybridShardStrategy(pipeline_parallel_size=2, schedule=schedule)
-    trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, accumulate_grad_batches=2, **QUIET)
+    trainer = trainer_of({"pipeline_parallel_size": 2, "schedule": schedule}, max_epochs=1, accumulate_grad_batches=2)
     getattr(trainer, method)(Model(), DataLoader(Stream(sizes[int(os.environ["RANK"])]), batch_size=8))
     return trainer.global_step
 
@@ -76,7 +72,7 @@ class TakesIterator(Model):
 
 
 def validate_by_iterator() -> None:
-    trainer = L.Trainer(strategy=HybridShardStrategy(pipeline_parallel_size=2), devices=2, **QUIET)
+    trainer = trainer_of({"pipeline_parallel_size": 2})
     trainer.validate(TakesIterator(), DataLoader(Stream(8), batch_size=8))
 
 

@@ -78,8 +78,6 @@ def test_a_mean_over_nothing_that_counts_for_nothing_has_no_gradient(weight: flo
     weighted_for_backward(loss, torch.tensor(weight)).backward()
     plain = torch.randn(6, 5).copy_(logits.detach()).requires_grad_()
     F.cross_entropy(plain, TARGETS).backward()
-    assert logits.grad is not None
-    assert plain.grad is not None
     torch.testing.assert_close(logits.grad, plain.grad * (weight / 2))
 
 
@@ -87,5 +85,4 @@ def test_a_mean_over_nothing_that_counts_stays_nan() -> None:
     logits = torch.randn(6, 5, requires_grad=True)
     loss = (each(logits) * 0).sum() / torch.zeros(())
     weighted_for_backward(loss, torch.tensor(2.0)).backward()
-    assert logits.grad is not None
     assert logits.grad.isnan().any()

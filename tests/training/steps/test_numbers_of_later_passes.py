@@ -14,9 +14,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.sharding import full_tensor
-from tests.parity import QUIET
+from tests.parity import trainer_of
 
 SAMPLES = 8
 
@@ -79,7 +78,7 @@ class Module(L.LightningModule):
 
 
 def trainer(**options: Any) -> L.Trainer:
-    return L.Trainer(strategy=HybridShardStrategy(), devices=1, **{**QUIET, "max_epochs": 3, **options})
+    return trainer_of({}, 1, **{"max_epochs": 3, **options})
 
 
 def weight(module: Module) -> Tensor:

@@ -1,4 +1,4 @@
-"""Data ranks whose batches differ in size, on stages: they don't wait for each other, and train as without stages."""
+"""Batches that differ in size, on stages: data ranks don't wait for each other, and a smaller one counts as alone."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
 
-from lightning_shard import HybridShardStrategy
 from lightning_shard.testing import run_ranks
-from tests.parity import QUIET
-from tests.training.habits.harness import Net
+from tests.parity import trainer_of
+from tests.training.habits.harness import Block, Net
+from tests.training.parallel.small import Descends
 
 BATCH = 8
 PP2_DP2 = {"pipeline_parallel_size": 2, "data_parallel_size": 2}
 
 
-class Module(L.LightningModule):
+class Module(Descends):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -40,9 +42,6 @@ class Module(L.LightningModule):
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         out = self.net(batch)
         return out + 0 * self.all_gather(out.sum()).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def samples(number: int) -> Tensor:
@@ -73,11 +72,10 @@ class Buckets:
 
 
 def run(settings: dict[str, Any], data: str) -> tuple[dict[str, Tensor], float, Tensor]:
-    strategy = HybridShardStrategy(**settings)
     devices = 2 * settings.get("pipeline_parallel_size", 1)
-    trainer = L.Trainer(strategy=strategy, **{**QUIET, "devices": devices, "max_epochs": 2})
+    trainer = trainer_of(settings, devices, max_epochs=2)
     loader: Any = (
-        DataLoader(Stream(strategy.layout.data_rank), batch_size=BATCH)
+        DataLoader(Stream(trainer.strategy.layout.data_rank), batch_size=BATCH)
         if data == "stream"
         else DataLoader(samples(56), batch_sampler=Buckets())  # type: ignore[arg-type]
     )
@@ -114,3 +112,47 @@ def test_batches_of_different_sizes_train_and_evaluate_as_without_stages(
             torch.testing.assert_close(predicted, plain_predicted, msg=str(more))
             for name, weight in weights.items():
                 torch.testing.assert_close(weight, plain_weights[name], msg=f"{more} {name}")
+
+
+class Ragged(L.LightningModule):
+    """As templates of Lightning projects do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.net.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.train_loss, self.val_loss = MeanMetric(), MeanMetric()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.train_loss(loss)
+        self.log("train_loss", self.train_loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.val_loss.update(loss)
+        self.log("val_loss", self.val_loss)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def ragged(settings: dict[str, Any] | None) -> dict[str, float]:
+    L.seed_everything(3, verbose=False)
+    x = torch.randn(29, 4, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader([*zip(x, 3 * x[:, :2])], batch_size=8)
+    devices = 1 if settings is None else 2
+    trainer = trainer_of(settings, devices, max_steps=-1, max_epochs=2)
+    trainer.fit(Ragged(), loader, loader)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_a_smaller_batch_counts_as_in_one_process() -> None:
+    (expected,) = run_ranks(ragged, 1, None, init=False)
+    for found in run_ranks(ragged, 2, {"pipeline_parallel_size": 2}, elastic=True):
+        assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
+        assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)

@@ -31,8 +31,10 @@ from tests.parity import (
     loader,
     on_ranks,
     train,
+    trainer_of,
     world,
 )
+from tests.training.parallel.small import Descends
 
 PIPELINE = layout(pipeline=2, data=2)
 SHARDED = layout(data=2, tensor=2)
@@ -298,7 +300,7 @@ def test_a_module_written_for_lightnings_own_strategy_runs_unchanged_and_accumul
 # -- memory
 
 
-class Large(L.LightningModule):
+class Large(Descends):
     """512 MiB on meta, in eight blocks and a head."""
 
     def configure_model(self) -> None:
@@ -309,9 +311,6 @@ class Large(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.model(torch.ones(len(batch["x"]), 4096)).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def peak_of_setup(sizes: dict[str, int]) -> float:
@@ -324,9 +323,7 @@ def peak_of_setup(sizes: dict[str, int]) -> float:
             trainer.should_stop = True
 
     peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
-    trainer = L.Trainer(
-        strategy=HybridShardStrategy(**sizes), devices=world(sizes), max_steps=1, callbacks=[Stop()], **QUIET
-    )
+    trainer = trainer_of(sizes, world(sizes), max_steps=1, callbacks=[Stop()])
     trainer.fit(Large(), loader(8))
     return peaks[1] - peaks[0]
 
