@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_shard.dryrun.counting.counts import AROUND, LOSS, Cost, Counts, ParameterCount, PartCount, TwoParts
 from lightning_shard.dryrun.memory.moments import stage_memories
 from lightning_shard.dryrun.memory.optimizer import OptimizerState
-from lightning_shard.dryrun.memory.peak import Held, StageMemory, stages_of
+from lightning_shard.dryrun.memory.peak import Held, Stage, StageMemory
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.schedules.named import SCHEDULES, build
 from lightning_shard.pipeline.schedules.schedule import Action, Schedule
@@ -44,7 +44,8 @@ def memories(schedule: Schedule, held: Held, counts: Counts | None = None) -> tu
     each = BLOCKS // schedule.stages
     blocks = [range(stage * each, (stage + 1) * each) for stage in range(schedule.stages)]
     layout = Layout(pipeline_parallel_size=len(schedule.rows))
-    return stage_memories(stages_of(counts or network(), layout, blocks, held, OptimizerState()), schedule)
+    made = [Stage(counts or network(), layout, own, held, OptimizerState()) for own in blocks]
+    return stage_memories(made, schedule)
 
 
 def at_peak(memory: StageMemory, kind: str) -> int:

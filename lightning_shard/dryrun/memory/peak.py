@@ -226,13 +226,6 @@ class Stage(_Holder):
         return 0 if self.blocks.stop == len(self.counts.blocks) else self.counts.blocks[self.blocks.stop - 1].output
 
 
-def stages_of(
-    counts: Counts, layout: Layout, blocks: Iterable[range], held: Held, optimizer: OptimizerState
-) -> list[Stage]:
-    """The stages with these blocks."""
-    return [Stage(counts, layout, own, held, optimizer) for own in blocks]
-
-
 class Rank(_Holder):
     """One pipeline rank, with its stages; it is given at least its own, by number.
 
