@@ -125,6 +125,11 @@ class Unit:
         kinds = [[p for p in self.parameters if p.is_expert is dealt] for dealt in (False, True)]
         return tuple(map(self.of, kinds)) if all(kinds) else (self,)
 
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether one of :attr:`gathered_apart` has the experts."""
+        return any(p.is_expert for p in self.parameters)
+
     def gradient(self, parameter: ParameterCount) -> torch.dtype:
         return self.reduces_in or parameter.dtype
 
