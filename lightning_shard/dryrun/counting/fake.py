@@ -4,8 +4,6 @@ Private parts of torch 2.11 to 2.14: ``torch.testing._internal.distributed.fake_
 that one process can create; ``FakeTensorMode``, tensors with a device but without data; and ``DTensor._local_tensor``,
 since ``to_local()`` is an operation, and one on meta costs as much as ten on fake tensors.
 
-Expert dispatch for counting on fake tensors, where no router values and no other ranks exist.
-
 Routing depends on values, so it is replaced by an assumption: tokens are spread evenly over ranks and experts.
 """
 

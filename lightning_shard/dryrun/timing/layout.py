@@ -5,8 +5,6 @@ waits for it. After the last backward the optimizer reads gradients, and reads a
 
 Not included: kernel launches, the host's own work, reading data, logging, norms and clipping, and slow ranks.
 
-Estimates a rank's time on one stage: forward and backward of a microbatch, and additional time per batch.
-
 Beside the costs of its parts (``devices.py``), a stage takes *data* time: all-gathers of parameters and reduce-scatters
 of gradients, as far as they don't overlap with computation. A unit is gathered while the previous one computes, and
 reduced while the next one does; a link carries one of them at a time.
