@@ -154,29 +154,15 @@ class Layout:
 
     def pipelines(self) -> list[list[int]]:
         """The ranks of each pipeline, in stage order."""
-        return [ranks[::-1] for ranks in self._groups(0)]
+        return [ranks[::-1] for ranks in self.groups("stage")]
 
-    def data_groups(self) -> list[list[int]]:
-        """The groups of ranks that hold the same part of the model and read different data, in the order of the data.
-
-        With context parallelism, the ranks of a group hold the same part of their sequences.
-        """
-        return self._groups(1)
-
-    def context_groups(self) -> list[list[int]]:
-        """The groups of ranks that hold the same part of the model and the parts of one sequence, in context order."""
-        return self._groups(2)
-
-    def gradient_groups(self) -> list[list[int]]:
-        """The groups of ranks that hold the same part of the model and average their gradients."""
-        return self._groups(1, 2)
-
-    def _groups(self, *axes: int) -> list[list[int]]:
-        """The ranks that differ in these axes only, of the box: stages from the last one on, data, context, tensor."""
-        sizes = self.data_parallel_size, self.context_parallel_size, self.tensor_parallel_size
-        box = np.arange(self.world_size).reshape(self.pipeline_parallel_size, *sizes)
-        size = math.prod(box.shape[axis] for axis in axes)
-        groups: list[list[int]] = np.moveaxis(box, axes, range(-len(axes), 0)).reshape(-1, size).tolist()
+    def groups(self, *axes: Literal["stage", "data", "context", "tensor"]) -> list[list[int]]:
+        """The groups of ranks that differ in these axes only, in ascending order: of stages the last comes first."""
+        data, context, tensor = self.data_parallel_size, self.context_parallel_size, self.tensor_parallel_size
+        sizes = {"stage": self.pipeline_parallel_size, "data": data, "context": context, "tensor": tensor}
+        box = np.arange(self.world_size).reshape(*sizes.values())
+        moved = np.moveaxis(box, [[*sizes].index(axis) for axis in axes], range(-len(axes), 0))
+        groups: list[list[int]] = moved.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()
         return groups
 
     @property

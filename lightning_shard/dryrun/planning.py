@@ -18,7 +18,7 @@ from lightning_shard.dryrun.counting.counts import Counts
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.moments import stage_memories
 from lightning_shard.dryrun.memory.optimizer import ask
-from lightning_shard.dryrun.memory.peak import Held, Stage, stages_of
+from lightning_shard.dryrun.memory.peak import Held, Stage
 from lightning_shard.dryrun.memory.stored import stored
 from lightning_shard.dryrun.planned import Plan, Remedy, Run
 from lightning_shard.dryrun.timing.devices import Device, Rates, dtype_of
@@ -189,7 +189,7 @@ class Planner:
         counts = self.counts(layout, run.microbatches, in_two_parts=order.splits_backwards)
         placement = self.placed(layout, run, order)
         blocks = [stage.blocks for stage in placement.stages] if placement is not None else [range(0)]
-        made = stages_of(counts, layout, blocks, run.held, self.optimizer)
+        made = [Stage(counts, layout, own, run.held, self.optimizer) for own in blocks]
         stages = stage_memories(made, order, copies=run.asynchronous_saving)
         if placement is not None:
             peaks = [stages[order.rank_of[stage]].peak.total for stage in range(order.stages)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -303,12 +303,9 @@ class HybridShardStrategy(FabricRanks):
             if each not in self._holds_back:
                 average_gradients((p for p in scalar_parameters(each) if p.requires_grad), self.groups.gradient)
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """What Fabric's ``no_backward_sync`` calls: inside, backwards don't reduce gradients over the ranks."""
-        return self._held(module, enabled)
-
     @contextmanager
-    def _held(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        """What Fabric's ``no_backward_sync`` calls: inside, backwards don't reduce gradients over the ranks."""
         if not enabled:
             yield
             return

@@ -70,7 +70,7 @@ class Groups:
         pipeline = control = mesh[PIPELINE_AXIS].get_group()
         forward = backward = Ways(pipeline, pipeline)
         if layout.pipeline_parallel_size > 1:
-            pipelines = [ranks[::-1] for ranks in layout.pipelines()]
+            pipelines = layout.groups("stage")
 
             def ways() -> Ways:
                 made = [_of_axis(pipelines, timeout) for _ in range(1 + both_ways)]
@@ -82,16 +82,17 @@ class Groups:
         if len(layout.data_axes) == 1:
             gradient = mesh[layout.data_axes[0]].get_group()
         else:
-            gradient = _of_axis(layout.gradient_groups(), timeout)
+            gradient = _of_axis(layout.groups("data", "context"), timeout)
         data = context = gradient
         if layout.context_parallel_size > 1:
-            data, context = (_of_axis(groups, timeout) for groups in (layout.data_groups(), layout.context_groups()))
+            data = _of_axis(layout.groups("data"), timeout)
+            context = _of_axis(layout.groups("context"), timeout)
         world: Any = dist.group.WORLD
         host, peers = world, gradient
         if layout.world_size > 1 and "cpu:" not in dist.get_backend_config(world):
             host = dist.new_group(backend="gloo", timeout=timeout)
             if layout.pipeline_parallel_size > 1:
-                peers = _own_of(layout.gradient_groups(), timeout, backend="gloo")
+                peers = _own_of(layout.groups("data", "context"), timeout, backend="gloo")
         broadcaster = Broadcaster(control, pipeline)
         return cls(pipeline, forward, backward, control, data, context, gradient, peers, host, broadcaster)
 

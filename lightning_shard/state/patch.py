@@ -206,7 +206,7 @@ def sent(value: Any, largest: int = LARGEST_SENT) -> Any:
     return tree.map_leaves(partial(_sent_leaf, largest), value)
 
 
-def received(place: Callable[[Tensor | Unsent], Tensor], value: Any) -> Any:
+def received(place: Receive, value: Any) -> Any:
     """What :func:`sent` gave, with what another stage has of its tensors."""
     return tree.map_leaves(lambda each: place(each) if isinstance(each, (Tensor, Unsent)) else each, value)
 

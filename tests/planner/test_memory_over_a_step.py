@@ -32,7 +32,7 @@ from lightning_shard.dryrun.counting.counts import (
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.moments import stage_memories
 from lightning_shard.dryrun.memory.optimizer import OptimizerState, ask
-from lightning_shard.dryrun.memory.peak import Held, StageMemory, stages_of
+from lightning_shard.dryrun.memory.peak import Held, Stage, StageMemory
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.layout import Layout
 from lightning_shard.pipeline.schedules.named import SCHEDULES, build
@@ -65,7 +65,8 @@ def memories(schedule: Schedule, held: Held, counts: Counts | None = None) -> tu
     each = BLOCKS // schedule.stages
     blocks = [range(stage * each, (stage + 1) * each) for stage in range(schedule.stages)]
     layout = Layout(pipeline_parallel_size=len(schedule.rows))
-    return stage_memories(stages_of(counts or network(), layout, blocks, held, OptimizerState()), schedule)
+    made = [Stage(counts or network(), layout, own, held, OptimizerState()) for own in blocks]
+    return stage_memories(made, schedule)
 
 
 def at_peak(memory: StageMemory, kind: str) -> int:

@@ -18,7 +18,7 @@ from lightning_shard.dryrun.counting.counts import Counts
 from lightning_shard.dryrun.counting.model import Model
 from lightning_shard.dryrun.memory.moments import stage_memories
 from lightning_shard.dryrun.memory.optimizer import OptimizerState, ask
-from lightning_shard.dryrun.memory.peak import Held, stages_of
+from lightning_shard.dryrun.memory.peak import Held, Stage
 from lightning_shard.dryrun.search import search as searching
 from lightning_shard.dryrun.search import workshop
 from lightning_shard.dryrun.search.found import Choice, Found, Why
@@ -126,7 +126,7 @@ def test_the_search_finds_what_trying_all_finds(model: Model, optimizer: Optimiz
                 held = Held(way, accumulates=1 if schedule else microbatches)  # type: ignore[arg-type]
                 for replicas in (n for n in (1, 2, 4) if data % n == 0):
                     layout = Layout(stages, data, replicas, tensor)
-                    made = stages_of(counts, layout, blocks, held, optimizer)
+                    made = [Stage(counts, layout, own, held, optimizer) for own in blocks]
                     timing, memory = Timing.of(made, order, rates()), stage_memories(made, order)
                     peak = max(stage.peak.total for stage in memory)
                     name = (stages, tensor, replicas, schedule, samples, microbatches, way)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_shard.dryrun.counting.counts import AROUND, LOSS, TENSOR, Cost, Counts, ParameterCount, PartCount, Work
 from lightning_shard.dryrun.memory.optimizer import OptimizerState
-from lightning_shard.dryrun.memory.peak import Held, stages_of
+from lightning_shard.dryrun.memory.peak import Held, Stage
 from lightning_shard.dryrun.timing.devices import PRODUCTS, Achieved, Device, Group, Groups, Link, Links, Rates, device
 from lightning_shard.dryrun.timing.layout import DATA, IDLE, Timing
 from lightning_shard.layout import Layout
@@ -67,7 +67,7 @@ def timing(
 ) -> Timing:
     stages = even(len(counts.blocks), layout.pipeline_parallel_size)
     order = build(schedule, layout.pipeline_parallel_size, microbatches)
-    made = stages_of(counts, layout, stages, held, optimizer)
+    made = [Stage(counts, layout, own, held, optimizer) for own in stages]
     return Timing.of(made, order, Rates(profile, "bfloat16"))
 
 

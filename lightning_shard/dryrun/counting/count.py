@@ -243,7 +243,7 @@ def _lay_out(
 
 
 def _tried(laid: _LaidOut, model: Model, way: Way) -> Outcome:
-    """Run and count; if it fails with stand-ins, run all blocks.
+    """Run and count; with all blocks, if it fails with stand-ins, or equal blocks cost unequally.
 
     On DTensors the first call of an operation runs another one to find the result's shape, so a first run isn't
     counted.
@@ -251,28 +251,25 @@ def _tried(laid: _LaidOut, model: Model, way: Way) -> Outcome:
     Raises:
         ConfigurationError: It fails with all blocks, too.
     """
-    try:
-        if any(isinstance(parameter, DTensor) for parameter in laid.module.parameters()):
-            Watched(laid.module, model, stands_in=laid.stands_in).run(laid.batch, way, laid.accumulators)
-        return _outcome(laid, model, way)
-    except Exception as error:  # from the user's code, or from torch
-        if not laid.stands_in:
+    parameters = [*laid.module.parameters()]
+    runs = 1 + any(isinstance(parameter, DTensor) for parameter in parameters)
+    for stands_in in (laid.stands_in, False):
+        try:
+            for _ in range(runs):
+                for parameter in parameters:
+                    parameter.grad = None
+                watched = Watched(laid.module, model, laid.sizes, stands_in=stands_in)
+                outcome = watched.run(laid.batch, way, laid.accumulators)
+        except Exception as error:  # from the user's code, or from torch
+            if stands_in:
+                laid.stands_in = False
+                continue
             sizes = "".join(f" with {axis}_parallel_size={n}" for axis, n in zip((TENSOR, EXPERT), laid.sizes) if n > 1)
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise ConfigurationError(
                 f"The step{sizes} can't be run on tensors without values ({reason}), so memory and time aren't known:"
                 " plan a module whose training_step needs no values, nor optimizes by itself."
             ) from error
-    laid.stands_in = False
-    return _tried(laid, model, way)
-
-
-def _outcome(laid: _LaidOut, model: Model, way: Way) -> Outcome:
-    for stands_in in (laid.stands_in, False):
-        for parameter in laid.module.parameters():
-            parameter.grad = None
-        watched = Watched(laid.module, model, laid.sizes, stands_in=stands_in)
-        outcome = watched.run(laid.batch, way, laid.accumulators)
         if not watched.differ(outcome):  # never without stand-ins
             break
     return outcome

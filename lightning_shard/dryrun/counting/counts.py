@@ -6,8 +6,6 @@ fake tensors, with the tensor- and expert-parallel styles of a run, on a fake pr
 of blocks and parts has its own accounts: *around*, which every pipeline stage runs (masks, positions), and *loss*, what
 follows the last block, which only the last stage runs.
 
-A dispatch mode that records the lifetime of storages and the cost of operations, on fake or real tensors.
-
 Memory is counted by storage, so views are free. Each storage belongs to the label that was set when an operation
 created it. Limits: temporary storage inside a kernel isn't seen, nor an allocator's overhead.
 """

@@ -4,8 +4,6 @@ Private parts of torch 2.11 to 2.14: ``torch.testing._internal.distributed.fake_
 that one process can create; ``FakeTensorMode``, tensors with a device but without data; and ``DTensor._local_tensor``,
 since ``to_local()`` is an operation, and one on meta costs as much as ten on fake tensors.
 
-Expert dispatch for counting on fake tensors, where no router values and no other ranks exist.
-
 Routing depends on values, so it is replaced by an assumption: tokens are spread evenly over ranks and experts.
 """
 
@@ -167,17 +165,15 @@ class PickedEvenly(TorchDispatchMode):
 
     Args:
         experts: The number of experts.
-        chosen: The experts that tokens have chosen, of shape (tokens, choices per token). Default: the result of the
-            last ``topk``.
+        chosen: The experts that tokens have chosen, of shape (tokens, choices per token).
 
     Attributes:
         is_asked: Whether any code selected by such a mask.
     """
 
-    def __init__(self, experts: int, chosen: Tensor | None = None) -> None:
+    def __init__(self, experts: int, chosen: Tensor) -> None:
         super().__init__()
-        self._experts = experts
-        self._tokens, self._choices = (0, 0) if chosen is None else (len(chosen), chosen.numel())
+        self._experts, self._tokens, self._choices = experts, len(chosen), chosen.numel()
         self.is_asked = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -190,11 +186,7 @@ class PickedEvenly(TorchDispatchMode):
         if func is _aten.bincount.default and args[0].numel() in (self._tokens, self._choices):
             least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
             return args[0].new_empty(max(least, self._experts), dtype=torch.long)
-        result = func(*args, **kwargs)
-        if func is _aten.topk.default:
-            self._choices = result[1].numel()
-            self._tokens = self._choices // result[1].shape[-1]
-        return result
+        return func(*args, **kwargs)
 
     def _is_mask(self, index: Any) -> bool:
         is_bool = isinstance(index, Tensor) and index.dtype is torch.bool

@@ -1,7 +1,4 @@
-"""The module to plan for: built on the meta device, with its blocks found and its training step callable.
-
-Detects equal blocks, and replaces further runs of them by stand-ins with outputs of the right shapes.
-"""
+"""The module to plan for: built on the meta device, with its blocks found and its training step callable."""
 
 from __future__ import annotations
 

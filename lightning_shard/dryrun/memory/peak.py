@@ -125,6 +125,11 @@ class Unit:
         kinds = [[p for p in self.parameters if p.is_expert is dealt] for dealt in (False, True)]
         return tuple(map(self.of, kinds)) if all(kinds) else (self,)
 
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether one of :attr:`gathered_apart` has the experts."""
+        return any(p.is_expert for p in self.parameters)
+
     def gradient(self, parameter: ParameterCount) -> torch.dtype:
         return self.reduces_in or parameter.dtype
 
@@ -224,13 +229,6 @@ class Stage(_Holder):
     def handed_on(self) -> int:
         """Bytes that a microbatch's forward sends to the next stage."""
         return 0 if self.blocks.stop == len(self.counts.blocks) else self.counts.blocks[self.blocks.stop - 1].output
-
-
-def stages_of(
-    counts: Counts, layout: Layout, blocks: Iterable[range], held: Held, optimizer: OptimizerState
-) -> list[Stage]:
-    """The stages with these blocks."""
-    return [Stage(counts, layout, own, held, optimizer) for own in blocks]
 
 
 class Rank(_Holder):

@@ -3,16 +3,12 @@
 No device reaches its peaks. The achieved fractions (:class:`Achieved`) and the latencies are assumptions, which no data
 sheet gives: set them in your own profile.
 
-Converts counted work to time on a device, by its profile.
-
 For each part, forward and backward, a rank's time consists of
 
 * *products*: matrix products, convolutions and attention, at the device's peak or its memory's bandwidth, whichever is
   slower (roofline model);
 * *memory*: other operations, each of which reads its inputs and writes its outputs (no fusion);
 * *tensor*, *expert*: communication along these axes, which computation waits for.
-
-Communication times: which links a group of ranks uses, and what a collective or a transfer costs there.
 
 Ranks are numbered as in ``layout.py``, and each machine has ``per_machine`` consecutive ranks. A group consists of
 ranks at equal distances: tensor-parallel ranks are neighbours, pipeline stages are farthest apart.

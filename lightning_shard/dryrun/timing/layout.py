@@ -5,8 +5,6 @@ waits for it. After the last backward the optimizer reads gradients, and reads a
 
 Not included: kernel launches, the host's own work, reading data, logging, norms and clipping, and slow ranks.
 
-Estimates a rank's time on one stage: forward and backward of a microbatch, and additional time per batch.
-
 Beside the costs of its parts (``devices.py``), a stage takes *data* time: all-gathers of parameters and reduce-scatters
 of gradients, as far as they don't overlap with computation. A unit is gathered while the previous one computes, and
 reduced while the next one does; a link carries one of them at a time.
@@ -117,29 +115,15 @@ def total(spent: Iterable[Seconds]) -> dict[str, float]:
     return found
 
 
-def _bytes(unit: Unit, *, gradients: bool) -> tuple[int, int]:
-    """Bytes of a unit's whole parameters or gradients: those sharded over all data ranks, and those of experts."""
-    whole = {False: 0, True: 0}
-    for parameter, numel in unit.whole:
-        if parameter.requires_grad or not gradients:
-            dtype = unit.gradient(parameter) if gradients else parameter.gathers_in
-            whole[parameter.is_expert] += numel * dtype.itemsize
-    return whole[False], whole[True]
-
-
 def _on_links(unit: Unit | None, groups: Groups, links: Links) -> tuple[float, float]:
     """Time to gather a unit; and to reduce-scatter its gradients, and all-reduce the shards over replicas."""
-    if unit is None:
-        return 0.0, 0.0
-    shared, experts = _bytes(unit, gradients=False)
-    gather = links.gather(groups.shards, shared) + links.gather(groups.expert_shards, experts)
-    shared, experts = _bytes(unit, gradients=True)
-    shards = shared / groups.shards.size + experts / groups.expert_shards.size
-    return gather, (
-        links.gather(groups.shards, shared)
-        + links.gather(groups.expert_shards, experts)
-        + links.reduce(groups.replicas, shards)
-    )
+    gather = reduce = shards = 0.0
+    for each in unit.gathered_apart if unit is not None else ():
+        group = groups.expert_shards if each.is_of_experts else groups.shards
+        gather += links.gather(group, each.gathered)
+        reduce += links.gather(group, each.reducing)
+        shards += each.reducing / group.size
+    return gather, reduce + links.reduce(groups.replicas, shards)
 
 
 def sent(stage: Stage, layout: Layout, microbatches: int) -> dict[str, float]:
@@ -147,18 +131,21 @@ def sent(stage: Stage, layout: Layout, microbatches: int) -> dict[str, float]:
     shards, experts = layout.shard_size, layout.shard_size // layout.expert_parallel_size
     replicas, batches = layout.data_parallel_replicas, stage.held.accumulates
 
-    def ring(sizes: tuple[float, float]) -> float:
-        return sizes[0] * (shards - 1) / shards + sizes[1] * (experts - 1) / experts
+    def over(unit: Unit) -> int:
+        return experts if unit.is_of_experts else shards
+
+    def gathered(units: Iterable[Unit]) -> float:
+        return sum(each.gathered * (over(each) - 1) / over(each) for unit in units for each in unit.gathered_apart)
 
     runs = microbatches * batches
     gathers = batches if stage.keeps_gathered else 2 * runs
     reduces = runs if stage.held.reduce_each_microbatch else 1
-    blocks = sum(ring(_bytes(unit, gradients=False)) for unit in stage.units.values())
-    root = ring(_bytes(stage.root, gradients=False))
-    gradients = [_bytes(unit, gradients=True) for unit in stage.every_unit]
-    of_shards = sum(shared / shards + expert / experts for shared, expert in gradients)
+    blocks, root = gathered(stage.units.values()), gathered([stage.root])
+    gradients = [(each.reducing, over(each)) for unit in stage.every_unit for each in unit.gathered_apart]
+    of_shards = sum(nbytes / size for nbytes, size in gradients)
+    reduced = sum(nbytes * (size - 1) / size for nbytes, size in gradients)
     found: dict[str, float] = {
-        DATA: gathers * blocks + batches * root + reduces * sum(map(ring, gradients)),
+        DATA: gathers * blocks + batches * root + reduces * reduced,
         REPLICAS: reduces * of_shards * 2 * (replicas - 1) / replicas,
     }
     for axis in (TENSOR, EXPERT):

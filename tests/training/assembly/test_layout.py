@@ -36,12 +36,12 @@ def test_every_rank_has_a_place_of_its_own(pipeline: int, data: int, replicas: i
         own = next(ranks for ranks in at.pipelines() if at.rank in ranks)
         assert own.index(at.rank) == at.pipeline_rank
         assert {(layouts[r].data_rank, layouts[r].tensor_rank) for r in own} == {(at.data_rank, at.tensor_rank)}
-        group = next(ranks for ranks in at.data_groups() if at.rank in ranks)
+        group = next(ranks for ranks in at.groups("data") if at.rank in ranks)
         assert group.index(at.rank) == at.data_rank
         assert {(layouts[r].pipeline_rank, layouts[r].tensor_rank) for r in group} == {
             (at.pipeline_rank, at.tensor_rank)
         }
-    for groups in (layouts[0].pipelines(), layouts[0].data_groups()):
+    for groups in (layouts[0].pipelines(), layouts[0].groups("data")):
         assert sorted(rank for ranks in groups for rank in ranks) == list(range(world))
 
 
