@@ -330,10 +330,12 @@ class _FirstCalls:
                 if trains and attributes.get("forward") is compared:
                     del attributes["forward"]
                     attributes.update({"forward": own} if had else {})
-                has_cache = any(map(is_cache, (*args, *kwargs.values())))  # which an evaluation may need
+                caches = [*filter(is_cache, (*args, *kwargs.values()))]
+                if any(_is_filled(cache, self._block) for cache in caches):
+                    return own(*args, **kwargs)  # with keys of this rank's heads, of which whole layers have more
                 _FirstCalls._is_comparing = True
                 try:
-                    with suppress(OpaqueError, *([] if trains or not has_cache else [Exception])):
+                    with suppress(OpaqueError, *([] if trains or not caches else [Exception])):  # needs them
                         self._compare((args, kwargs))
                 finally:
                     _FirstCalls._is_comparing = False
@@ -351,6 +353,14 @@ class _FirstCalls:
     @property
     def _trains(self) -> bool:
         return self._block.training and torch.is_grad_enabled()
+
+
+def _is_filled(cache: Any, block: nn.Module) -> bool:
+    """Whether a cache of transformers' already has keys for a block: of a prompt, or of another network."""
+    numbers = (getattr(part, "layer_idx", None) for part in block.modules())
+    with suppress(ValueError):  # of linear attention
+        return bool(cache.get_seq_length(next((number for number in numbers if number is not None), 0)))
+    return False
 
 
 def _warn_of_draws(module: nn.Module, name: str) -> None:
