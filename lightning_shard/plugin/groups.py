@@ -128,9 +128,10 @@ class Groups:
 
 
 def _largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    if dist.get_world_size(group) == 1:
+        return list(numbers)
     values = torch.tensor(numbers, dtype=torch.int64)
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
     return values.tolist()
 
 

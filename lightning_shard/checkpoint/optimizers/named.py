@@ -154,7 +154,13 @@ def name_numbered(
                 f"The checkpoint's optimizer {index} has groups of {theirs} parameters, and the one here has groups of"
                 f" {ours}: make the same groups."
             )
-        found.append({number: name for numbers, group in zip(saved, groups) for number, name in zip(numbers, group)})
+        named = {number: name for numbers, group in zip(saved, groups) for number, name in zip(numbers, group)}
+        if lost := sorted(state["values"].keys() - named.keys()):
+            raise StateMismatchError(
+                f"The checkpoint's optimizer {index} has state of a parameter {lost[0]} that none of its groups lists:"
+                " save it by the optimizer's own state_dict()."
+            )
+        found.append(named)
     return with_names(tensors, states, found)
 
 

@@ -165,7 +165,9 @@ class Saving:
             raise_cause(own, outcome, self.ranks.rank, self.order.path)
         assert self.part is not None
         rank_bytes = sum(file.bytes for file in self.part.account.files)
-        return dataclasses.replace(outcome, rank_bytes=rank_bytes, seconds=time.monotonic() - self.began_s)
+        own_path = os.fspath(self.order.path)  # not the first rank's: each may have its own folder
+        seconds = time.monotonic() - self.began_s
+        return dataclasses.replace(outcome, path=own_path, rank_bytes=rank_bytes, seconds=seconds)
 
     def _write(self) -> Account:
         order = self.order

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -43,18 +44,23 @@ class Store(Protocol):
     """The best size of one read: what fits into a core's cache, or what amortizes a network round trip."""
 
     @property
+    @abstractmethod
     def requests(self) -> int:
         """The best number of concurrent calls, each from its own thread."""
 
+    @abstractmethod
     def place(self) -> tuple[str, ...]:
         """Identifies this directory among all stores: the path, and what else locates it, such as an endpoint."""
 
+    @abstractmethod
     def read(self, name: str) -> bytes:
         """Read a whole small file. Raises FileNotFoundError."""
 
+    @abstractmethod
     def size(self, name: str) -> int:
         """A file's size in bytes. Raises FileNotFoundError."""
 
+    @abstractmethod
     def reading(self, name: str) -> AbstractContextManager[Reader]:
         """Open a file for reading parts of it. Raises FileNotFoundError, on opening or at the first read."""
 
@@ -69,6 +75,7 @@ class Store(Protocol):
         """
         return None
 
+    @abstractmethod
     def write(self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool) -> None:
         """Write a new file from buffers. The iterator may reuse a buffer's memory once the next one is requested."""
 
@@ -78,6 +85,7 @@ class Store(Protocol):
             return digest(self.read(name))
         return None
 
+    @abstractmethod
     def publish(
         self, name: str, buffers: Iterable[Buffer], size_bytes: int, *, durable: bool, replaces: Stamp | None = ANYTHING
     ) -> None:
@@ -92,6 +100,7 @@ class Store(Protocol):
             CheckpointConflictError: The file has other content; it stays, and nothing has been changed.
         """
 
+    @abstractmethod
     def remove(self, name: str, *, only: Stamp = ANYTHING) -> None:
         """Remove a file if it exists.
 
@@ -99,12 +108,14 @@ class Store(Protocol):
             CheckpointConflictError: The file's content isn't the one of stamp ``only``; it stays.
         """
 
+    @abstractmethod
     def remove_empty_folders(self) -> None:
         """Remove this directory, and the folders in it that the format makes, where they are empty.
 
         Does nothing on stores that have no folders.
         """
 
+    @abstractmethod
     def modified(self, name: str) -> float | None:
         """When a file was written, in seconds since 1970 by the store's own clock; None if the store has no times.
 
@@ -112,8 +123,10 @@ class Store(Protocol):
             FileNotFoundError: There is no such file.
         """
 
+    @abstractmethod
     def exists(self, name: str) -> bool: ...
 
+    @abstractmethod
     def names(self) -> list[str]:
         """All files in the directory and one level below. Used to find leftovers, never to find data."""
 

@@ -29,13 +29,16 @@ def computing_with(
 ) -> Iterator[None]:
     """Inside, modules' own parameters, and buffers, are replaced by ``other(tensor)``."""
     slots: list[Any] = [own for m in modules for own in ([m._parameters, m._buffers] if buffers else [m._parameters])]
-    before = [dict(own) for own in slots]
-    for own in slots:
-        own.update({key: other(tensor) for key, tensor in own.items() if tensor is not None})
+    before: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
     try:
+        for own in slots:  # not what stays: FSDP may exchange it inside, where a unit is gathered
+            made = {key: other(tensor) for key, tensor in own.items() if tensor is not None}
+            changed = [key for key, tensor in made.items() if tensor is not own[key]]
+            before.append((own, {key: own[key] for key in changed}))
+            own.update({key: made[key] for key in changed})
         yield
     finally:
-        for own, held in zip(slots, before):
+        for own, held in before:
             own.update(held)
 
 

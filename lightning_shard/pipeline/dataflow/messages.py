@@ -148,7 +148,8 @@ class BlockCall(tree.Leaf):
 
     Attributes:
         output: The return value.
-        inside: What the forward hooks of submodules saw: a submodule's name, and its arguments and output.
+        inside: What the forward hooks of submodules saw: a submodule's name, whether they were called with
+            gradients, and its arguments and output.
         kept: Attributes that submodules set or changed.
         changed: Indices of the leaves among its arguments that it wrote to.
         returned_containers: Lists, dicts, dataclasses among its arguments that it returned: the index in the returned
@@ -157,7 +158,7 @@ class BlockCall(tree.Leaf):
     """
 
     output: Any
-    inside: tuple[tuple[str, Any], ...] = ()
+    inside: tuple[tuple[str, bool, Any], ...] = ()
     kept: tuple[Kept, ...] = ()
     changed: tuple[int, ...] = ()
     returned_containers: tuple[tuple[int | None, int], ...] = ()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -67,33 +69,39 @@ def objects(
         yield from objects(child, (*path, key), seen, deepest=deepest)
 
 
+_WRITTEN = (Tensor, np.ndarray)
+
+
 class Noted:
     """An object, and what it held when it was noted.
 
     Args:
-        version_of: Gives what a write in place changes of a tensor.
+        version_of: Gives what a write in place changes of a tensor, or an array.
 
     Attributes:
         held: Its entries.
-        versions: Of the tensors among the entries.
+        versions: Of the tensors and arrays among the entries.
     """
 
-    def __init__(self, value: Any, version_of: Callable[[Tensor], Any] = version) -> None:
+    def __init__(self, value: Any, version_of: Callable[[Any], Any] = version) -> None:
         self.value, self.held, self._version_of = value, entries(value), version_of
-        self.versions = {key: version_of(each) for key, each in self.held.items() if isinstance(each, Tensor)}
+        self.versions = {key: version_of(each) for key, each in self.held.items() if isinstance(each, _WRITTEN)}
 
     def written(self) -> list[Any]:
         """The keys of tensors that were written to in place since, whether or not they are still there."""
-        return [key for key, before in self.versions.items() if self._version_of(self.held[key]) != before]
+        return [key for key in self._written() if isinstance(self.held[key], Tensor)]
 
     def changed(self) -> dict[Any, Any]:
         """The entries that were set or written to since."""
-        absent, written = object(), self.written()
+        absent, written = object(), self._written()
         return {
             key: each
             for key, each in entries(self.value).items()
             if key in written or not tree.same_entries([self.held.get(key, absent)], [each])
         }
+
+    def _written(self) -> list[Any]:
+        return [key for key, before in self.versions.items() if self._version_of(self.held[key]) != before]
 
 
 def at(value: Any, path: Path) -> Any:
@@ -123,14 +131,16 @@ def alike(one: Any, other: Any) -> bool:
     """Whether two nestings of objects, tuples and plain values are equal, objects by their types and entries."""
     if type(one) is not type(other):
         return False
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
     if isinstance(one, tree.Leaf) or not (is_object(one) or isinstance(one, tuple)):
-        return bool(one == other)
+        return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
     mine, theirs = entries(one), entries(other)
     return mine.keys() == theirs.keys() and all(alike(mine[key], theirs[key]) for key in mine)
 
 
 def rebuilt(value: Any, function: Callable[[Any], Any], remedy: str) -> Any:
-    """A copy of a tuple or object, with ``function`` of each of its entries; other values are returned as they are.
+    """A copy of a tuple or object, with ``function`` of each of its entries, or of an array; other values as they are.
 
     Raises:
         StepError: It is a module, a function, or a set, a deque or an object with slots that holds tensors;
@@ -147,7 +157,7 @@ def rebuilt(value: Any, function: Callable[[Any], Any], remedy: str) -> Any:
     if isinstance(value, nn.Module) or is_function(value) or (not is_followed and holds_tensors(value)):
         raise StepError(f"The network leaves a {type(value).__name__} in what it is given. {remedy}", breaks=3)
     if not is_followed:
-        return value
+        return value.copy() if isinstance(value, np.ndarray) else value
     made = copy.copy(value)
     vars(made).update({key: function(each) for key, each in vars(value).items()})
     return made

@@ -154,7 +154,7 @@ class KnownCrossings:
         for search in searches:
             search.settle(verdict)
             search.channel.flush()
-        return next(iter(errors), StepError("Another stage's run failed.")) if verdict.failed else None
+        return next(iter(errors), StepError("Another stage's run failed.")) if errors or verdict.failed else None
 
     def _searches(self) -> list[Search]:
         post = Post([*self.ends.values()][-1].channel)

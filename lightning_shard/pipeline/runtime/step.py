@@ -112,8 +112,8 @@ class PipelinedStep:
                     microbatch = in_flight.pop((action.stage, i))
                     products = self._backward(end, microbatch, arriving.pop(action, None), splits=action.kind == "I")
                     if action.kind == "I":
-                        received = microbatch.passage.received.items()
-                        owed[action.stage, i] = {key: t for key, t in received if key[0] == "parameter"}, products
+                        weights = {k: t for k, t in microbatch.passage.received.items() if k[0] == "parameter"}
+                        owed[action.stage, i] = weights, products
                     del microbatch, products  # frees the graph; products must be freed by their second part
                 if after_backward is not None and action.kind != "I":
                     after_backward()

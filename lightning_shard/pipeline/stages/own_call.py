@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -51,7 +52,7 @@ class OwnCall:
         is_looked_at = found.unset and not (passage.searching or stage.is_last)
         self._unset = found.still_unset() if is_looked_at else []
         self._before: Before | None = None
-        self._seen_inside: list[tuple[str, Any]] = []
+        self._seen_inside: list[tuple[str, bool, Any]] = []
         self._inside: list[RemovableHandle] = []
         changes_objects = passage.follows(index)
         if stage.is_last or not (passage.searching or passage.wanted or changes_objects):
@@ -98,7 +99,8 @@ class OwnCall:
                     " be sent to the pipeline stage that uses it: collect what the block returns.",
                     breaks=3,
                 )
-        self._seen_inside.append((path, tree.map_leaves(Slot.of, (args, kwargs, output))))
+        seen = tree.map_leaves(Slot.of, (args, kwargs, output))
+        self._seen_inside.append((path, torch.is_grad_enabled(), seen))
 
     def _note(self, output: Any) -> None:
         passage, index, before = self._passage, self._index, self._before

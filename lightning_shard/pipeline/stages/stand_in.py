@@ -103,8 +103,10 @@ class StandIn:
                 breaks=1,
             )
         passage.in_hooks = True
-        for call, (path, seen) in enumerate(done.inside):
-            self._run_hooks(path, self._fill_slots(seen, ("inside", index, call), f"what {self.name}.{path} computes"))
+        for call, (path, with_gradients, slots) in enumerate(done.inside):
+            seen = self._fill_slots(slots, ("inside", index, call), f"what {self.name}.{path} computes")
+            with torch.set_grad_enabled(with_gradients and torch.is_grad_enabled()):
+                self._run_hooks(path, seen)
         passage.in_hooks = False
         if done.kept:
             self._keep(done, index)

@@ -15,7 +15,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -297,7 +297,7 @@ def _seed_fetches(
         dataloader.worker_init_fn = _keep_seeds
     if dataloader.num_workers == 0:
         unseeded = dataloader._get_iterator
-        dataloader._get_iterator = lambda: _seeded(unseeded(), sampler, next_pass, seed)
+        dataloader._get_iterator = lambda: _SeededFetches(unseeded(), _places(sampler, next_pass), seed)
 
 
 def _keep_seeds(worker: int) -> None:
@@ -316,17 +316,28 @@ def _counted_passes(epoch: Callable[[], int]) -> Callable[[], tuple[int, ...]]:
     return next_pass
 
 
-def _seeded(
-    batches: Iterator[Any], sampler: ShardedSampler | None, next_pass: Callable[[], tuple[int, ...]], seed: int
-) -> Iterator[Any]:
+class _SeededFetches:
     """The batches of a loader without workers, each made under generators that are seeded by its place in the data."""
-    # from the first one on: Lightning creates the first iterator before it sets the epoch
-    place, per_batch = (0, 1) if sampler is None else (sampler.next_start, sampler.data_size * sampler.batch_size)
+
+    def __init__(self, batches: Iterator[Any], places: Iterator[tuple[int, ...]], seed: int) -> None:
+        self._batches = batches
+        self._places = places
+        self._seed = seed
+
+    def __iter__(self) -> _SeededFetches:
+        return self
+
+    def __next__(self) -> Any:
+        with drawing_apart(derive(self._seed, *next(self._places))):
+            return next(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+def _places(sampler: ShardedSampler | None, next_pass: Callable[[], tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Each batch's pass and position, from the first one on: Lightning creates an iterator before it sets the epoch."""
+    first, per_batch = (0, 1) if sampler is None else (sampler.next_start, sampler.data_size * sampler.batch_size)
     begun = next_pass()
-    while True:
-        with drawing_apart(derive(seed, *begun, place)):
-            made = [*islice(batches, 1)]
-        if not made:
-            return
-        yield made[0]
-        place += per_batch
+    for number in count():
+        yield *begun, first + number * per_batch

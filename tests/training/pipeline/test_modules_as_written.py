@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -478,6 +480,27 @@ class ReadsAttributes(Module):
         return F.mse_loss(x, batch) + state.aux
 
 
+class KeepsArrays(Layer):
+    def forward(self, x: Tensor, kept: Any) -> Tensor:  # type: ignore[override]
+        kept["widths"][0] += 1
+        kept.update(sizes=np.array([*x.shape[1:], 2]), missing=float("nan"))
+        return super().forward(x)
+
+
+class ReadsArrays(Module):
+    """Its blocks set arrays, and change one in place, in a dict that they are given."""
+
+    block = KeepsArrays
+
+    def loss(self, batch: Tensor) -> Tensor:
+        kept: dict[str, Any] = {"widths": np.zeros(2)}
+        x = batch
+        for block in self.blocks:
+            x = block(x, kept)
+        assert math.isnan(kept["missing"])
+        return F.mse_loss(x, batch) * float(kept["widths"].sum() + kept["sizes"].sum())
+
+
 CLIPPED = {"gradient_clip_val": 0.1}
 HOOKS = ("configure_optimizers", "on_train_start")
 PP2 = {"pipeline_parallel_size": 2}
@@ -503,6 +526,7 @@ ALIKE = {
     "more in each epoch": Trains(Grows, of_two_shapes, {**PP2, "schedule": "1F1B"}, steps=16),
     **{f"calls itself in {hook}": Trains(partial(LooksFirst, hook), batches, "dp2") for hook in HOOKS},
     "a dict with attributes": Trains(ReadsAttributes, batches),
+    "arrays in a dict": Trains(ReadsArrays, batches, options=IN_FOUR),
     "numbers and metrics of other stages' tensors": Trains(Numbers, repeated, INTERLEAVED),
     "a U-Net, between its levels": Trains(Diffusion, noisy_images, tolerance=1e-3),
     "two towers over four stages": Trains(Towers, pairs, "pp4", options={"microbatches": 1}),

@@ -77,7 +77,7 @@ class Seeing(Head):
 
 
 def test_hooks_on_all_stages_read_what_the_head_has_kept() -> None:
-    assert_trains_alike(Module, batches, "pp2", steps=16, trainer={"val_check_interval": 4}, microbatches=4)
+    assert_trains_alike(Module, batches, "pp2", steps=15, trainer={"val_check_interval": 3}, microbatches=4)
 
 
 def test_code_before_the_network_that_reads_it_is_refused() -> None:

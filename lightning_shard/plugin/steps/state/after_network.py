@@ -146,8 +146,8 @@ class LateState:
         begun = (self._begun or {}).get(key)
         try:
             return sent(value) if begun is None or begun.value is not value else change_since(begun, value)
-        except Unsendable as why:
-            return why
+        except Unsendable:
+            return Unsendable()  # without the traceback, which holds the value
 
     def take(self, changes: Mapping[Name, Any], device: torch.device, *, begun: int = 0) -> None:
         """On every rank, at the end of a batch: take over the last stage's values.
