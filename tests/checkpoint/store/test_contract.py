@@ -227,6 +227,22 @@ class TestS3(StoreContract):
         with serve("s3", tmp_path_factory.mktemp("s3") / "data") as server:
             yield server.url, server.options
 
+    @pytest.mark.parametrize("answer", [(501, "NotImplemented"), (400, "InvalidArgument")], ids=str)
+    def test_a_server_without_conditional_calls_is_looked_at(
+        self, store: Store, answer: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        once: Any = store._once  # type: ignore[attr-defined]
+
+        def without_conditions(method: str, limit_s: float, **arguments: Any) -> Any:
+            if not arguments.keys() & {"IfMatch", "IfNoneMatch"}:
+                return once(method, limit_s, **arguments)
+            error = OSError(method)
+            error.response = {"ResponseMetadata": {"HTTPStatusCode": answer[0]}, "Error": {"Code": answer[1]}}  # type: ignore[attr-defined]
+            raise error
+
+        monkeypatch.setattr(store, "_once", without_conditions)
+        self.test_only_what_was_seen_is_replaced_or_removed(store)
+
     def test_credentials_are_in_no_file_and_no_error(
         self, place: Place, root: Place, caplog: pytest.LogCaptureFixture, tmp_path: Path
     ) -> None:
