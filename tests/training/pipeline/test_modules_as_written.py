@@ -501,6 +501,35 @@ class ReadsArrays(Module):
         return F.mse_loss(x, batch) * float(kept["widths"].sum() + kept["sizes"].sum())
 
 
+class Peeks(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.side(x)
+        return super().forward(x)
+
+
+class HooksWithoutGradients(Module):
+    """Collects, in hooks that are called without gradients, numbers of tensors that have them."""
+
+    block = Peeks
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, Tensor] = {}
+        for place, block in enumerate(self.blocks):
+            block.get_submodule("side").register_forward_hook(partial(self._see, place))
+
+    def _see(self, place: int, _: nn.Module, args: Any, __: Any) -> None:
+        self._seen[place] = args[0].square().mean()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return F.mse_loss(self(batch), batch) + sum(self._seen.values())
+
+
 CLIPPED = {"gradient_clip_val": 0.1}
 HOOKS = ("configure_optimizers", "on_train_start")
 PP2 = {"pipeline_parallel_size": 2}
@@ -527,6 +556,7 @@ ALIKE = {
     **{f"calls itself in {hook}": Trains(partial(LooksFirst, hook), batches, "dp2") for hook in HOOKS},
     "a dict with attributes": Trains(ReadsAttributes, batches),
     "arrays in a dict": Trains(ReadsArrays, batches, options=IN_FOUR),
+    "hooks without gradients": Trains(HooksWithoutGradients, batches, options=IN_FOUR),
     "numbers and metrics of other stages' tensors": Trains(Numbers, repeated, INTERLEAVED),
     "a U-Net, between its levels": Trains(Diffusion, noisy_images, tolerance=1e-3),
     "two towers over four stages": Trains(Towers, pairs, "pp4", options={"microbatches": 1}),
