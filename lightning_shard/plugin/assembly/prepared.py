@@ -111,6 +111,9 @@ def make_steps(
         run = SingleStageSteps(module, device, layout.data_rank, gradients, weights, means, bypassed, lockstep)
         return Steps(run, gradients, checks, metrics)
     reshard(module)
+    for network in module.modules():
+        if hasattr(network, "generate"):  # transformers' would ask all ranks, before each call, whether they are done
+            network._is_fsdp_managed_module = False  # type: ignore[assignment]
     reshards = known.settings.reshard_after_forward is True
     forwards_call = has_data_ranks and (reshards or layout.expert_parallel_size > 1 or syncs_batch_norm)
     alike = Alike(
