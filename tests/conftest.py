@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ import torch.distributed as dist
 
 from lightning_shard.testing import preload
 from tests import needs
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of `make test &` in a script: tests send it to processes
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 preload(
     "recipes.plans",
