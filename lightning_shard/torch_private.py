@@ -243,6 +243,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def take_mark_of_fsdp(module: torch.nn.Module) -> None:
+    """Remove what ``fully_shard`` sets for torch.compile, by which others tell that FSDP shards a module."""
+    module._is_fsdp_managed_module = False  # type: ignore[assignment]
+
+
 def set_version(tensor: Tensor, version: int) -> None:
     """Set the number by which a graph that saved a tensor detects that it was changed in place."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

@@ -61,7 +61,11 @@ from lightning_shard.plugin.steps.metrics import SharedMetrics
 from lightning_shard.plugin.steps.pipelined import PipelinedSteps
 from lightning_shard.plugin.steps.schedule_choice import effective_schedule, evaluation_schedules
 from lightning_shard.plugin.steps.single_stage import SingleStageSteps
-from lightning_shard.torch_private import allowing_empty_optimizers, parametrizations_leaving_what_is_given
+from lightning_shard.torch_private import (
+    allowing_empty_optimizers,
+    parametrizations_leaving_what_is_given,
+    take_mark_of_fsdp,
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def make_steps(
     reshard(module)
     for network in module.modules():
         if hasattr(network, "generate"):  # transformers' would ask all ranks, before each call, whether they are done
-            network._is_fsdp_managed_module = False  # type: ignore[assignment]
+            take_mark_of_fsdp(network)
     reshards = known.settings.reshard_after_forward is True
     forwards_call = has_data_ranks and (reshards or layout.expert_parallel_size > 1 or syncs_batch_norm)
     alike = Alike(
