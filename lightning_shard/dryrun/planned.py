@@ -43,7 +43,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Plan:
-    """The estimate for one layout of a module; ``str()`` is a table."""
+    """The estimate for one layout of a module; ``str()`` is a table of its many attributes."""
 
     layout: Layout
     run: Run

@@ -92,6 +92,8 @@ class Section(dict[str, TensorEntry]):
 class Manifest:
     """A manifest. ``model``, ``optimizer``, ``trainer`` and ``ranks[r]`` are sections of tensors.
 
+    It has many attributes, as the file has (``docs/format.md``).
+
     Attributes:
         block_bytes: The block size of digests; 0 if there are no digests.
         state_file: The index of ``trainer/state-….json`` in ``files``.

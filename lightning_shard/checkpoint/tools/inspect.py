@@ -27,7 +27,10 @@ class TensorLine:
 
 @dataclass(frozen=True)
 class InspectReport:
-    """A checkpoint's summary. Sizes are in bytes; ``rank_bytes`` is what each rank wrote, for ranks that wrote any."""
+    """A checkpoint's summary; its many attributes are the lines of a table.
+
+    Sizes are in bytes; ``rank_bytes`` is what each rank wrote, for ranks that wrote any.
+    """
 
     path: str
     writer: str

@@ -118,7 +118,7 @@ class PartCount:
 
 @dataclass(frozen=True)
 class Counts:
-    """A module's step on one microbatch, for one tensor and one expert size."""
+    """A module's step on one microbatch, for one tensor and one expert size; its many attributes are the counts."""
 
     blocks: tuple[PartCount, ...]  # in running order; a block that runs several times is listed as often
     parts: tuple[tuple[int, PartCount], ...] = ()

@@ -58,7 +58,10 @@ class Outcome:
 
 
 class Watched:
-    """The module with hooks around its blocks and parts, for one run; see ``_LaidOut`` for its arguments."""
+    """The module with hooks around its blocks and parts, for one run; see ``_LaidOut`` for its arguments.
+
+    It has many attributes: each is a count that the hooks take while the module runs.
+    """
 
     def __init__(
         self,

@@ -27,7 +27,10 @@ _KEPT = ("activations", "received", "loss")
 
 
 class Step:
-    """A rank's memory during a step; its methods must be called in the order of the rank's actions."""
+    """A rank's memory during a step; its methods must be called in the order of the rank's actions.
+
+    It has many attributes: what the rank holds, by what frees it.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank

@@ -80,7 +80,7 @@ class StageMemory:
 
 
 class Unit:
-    """An FSDP2 unit: the parameters that are gathered for a block. Sizes are in bytes.
+    """An FSDP2 unit: the parameters that are gathered for a block. It has many attributes: sizes, in bytes.
 
     Args:
         shards: Over how many ranks the parameters are sharded.

@@ -55,6 +55,8 @@ class _Place(tree.Leaf):
 class Calls:
     """The calls of the network within one step, on one rank.
 
+    It has many attributes: what a step has around it, and what its calls leave to the next.
+
     Args:
         ends: This rank's stages, in order, each with its channel.
         in_call: Context of each call of the network, in which all stages of this rank run in turn; gives what ends

@@ -104,7 +104,7 @@ def make_steps(
     shares = Shares(LossWeights(weigh, groups.data, device), means, metrics)
     gradients = Gradients(module, loop, groups.gradient, reduces_each=reduces_each, is_pipelined=stages is not None)
     own_calls, has_data_ranks = OwnCalls(stages), layout.data_parallel_size > 1
-    checks = FirstStepChecks(module, loop, layout, mesh, groups, device, stages, own_calls, check_saved)
+    checks = FirstStepChecks(module, loop, known, mesh, groups, device, own_calls, check_saved)
     run: PipelinedSteps | SingleStageSteps
     if stages is None:
         if has_data_ranks and known.lockstep is None:
@@ -143,7 +143,10 @@ _ASSEMBLY = "_lightning_shard_assembly"
 
 
 class PreparedStrategy(CheckpointedStrategy):
-    """Assembles the module, and sets up its steps, optimizers and precision."""
+    """Assembles the module, and sets up its steps, optimizers and precision.
+
+    It has many attributes: what setup makes, each for other hooks of Lightning's.
+    """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)

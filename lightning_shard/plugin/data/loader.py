@@ -144,7 +144,7 @@ def shard_dataloader(
     worker_generator = torch.Generator()
     worker_generator.manual_seed(derive(seed, "workers", train, data_rank))
 
-    def deal(order: Any, batch_size: int = 1, drop_last: bool = False, unit: str = "samples") -> ShardedSampler:
+    def deal(order: Any, batch_size: int | None, drop_last: bool = False) -> ShardedSampler:
         return ShardedSampler(
             order,
             data_rank=data_rank,
@@ -152,10 +152,8 @@ def shard_dataloader(
             seed=_seed_of(order, seed, apart_from=own),
             batch_size=batch_size,
             drop_last=drop_last,
-            repeats=not is_predicting,
-            unit=unit,
+            purpose="train" if train else "predict" if is_predicting else "evaluate",
             worker_generator=worker_generator,
-            counts_passes=train,
         )
 
     sampler = None
@@ -169,12 +167,12 @@ def shard_dataloader(
             batches = batches._batch_sampler
         dealt: Any = None
         if batches is None:
-            sampler = deal(_for_one_rank(dataloader.sampler))
+            sampler = deal(_for_one_rank(dataloader.sampler), 1)
         elif type(batches) is BatchSampler:
             sampler = deal(_for_one_rank(batches.sampler), batches.batch_size, batches.drop_last)
             dealt = BatchSampler(sampler, batches.batch_size, batches.drop_last)
         else:
-            sampler = dealt = deal(batches, unit="batches")
+            sampler = dealt = deal(batches, None)
         sharded = _with_samplers(dataloader, sampler, _IndexBatchSamplerWrapper(dealt) if is_predicting else dealt)
         if train and batches_trained is not None:
             _carry_place(sharded, sampler, batches_trained)

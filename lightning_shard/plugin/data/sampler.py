@@ -19,7 +19,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, cycle, islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,14 +42,14 @@ class ShardedSampler(Sampler[Any]):
     Args:
         order: Yields the positions of one epoch: indices, or whole batches of them. It is iterated under generators
             (torch, numpy, Python, and its own ``generator``) seeded from ``seed`` and the epoch.
-        batch_size: How many positions make a batch on one rank; 1 if a position is a batch.
+        batch_size: How many positions make a batch on one rank; ``None`` where a position is a batch.
         drop_last: Drop the last positions if they don't make a full round over the ranks, or a full batch. Otherwise
             the round is filled with the epoch's first positions, so that every rank takes the same number of steps.
-        repeats: Fill the last round even if all ranks have the same number of batches without that, the last one
-            smaller. If false, as for predictions, positions repeat only where a rank would lack a batch.
-        unit: What a position is, "samples" or "batches".
+        purpose: In training, another order begins where an epoch iterates it again, as beside a longer loader. For
+            predictions positions repeat only where a rank would lack a batch, and not to fill the last round.
         worker_generator: Reseeded for every epoch; the seeds of the DataLoader's workers are drawn from it.
-        counts_passes: Begin another order where an epoch iterates it again, as beside a longer loader.
+
+    It has many attributes: what it deals, and the place in it.
     """
 
     def __init__(
@@ -59,23 +59,20 @@ class ShardedSampler(Sampler[Any]):
         data_rank: int,
         data_size: int,
         seed: int,
-        batch_size: int = 1,
+        batch_size: int | None = 1,
         drop_last: bool = False,
-        repeats: bool = True,
-        unit: str = "samples",
+        purpose: Literal["train", "evaluate", "predict"] = "evaluate",
         worker_generator: torch.Generator | None = None,
-        counts_passes: bool = False,
     ) -> None:
         self.order = order
         self.data_rank = data_rank
         self.data_size = data_size
         self.seed = seed
-        self.batch_size = batch_size
+        self.batch_size = batch_size or 1
         self.drop_last = drop_last
-        self.repeats = repeats
-        self.unit = unit
-        self.worker_generator = worker_generator
-        self.counts_passes = counts_passes
+        self._purpose = purpose
+        self._unit = "batches" if batch_size is None else "samples"
+        self._worker_generator = worker_generator
         self.epoch = 0
         # the position at which this epoch was begun or resumed
         self.start = 0
@@ -112,13 +109,13 @@ class ShardedSampler(Sampler[Any]):
         while dealt := list(islice(positions, self.data_size)):
             if (missing := self.data_size - len(dealt)) and self.drop_last:
                 break
-            if self.data_rank >= len(dealt) and not self.repeats and taken % self.batch_size:
+            if self.data_rank >= len(dealt) and self._purpose == "predict" and taken % self.batch_size:
                 break
             dealt += islice(cycle(head), missing)
             yield dealt[self.data_rank]
             taken += 1
         self.next_start = 0
-        self._passes += self.counts_passes
+        self._passes += self._purpose == "train"
 
     def __len__(self) -> int:
         """Positions of a whole epoch on this rank, even if a part of it was done before a resume.
@@ -173,9 +170,9 @@ class ShardedSampler(Sampler[Any]):
             yield inner
 
     def _seed_workers(self) -> None:
-        if self.worker_generator is not None:
+        if self._worker_generator is not None:
             seed = randomness.derive(self.seed, "workers", self.epoch, self.start, self.data_rank)
-            self.worker_generator.manual_seed(seed)
+            self._worker_generator.manual_seed(seed)
 
     # -- the place in the epoch ---------------------------------------------------------------------------------------
 
@@ -213,13 +210,13 @@ class ShardedSampler(Sampler[Any]):
     def state_dict(self, batches: int) -> dict[str, Any]:
         """The place after ``batches`` batches of this epoch; equal on all ranks."""
         passes, position = self._pass_and_position(batches)
-        return {"epoch": self.epoch, "pass": passes, "position": position, "unit": self.unit, "seed": self.seed}
+        return {"epoch": self.epoch, "pass": passes, "position": position, "unit": self._unit, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a place saved on any layout, in the order of the seed it was saved with; call :meth:`begin` next."""
-        if state["unit"] != self.unit:
+        if state["unit"] != self._unit:
             raise StateMismatchError(
-                f"the checkpoint's place in the data counts {state['unit']}, and this DataLoader deals {self.unit}:"
+                f"the checkpoint's place in the data counts {state['unit']}, and this DataLoader deals {self._unit}:"
                 " resume with the kind of sampler (batch_sampler= or not) that the checkpoint was written with."
             )
         self.seed = state["seed"]

@@ -47,7 +47,10 @@ _CTRL_C = "Ctrl+C: all ranks end after this step. Press it again to end at once,
 
 
 class FailureWatch:
-    """Reports and watches for the first failure among the ranks of one fit or evaluation; all ranks create one."""
+    """Reports and watches for the first failure among the ranks of one fit or evaluation; all ranks create one.
+
+    It has many attributes, since a thread of its own, signals and the failing code meet in it.
+    """
 
     _made = 0
 

@@ -28,7 +28,10 @@ from lightning_shard.torch_private import one_worker
 
 
 class LaidOut:
-    """A layout's ranks, for a class of Lightning's that connects them: the class after this one in the order."""
+    """A layout's ranks, for a class of Lightning's that connects them: the class after this one in the order.
+
+    It has many attributes: a strategy's settings, and what they become when the ranks are known.
+    """
 
     _known_after: str
     _settings: Settings

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_shard.layout import TENSOR_AXIS, Layout
-from lightning_shard.pipeline.stages.rank_stages import Stages
+from lightning_shard.layout import TENSOR_AXIS
+from lightning_shard.plugin.assembly.assemble import Assembly
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.optimizers.sharded import refuse_parameter_hooks
 from lightning_shard.plugin.steps.batches import OwnCalls
@@ -30,6 +30,8 @@ _UPDATES = 2
 class FirstStepChecks:
     """The checks of one module's steps in one run. To make them is a collective call over the pipeline.
 
+    It has many attributes: the checks, and the ranks that each of them is among.
+
     Args:
         check_saved: Refuses what could not be saved; a collective call over all ranks.
     """
@@ -38,21 +40,21 @@ class FirstStepChecks:
         self,
         module: nn.Module,
         loop: Loop,
-        layout: Layout,
+        known: Assembly,
         mesh: DeviceMesh,
         groups: Groups,
         device: torch.device,
-        stages: Stages | None,
         own_calls: OwnCalls,
         check_saved: Callable[[], None],
     ) -> None:
         self._module = module
         self._loop = loop
-        self._layout = layout
+        self._layout = layout = known.layout
         self._mesh = mesh
         self._data = groups.data
         self._check_saved = check_saved
         self._own_calls = own_calls
+        stages = known.stages
         self._of_blocks = of_blocks = stages.shared_buffers if stages is not None else ()
         self._copies: CopiesOfStages | None = None
         if stages is not None:

@@ -76,7 +76,10 @@ class _Begun:
 
 
 class PipelinedSteps:
-    """Runs one module's training and evaluation steps on this rank's stages, for a Trainer's loops or Fabric's."""
+    """Runs one module's training and evaluation steps on this rank's stages, for a Trainer's loops or Fabric's.
+
+    It has many attributes, since a step is put together here: each is a part with a job of its own.
+    """
 
     def __init__(
         self,

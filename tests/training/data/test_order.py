@@ -180,6 +180,6 @@ def test_where_it_does_not_divide_less_than_a_round_is_repeated(length, first, s
 
 
 def test_batches_are_not_taken_for_samples():
-    (sampler,) = samplers(lambda: [[0], [1]], 1, unit="batches")
+    (sampler,) = samplers(lambda: [[0], [1]], 1, batch_size=None)
     with pytest.raises(StateMismatchError, match="counts samples, and this DataLoader deals batches"):
         sampler.load_state_dict({"epoch": 0, "position": 1, "unit": "samples", "seed": 3})

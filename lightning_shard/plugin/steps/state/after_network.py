@@ -68,7 +68,7 @@ class LateState:
     Of several stages it tracks the rank's last one. In a microbatch that searches for the values that cross between
     stages (``pipeline/dataflow/search.py``), all of it is followed. Afterwards only replaced attributes, versions of
     tensors, digests of arrays and lengths of containers are, and the contents of what was seen to change inside. That
-    takes microseconds, but for large arrays.
+    takes microseconds, but for large arrays. It has many attributes, for what either way has noted.
 
     Args:
         root: Cut and sharded.
