@@ -261,7 +261,7 @@ def _watch(module: nn.Module, layout: Layout, part: OwnPart, units: Iterable[str
             if layout.pipeline_rank != tie.holders[-1]:  # norms count a parameter of several ranks on the last one
                 count_elsewhere(module.get_parameter(tie.names[0]))
         part.stages.join(module)
-    refuse_copies(module)
+    refuse_copies(module, part.stages)
 
 
 def _as_it_shards_itself(

@@ -30,6 +30,7 @@ from lightning_shard.layout import Layout
 from lightning_shard.parallel.fsdp.shard import reshard
 from lightning_shard.parallel.fsdp.units import class_name, is_unit
 from lightning_shard.pipeline.dataflow.taint import Hollow
+from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.sharding import full_tensor
 from lightning_shard.state.walk import CONTAINERS, below, entries, hold_same, put_entries, reachable
@@ -208,10 +209,12 @@ def refuse_scripted(module: nn.Module) -> None:
             )
 
 
-def refuse_copies(module: nn.Module) -> None:
-    """Make ``copy.deepcopy`` of the module, or of a part with a sharded unit, fail by name."""
+def refuse_copies(module: nn.Module, stages: Stages | None) -> None:
+    """Make ``copy.deepcopy`` of a sharded unit, or of a part of stages that has parameters on any, fail by name."""
+    elsewhere = {each for stage in stages or () for each in stage.elsewhere}
     for part in module.modules():
-        if is_unit(part):
+        has_parameters = any(True for _ in part.parameters()) or any(each in elsewhere for each in part.modules())
+        if is_unit(part) or (stages is not None and has_parameters):
             part.__dict__["__deepcopy__"] = partial(_refuse_copy, class_name(part))
 
 

@@ -159,26 +159,9 @@ class Unpadded(Padded):
         return {"loss": loss}
 
 
-class PaddedByHand(Padded):
-    """Two losses of a step, over unlike numbers of which only the second's is another on each data rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.model(batch["x"]).square().mean())
-        outputs = super().training_step(batch, batch_idx)
-        self.manual_backward(outputs["loss"])
-        optimizer.step()
-        return {"loss": outputs["loss"].detach()}
-
-
-def what_is_said_of_each(sizes: dict[str, int], kind: type[Model]) -> list[list[str]]:
-    weighed = what_is_said_of_means(sizes, kind, loss_weight=tokens)
-    return [what_is_said_of_means(sizes, kind), weighed, what_is_said_of_means(sizes, Unpadded)]
+def what_is_said_of_each(sizes: dict[str, int]) -> list[list[str]]:
+    weighed = what_is_said_of_means(sizes, Padded, loss_weight=tokens)
+    return [what_is_said_of_means(sizes, Padded), weighed, what_is_said_of_means(sizes, Unpadded)]
 
 
 def what_is_said_of_means(sizes: dict[str, int], kind: Any, **options: Any) -> list[str]:
@@ -188,19 +171,9 @@ def what_is_said_of_means(sizes: dict[str, int], kind: Any, **options: Any) -> l
     return [text for text in (str(each.message) for each in said) if "mean over a different number" in text]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "kind"),
-    [
-        (layout(pipeline=2), Padded),
-        (layout(data=2), Padded),
-        pytest.param(layout(data=2), PaddedByHand, marks=pytest.mark.long),
-    ],
-    ids=["pp2", "dp2", "dp2, manual optimization"],
-)
-def test_means_over_unequal_numbers_are_told_of_once_where_nothing_weighs_them(
-    sizes: dict[str, int], kind: type[Model]
-) -> None:
-    ([said], *nothing), others = run_ranks(what_is_said_of_each, 2, sizes, kind, elastic=True)
+@pytest.mark.parametrize("sizes", [layout(pipeline=2), layout(data=2)], ids=["pp2", "dp2"])
+def test_means_over_unequal_numbers_are_told_of_once_where_nothing_weighs_them(sizes: dict[str, int]) -> None:
+    ([said], *nothing), others = run_ranks(what_is_said_of_each, 2, sizes, elastic=True)
     assert said.startswith("Pass loss_weight")
     assert [*nothing, *others] == [[]] * 5
 
