@@ -146,7 +146,7 @@ OPTIMIZERS = {
         "groups = [{'params': decays, 'weight_decay': 0.1}, {'params': others, 'weight_decay': 0.0, 'lr': 2e-3}]",
         "return torch.optim.AdamW(groups, lr=1e-3)",
     ],
-    "Adagrad": ["return torch.optim.Adagrad(self.parameters(), lr=1e-2)"],
+    "Adagrad": ["return torch.optim.Adagrad(self.parameters(), lr=1e-3)"],
     "NAdam": ["return torch.optim.NAdam(self.parameters(), lr=1e-3, weight_decay=1e-2)"],
     "Adafactor": ["return torch.optim.Adafactor(self.parameters(), lr=1e-2)"],
     "by module": [
