@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -349,6 +350,27 @@ class BetweenAll(Net):
         return self.leave(hidden)
 
 
+class Sized(nn.Module):
+    """Returns an array beside its output, made anew for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, np.ndarray]:
+        return x + self.up(x).tanh(), np.array([*x.shape[1:]])
+
+
+class ReturnsArrays(Net):
+    block = Sized
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden, sizes = block(hidden)
+        return self.leave(hidden) * float(sizes[0])
+
+
 class MasksBetween(Net):
     """As XLM: norms in a list of their own, and a mask in place, so that what a stage receives overwrites unknowns."""
 
@@ -388,7 +410,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
         for kind in (
             *(Net, Conditioned, Residual, UNet, Collecting, InPlace, InTurn, OnBothSides, LooksIntoBlocks, Decides),
             *(EncoderAndDecoder, BetweenAll, InPairs, MasksBetween, PartInBlocks),
-            *(ReturnsTwice, Recurrent, Masked),
+            *(ReturnsTwice, Recurrent, Masked, ReturnsArrays),
         )
     },
     **{name: partial(ByFunction, name) for name in [*FUNCTIONS][:-1]},
