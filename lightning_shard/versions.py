@@ -21,7 +21,7 @@ def version(value: Any) -> int:
     A tensor's version isn't changed by a change through ``.data`` or ``.numpy()``, nor by BatchNorm.
     """
     if isinstance(value, np.ndarray):
-        return digest(value) if value.size <= LARGEST_READ and value.dtype != object else 0
+        return digest(value) if value.size <= LARGEST_READ and not value.dtype.hasobject else 0
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 
 from lightning_shard import tree
 from lightning_shard.errors import ConfigurationError, StepError
+from lightning_shard.parallel.block_probe import is_filled
 from lightning_shard.parallel.fsdp.units import class_name
 from lightning_shard.parallel.kept_results import FirstRun, KeptResults, SecondRun
 from lightning_shard.state.tree_state import Note, as_taken, notes
@@ -173,8 +174,6 @@ def leave_out_caches(block: nn.Module) -> None:
         StepError: The block is called with a cache that isn't empty, such as one with a trained prefix.
     """
     forward = block.forward
-    indices = (getattr(part, "layer_idx", None) for part in block.modules())
-    layer = next((index for index in indices if isinstance(index, int)), 0)
 
     @functools.wraps(forward)
     def without_caches(*args: Any, **kwargs: Any) -> Any:
@@ -182,7 +181,7 @@ def leave_out_caches(block: nn.Module) -> None:
             cache = kwargs.get(name)
             if cache is None:
                 continue
-            if not hasattr(cache, "get_seq_length") or cache.get_seq_length(layer):
+            if not hasattr(cache, "get_seq_length") or is_filled(cache, block):
                 raise StepError(
                     f"{class_name(block)} is called with {name} that aren't empty, which activation_checkpointing"
                     " and compile_blocks leave out in training: leave these settings out, or call the network without"

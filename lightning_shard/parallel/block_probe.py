@@ -141,3 +141,15 @@ def copied(value: Any) -> Any:
 def is_cache(value: Any) -> bool:
     """Whether a value is a transformers cache of keys and values; each run appends to it."""
     return hasattr(value, "get_seq_length")
+
+
+def is_filled(cache: Any, block: nn.Module) -> bool:
+    """Whether a cache already has keys for a block: of a prompt, a trained prefix, or another network."""
+    numbers = (getattr(part, "layer_idx", None) for part in block.modules())
+    layer = next((number for number in numbers if isinstance(number, int)), 0)
+    try:
+        return bool(cache.get_seq_length(layer))
+    except TypeError:  # a layer's own
+        return bool(cache.get_seq_length())
+    except ValueError:  # of linear attention
+        return False

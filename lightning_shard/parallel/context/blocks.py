@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_shard import tree
 from lightning_shard.errors import StepError
-from lightning_shard.parallel.block_probe import PLAIN, TrialRuns, is_cache, random_state
+from lightning_shard.parallel.block_probe import PLAIN, TrialRuns, is_cache, is_filled, random_state
 from lightning_shard.parallel.context.attention import Cut, Part, attention_by, join, over_ranks, share
 from lightning_shard.parallel.context.check_positions import (
     POSITIONS,
@@ -150,7 +150,7 @@ class ShardedSequences:
         def left_out(value: Any) -> Any:
             if not is_cache(value):
                 return value
-            if value.get_seq_length() or block in self._caches.setdefault(value, set()):
+            if is_filled(value, block) or block in self._caches.setdefault(value, set()):
                 raise StepError(
                     f"{class_name(block)} is called with keys and values of an earlier call, as by generate(), and"
                     f" context_parallel_size keeps none.{_ONE}"

@@ -43,6 +43,7 @@ from lightning_shard.parallel.block_probe import (
     first_apart,
     in_32_bits,
     is_cache,
+    is_filled,
     outcome,
 )
 from lightning_shard.parallel.containers import has_forward
@@ -331,7 +332,7 @@ class _FirstCalls:
                     del attributes["forward"]
                     attributes.update({"forward": own} if had else {})
                 caches = [*filter(is_cache, (*args, *kwargs.values()))]
-                if any(_is_filled(cache, self._block) for cache in caches):
+                if any(is_filled(cache, self._block) for cache in caches):
                     return own(*args, **kwargs)  # with keys of this rank's heads, of which whole layers have more
                 _FirstCalls._is_comparing = True
                 try:
@@ -353,14 +354,6 @@ class _FirstCalls:
     @property
     def _trains(self) -> bool:
         return self._block.training and torch.is_grad_enabled()
-
-
-def _is_filled(cache: Any, block: nn.Module) -> bool:
-    """Whether a cache of transformers' already has keys for a block: of a prompt, or of another network."""
-    numbers = (getattr(part, "layer_idx", None) for part in block.modules())
-    with suppress(ValueError):  # of linear attention
-        return bool(cache.get_seq_length(next((number for number in numbers if number is not None), 0)))
-    return False
 
 
 def _warn_of_draws(module: nn.Module, name: str) -> None:

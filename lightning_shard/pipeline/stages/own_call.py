@@ -204,8 +204,8 @@ class OwnCall:
         if not passage.searching and not alike([*map(vars, changes)], [*map(vars, agreed)]):
             raise StepError(
                 f"{self._name} changes an object that it is given otherwise than for an earlier microbatch of the"
-                " same shapes: what it sets there, other than tensors, may depend on a batch's shapes, not on its"
-                " values. Or use pipeline_parallel_size=1.",
+                " same shapes: numbers, arrays and texts that it sets there may depend on a batch's shapes, not on"
+                " its values. Or use pipeline_parallel_size=1.",
                 breaks=1,
             )
         return changes

@@ -150,16 +150,27 @@ class Cache:
         return self.lengths[layer_idx]
 
 
-def test_blocks_are_trained_without_transformers_cache_unless_it_holds_something() -> None:
+class OwnCache:
+    """Of one layer."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize("own", [OwnCache, lambda length: Cache((4, length))])
+def test_blocks_are_trained_without_transformers_cache_unless_it_holds_something(own: Any) -> None:
     block, x = Cached(), torch.ones(1)
     leave_out_caches(block)
-    cache = Cache((4, 0))
+    cache = own(0)
     block(x, past_key_values=cache, use_cache=True)
     with torch.no_grad():
         block(x, past_key_values=cache, use_cache=True)
     assert block.given == [(None, False), (cache, True)]
     with pytest.raises(StepError, match=r"Cached is called with past_key_values that aren't empty"):
-        block(x, past_key_values=Cache((4, 4)))
+        block(x, past_key_values=own(4))
 
 
 class Writes(nn.Module):

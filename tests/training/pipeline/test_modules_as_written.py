@@ -493,7 +493,8 @@ class ReadsArrays(Module):
     block = KeepsArrays
 
     def loss(self, batch: Tensor) -> Tensor:
-        kept: dict[str, Any] = {"widths": np.zeros(2)}
+        names = np.array([(1, "a")], dtype=[("number", int), ("name", object)])  # as of a table of pandas'
+        kept: dict[str, Any] = {"widths": np.zeros(2), "names": names}
         x = batch
         for block in self.blocks:
             x = block(x, kept)
