@@ -190,5 +190,5 @@ def conflict(root: str, name: str) -> CheckpointConflictError:
 
 def too_short(name: str, at: int) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{name} is truncated: the manifest refers to bytes beyond its end at {at:,}. Use another checkpoint."
+        f"{name} is truncated: the manifest refers to bytes around {at:,}, beyond its end. Use another checkpoint."
     )
