@@ -1,8 +1,7 @@
 """A 64-bit hash of a tensor's content that is the same on every layout; no rank needs the whole tensor.
 
-The hash is ``Σ mix(b + (i + 1) · γ) mod 2⁶⁴`` over all elements, where ``b`` is an element's bits, ``i`` its flat
-row-major index, and γ and ``mix`` are SplitMix64's (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
-2014). Each rank sums over its shard. The hash detects different weights; it is not cryptographic.
+Each rank sums over its shard. The hash (``docs/format.md``; γ and ``mix`` are SplitMix64's: Steele, Lea, Flood: Fast
+splittable pseudorandom number generators, 2014) detects different weights; it is not cryptographic.
 """
 
 from __future__ import annotations

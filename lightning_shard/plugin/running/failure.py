@@ -1,13 +1,8 @@
 """Ends all ranks if one fails, and reports the first cause.
 
-The first rank that fails writes its error to the process group's store. The other ranks either meet a broken
-connection, or wait in a collective that will never end, which gloo has no way to abort (torch 2.13). So a thread on
-every rank polls the store, and ends the process if its main thread doesn't end by itself.
-
-A process that is killed or stopped can't report. So each thread also writes a heartbeat once a second, with the place
-where its main thread is: a rank that has lost the others looks whose has stopped. Ranks whose hooks save after an
-exception agree on it first, through the store: all of them save, from the same step, or none. Of what all of them would
-print, one does.
+The first rank that fails writes its error to the process group's store. A thread on every rank polls the store, and
+ends the process if its main thread doesn't end by itself; once a second it also writes a heartbeat, with the place
+where its main thread is. How ranks save after an exception, and why all this: ``docs/decisions/failures.md``.
 """
 
 from __future__ import annotations
