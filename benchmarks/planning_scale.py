@@ -36,7 +36,6 @@ from lightning_shard.checkpoint.ranks import GROUP_RANKS
 from lightning_shard.checkpoint.saving.accounts import Account, joined
 from lightning_shard.checkpoint.saving.files import Piece
 from lightning_shard.checkpoint.saving.merge import Merged
-from lightning_shard.checkpoint.saving.save import WRITER
 
 LAYERS, WIDTH = 128, 25_600
 SIZES = [(2, 2, 2), (4, 4, 4), (8, 8, 8), (16, 32, 8), (16, 64, 8), (16, 128, 8)]
@@ -148,7 +147,7 @@ def _merge(sent: Sequence[bytes]) -> Merged:
 
 
 def _to_bytes(merged: Merged) -> tuple[bytes, bytes]:
-    manifest = merged.manifest(attempt=ATTEMPT, layout=None, writer=WRITER, digests=True)
+    manifest = merged.manifest(attempt=ATTEMPT, layout=None, digests=True)
     return manifest.to_bytes(), bytes(manifest.chunks.table.data)
 
 

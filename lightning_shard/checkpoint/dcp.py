@@ -84,7 +84,7 @@ from lightning_shard.checkpoint.saving.commit import (
 from lightning_shard.checkpoint.saving.files import Piece, arranged
 from lightning_shard.checkpoint.saving.merge import Merged
 from lightning_shard.checkpoint.saving.part import PartFile, RankPart
-from lightning_shard.checkpoint.saving.save import WRITER, Order, abandon, write_part
+from lightning_shard.checkpoint.saving.save import Order, abandon, write_part
 from lightning_shard.checkpoint.store import Store, as_path, open_store
 from lightning_shard.checkpoint.store.calls import told_as
 from lightning_shard.checkpoint.tensors import is_dtensor, locate
@@ -203,9 +203,7 @@ class DcpWriter(_AtPath, StorageWriter):
                 accounts = [write_part(state, self._store, self._order), *(part.account for part in parts)]
                 for account in accounts:
                     account.meshes = [tuple(account.ranks[0] for account in accounts)]
-                manifest = Merged(accounts).manifest(
-                    attempt=self._attempt, layout=None, writer=WRITER, digests=self._order.digests
-                )
+                manifest = Merged(accounts).manifest(attempt=self._attempt, layout=None, digests=self._order.digests)
                 manifest.world_size = len(results)
                 check_files(self._store, manifest.files, self._began_s)
                 commit(self._store, manifest, self._earlier, durable=self._order.fsync)

@@ -22,8 +22,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_shard.pipeline.dataflow.masks import nothing_packed
 
-__all__ = ["GroupedMatmuls", "ModelCost", "PartCost", "Run", "measure", "on_fake_tensors", "watch"]
-
 Part = nn.Module | nn.Parameter
 
 

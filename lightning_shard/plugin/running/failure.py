@@ -101,7 +101,7 @@ class FailureWatch:
             if lost:
                 mine = self._who_was_first() or mine
             first = self._store.compare_set(self._key("first_failure"), "", mine).decode()
-        except (RuntimeError, dist.DistError):
+        except RuntimeError:
             first = self._seen or self._store_lost
         if lost:
             self._fault = "has lost the others"
@@ -143,14 +143,14 @@ class FailureWatch:
                 mine = _refusal({rank: answers[key] for rank, key in enumerate(keys) if key in answers}, len(keys))
                 verdict_key = self._key("saves", self._asked, "verdict")
                 verdict = self._store.compare_set(verdict_key, "", mine or _YES).decode()
-            except (RuntimeError, dist.DistError):
+            except RuntimeError:
                 verdict = f"{self._seen or self._store_lost}"
             self._refused = verdict if verdict != _YES else ""
         return self._refused
 
     def say_once(self, text: str) -> None:
         """Print what no rank of the run has printed; not if the store is lost, and rank 0 with it, which has then."""
-        with suppress(RuntimeError, dist.DistError):
+        with suppress(RuntimeError):
             if self._store.add(self._key("said", text), 1) == 1:
                 say(text)
 
@@ -162,7 +162,7 @@ class FailureWatch:
         """
         if self._stopped.is_set():
             return
-        with suppress(RuntimeError, dist.DistError):
+        with suppress(RuntimeError):
             self._decline("doesn't save")
             self._asked += 1  # a program that catches the exception may save then
             self._heard()
@@ -177,8 +177,8 @@ class FailureWatch:
 
     def stop(self) -> None:
         """Stop watching: the run ended well."""
-        if not self._stopped.is_set():
-            with suppress(RuntimeError, dist.DistError):
+        if not self.stopped.is_set():
+            with suppress(RuntimeError):
                 self._store.set(self._key("ended", self._rank), "1")  # a missing heartbeat is no failure then
             self._end_thread()
 
@@ -218,7 +218,7 @@ class FailureWatch:
             if first is not None and self._seen is None:
                 self._seen, self._seen_at = first, time.monotonic()
                 take_over_from_observer()
-                with suppress(RuntimeError, dist.DistError):
+                with suppress(RuntimeError):
                     self._heard()
             if self._seen is not None and not self._failing:
                 settled = time.monotonic() - self._seen_at > _SETTLE_S
@@ -232,7 +232,7 @@ class FailureWatch:
                 return
             self._ends = True
         where = self._where()
-        with suppress(RuntimeError, dist.DistError):
+        with suppress(RuntimeError):
             self._decline(f"is {where}")
         if self.interrupts.catches:
             self.interrupts.ends_now = True
@@ -260,13 +260,13 @@ class FailureWatch:
                 return None
             self._at_once = self._at_once or self._store.check([at_once_key])
             return self._store.get(self._key("first_failure")).decode()
-        except (RuntimeError, dist.DistError):
-            if self._stopped.is_set() or not self.is_in_run:
+        except RuntimeError:
+            if self.stopped.is_set() or not self.is_in_run:
                 return None
         try:
             self._store = self._connect()
             return None
-        except (RuntimeError, dist.DistError):
+        except RuntimeError:
             return self._store_lost
 
     @property
