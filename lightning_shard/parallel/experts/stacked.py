@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from lightning_shard.errors import PlanError
+from lightning_shard.layout import divisors
 from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.collectives import Exchange
 from lightning_shard.parallel.experts.check_rows import RowCheck
@@ -80,7 +81,7 @@ def resolve_experts(root: nn.Module, plan: ExpertPlan | None, parts: int) -> lis
             if experts % parts:
                 raise PlanError(
                     f"{name} has {experts} experts, which expert_parallel_size ({parts}) must divide: use one of"
-                    f" {[n for n in range(1, experts + 1) if experts % n == 0]}."
+                    f" {divisors(experts)}."
                 )
             found[name] = None
     if not found:
