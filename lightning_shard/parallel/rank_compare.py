@@ -38,10 +38,6 @@ def fingerprints(named: Mapping[Key, Tensor]) -> dict[Key, Fingerprint]:
     return {key: (tuple(tensor.shape), *row) for (key, tensor), row in zip(named.items(), rows)}
 
 
-def fingerprint(tensor: Tensor) -> Fingerprint:
-    return fingerprints({0: tensor})[0]
-
-
 @torch.no_grad()
 def numbers_of(tensor: Tensor) -> Tensor:
     """Norm and weighted sum of this rank's part, ``[2]`` in float64, on its device."""

@@ -284,11 +284,8 @@ class Owner:
             run.begin_second_run(self._dispatch(run.calls, weights, full, called))
             with run.active(), same_draws():
                 result = own_forward(owner, *args, **kwargs)
-        self._check(run)
-        return result
-
-    def _check(self, run: _Run) -> None:
         run.check()
+        return result
 
     def _refuse(self, owner: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Refuse a user's hooks, which would see both runs, and arguments that the first run may change."""

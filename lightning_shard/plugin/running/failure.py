@@ -60,7 +60,7 @@ class FailureWatch:
         self.is_in_run = True
         """Whether the main thread is where others wait for it. Elsewhere the process with the store may have ended."""
         self.interrupts = Interrupts()
-        self._stopped = threading.Event()
+        self.stopped = threading.Event()
         self._lock = threading.Lock()
         self._failing = False
         self._ends = self._at_once = False
@@ -77,10 +77,6 @@ class FailureWatch:
         """The first failure, if it was another rank's; set by :meth:`report`."""
         self._thread = threading.Thread(target=self._watch, name="lightning_shard failure watch", daemon=True)
         self._thread.start()
-
-    @property
-    def stopped(self) -> bool:
-        return self._stopped.is_set()
 
     def fails(self) -> None:
         """Tell that an exception has left the run, so that the main thread ends by itself."""
@@ -160,7 +156,7 @@ class FailureWatch:
         Args:
             launcher: The rank whose process may have started this one, and learns of the failure first.
         """
-        if self._stopped.is_set():
+        if self.stopped.is_set():
             return
         with suppress(RuntimeError):
             self._decline("doesn't save")
@@ -183,7 +179,7 @@ class FailureWatch:
             self._end_thread()
 
     def _end_thread(self) -> None:
-        self._stopped.set()
+        self.stopped.set()
         self.interrupts.wake()
         # at interpreter exit, a thread inside a call of the store would end the process with SIGABRT
         self._thread.join(2 * _CONNECT_S)
@@ -211,7 +207,7 @@ class FailureWatch:
         beats = 0
         while True:
             self.interrupts.wait(_POLL_S if beats else 0)
-            if self._stopped.is_set():
+            if self.stopped.is_set():
                 return
             beats += 1
             first = self._look(f"{beats} {self._where()}")
@@ -239,7 +235,7 @@ class FailureWatch:
             signal.pthread_kill(self._main, signal.SIGINT)
         stop = time.monotonic() + (_GRACE_S / 4 if self._at_once else _GRACE_S)
         while time.monotonic() < stop:
-            if self._stopped.wait(_POLL_S / 4) or (self._failing and not self._at_once):
+            if self.stopped.wait(_POLL_S / 4) or (self._failing and not self._at_once):
                 return  # the main thread ends the process, once its hooks have run
         brief = first.partition("\n")[0]
         say(f"rank {self._rank} stops {self._where()}, because of the first failure, on {brief}")
