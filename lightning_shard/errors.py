@@ -1,22 +1,5 @@
 """The exception classes of this package: every error that it raises on purpose.
 
-    ShardError                                what users catch
-    ├── ConfigurationError (ValueError)       a setting that can't work; raised at setup
-    │   ├── LayoutError                       axis sizes and ranks
-    │   ├── PlacementError                    blocks, stages and what belongs to them
-    │   └── PlanError                         a tensor-parallel plan
-    ├── StepError (RuntimeError)              a training or evaluation step that can't be run in parallel
-    │   └── BatchError                        a batch that can't be split into microbatches
-    ├── RankFailure (RuntimeError)            another rank failed first; the message says which and why
-    └── CheckpointError (RuntimeError)
-        ├── CheckpointNotFoundError           no manifest at this path
-        ├── CheckpointConflictError           another save to the path, or a removal, came first
-        ├── FormatVersionError                written by a newer version of the format
-        ├── CorruptCheckpointError            a file is missing, truncated, or its digest differs
-        │   └── CheckpointReplacedError       replaced or removed while it was being read: open it again
-        ├── StateMismatchError                names, shapes or dtypes differ from what is being loaded into
-        └── UnsupportedStateError             a value that the format can't hold; names its key
-
 A message states the value, the constraint and the remedy.
 """
 
@@ -55,7 +38,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 class ShardError(Exception):
-    """Base class of this package's errors."""
+    """Base class of this package's errors: what users catch."""
 
 
 class _Refusal(ShardError):
@@ -108,7 +91,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointConflictError(CheckpointError):
-    """Another save committed a checkpoint to the same path after this save began. The other checkpoint stays."""
+    """Another save to the same path, or its removal, came first after this save began. The other checkpoint stays."""
 
 
 class FormatVersionError(CheckpointError):
@@ -128,4 +111,4 @@ class StateMismatchError(CheckpointError):
 
 
 class UnsupportedStateError(CheckpointError, TypeError):
-    """The state has a value that the checkpoint format can't hold."""
+    """The state has a value that the checkpoint format can't hold; the message names its key."""

@@ -15,7 +15,10 @@ _MODULES = {"hydra-core": "hydra"}
 
 
 def version() -> str:
-    return metadata.version(_NAME)
+    try:
+        return metadata.version(_NAME)
+    except metadata.PackageNotFoundError:  # imported from a source tree
+        return "unknown"
 
 
 def recipes() -> Path:

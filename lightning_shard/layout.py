@@ -5,10 +5,8 @@ No other module computes ranks. The world is one multi-dimensional box of ranks,
     rank = ((((stages − 1 − stage) × replicas + replica) × shards + shard) × context + context_rank) × tensor
            + tensor_rank
 
-So the ranks of a tensor-parallel group are adjacent (they communicate in every layer), and pipeline stages are farthest
-apart (they communicate once per microbatch). Context ranks, which hold parts of one sequence, lie inside the data axis:
-parameters are sharded over them too. The last stage, which sees losses and results, is on the first ranks, since
-Lightning logs and prints on rank 0.
+Why in this order: ``docs/architecture.md`` (Ranks). Context ranks, which hold parts of one sequence, lie inside the
+data axis: parameters are sharded over them too.
 """
 
 from __future__ import annotations

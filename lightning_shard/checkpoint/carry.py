@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_shard.checkpoint.catalog import Earlier
 from lightning_shard.checkpoint.engine import each, files_at_once, read_blocks
-from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, check_digest
+from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES, check_digest, digest_at
 from lightning_shard.checkpoint.format.chunks import Chunk
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from lightning_shard.checkpoint.loading.stored import Checkpoint
@@ -156,7 +156,7 @@ def _blocks(
                 f" before it ends at {at:,}: use another checkpoint."
             )
         for number, begin in enumerate(range(chunk.begin, chunk.end, block_bytes)):
-            yield name, begin, min(begin + block_bytes, chunk.end), chunk.block_digest(number)
+            yield name, begin, min(begin + block_bytes, chunk.end), digest_at(chunk.digests, number)
         at = chunk.end
     if at != file.bytes:
         raise CorruptCheckpointError(

@@ -252,11 +252,7 @@ def commits(
 
 
 def names_in(folder: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> list[str]:
-    """The names of the files and folders directly in a folder; empty if it doesn't exist.
-
-    Raises:
-        CheckpointError: The store can't be asked.
-    """
+    """The names of the files and folders directly in a folder; empty if it doesn't exist."""
     paths: list[str] = []
     with naming(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         paths = _ask("ls", folder, storage_options, detail=False)
@@ -264,11 +260,7 @@ def names_in(folder: str | os.PathLike[str], storage_options: dict[str, Any] | N
 
 
 def is_file(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> bool:
-    """Whether a file is at the path.
-
-    Raises:
-        CheckpointError: The store can't be asked.
-    """
+    """Whether a file is at the path."""
     with naming(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return bool(_ask("info", path, storage_options)["type"] == "file")
     return False

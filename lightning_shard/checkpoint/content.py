@@ -1,14 +1,13 @@
 """A 64-bit hash of a tensor's content that is the same on every layout; no rank needs the whole tensor.
 
-The hash is ``Σ mix(b + (i + 1) · γ) mod 2⁶⁴`` over all elements, where ``b`` is an element's bits, ``i`` its flat
-row-major index, and γ and ``mix`` are SplitMix64's (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
-2014). Each rank sums over its shard. The hash detects different weights; it is not cryptographic.
+Each rank sums over its shard. The hash (``docs/format.md``; γ and ``mix`` are SplitMix64's: Steele, Lea, Flood: Fast
+splittable pseudorandom number generators, 2014) detects different weights; it is not cryptographic.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,6 @@ from lightning_shard.checkpoint.boxes import Box, slabs
 from lightning_shard.checkpoint.loading.stored import StoredTensor
 from lightning_shard.checkpoint.memory import narrow
 from lightning_shard.checkpoint.ranks import Ranks, together
-from lightning_shard.checkpoint.saving.files import Piece
 from lightning_shard.checkpoint.saving.part import plan_part
 
 if TYPE_CHECKING:
@@ -29,11 +27,6 @@ _GAMMA, _FIRST, _SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE
 _SLAB_ELEMENTS = 2**18
 _STORED_SLAB_ELEMENTS = 2**22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def content_sum(pieces: Iterable[tuple[Piece, Tensor]]) -> int:
-    """The sum over some chunks of one tensor. Over all of its chunks, however cut, the sums add up to its hash."""
-    return sum(_sum(data, piece.box, piece.shape) for piece, data in pieces) % 2**64
 
 
 def content_of_all(
@@ -54,7 +47,7 @@ def content_of_all(
         sums: dict[str, int] = dict.fromkeys(tensors, 0)
         for file in part.files:
             for piece, data in file.pieces():
-                sums[piece.name] += content_sum([(piece, data)])
+                sums[piece.name] += content_sum(data, piece.box, piece.shape)
         for alias in part.account.aliases:
             sums[alias.name] = sums[alias.target]
         return part.account.meshes[0], sums
@@ -75,12 +68,15 @@ def content_of_all(
 def content_of_stored(stored: StoredTensor) -> str:
     """The hash of a tensor in a checkpoint, as 16 hexadecimal digits; reads it slab by slab."""
     whole = Box.whole(stored.shape)
-    sums = (_sum(stored.box(box), box, tuple(stored.shape)) for box in slabs(whole, _STORED_SLAB_ELEMENTS))
+    sums = (content_sum(stored.box(box), box, tuple(stored.shape)) for box in slabs(whole, _STORED_SLAB_ELEMENTS))
     return f"{sum(sums) % 2**64:016x}"
 
 
-def _sum(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """The sum over a box of a tensor of global shape ``shape``. A 16-byte element counts as a last dim of two."""
+def content_sum(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
+    """The sum over a box of a tensor of global shape ``shape``. A 16-byte element counts as a last dim of two.
+
+    Over all of a tensor's boxes, however it is cut, the sums add up to its hash, modulo 2**64.
+    """
     data = data.detach()
     if data.element_size() > 8:
         data = torch.view_as_real(data.resolve_conj())

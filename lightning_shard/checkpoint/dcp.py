@@ -84,7 +84,7 @@ from lightning_shard.checkpoint.saving.commit import (
 from lightning_shard.checkpoint.saving.files import Piece, arranged
 from lightning_shard.checkpoint.saving.merge import Merged
 from lightning_shard.checkpoint.saving.part import PartFile, RankPart
-from lightning_shard.checkpoint.saving.save import WRITER, Order, abandon, write_part
+from lightning_shard.checkpoint.saving.save import Order, abandon, write_part
 from lightning_shard.checkpoint.store import Store, as_path, open_store
 from lightning_shard.checkpoint.store.calls import told_as
 from lightning_shard.checkpoint.tensors import is_dtensor, locate
@@ -102,7 +102,7 @@ class _Part:
 
 
 class _AtPath:
-    """The path handling that DCP expects of readers and writers: ``checkpoint_id`` may be set or replaced later."""
+    """What DCP expects of both: ``checkpoint_id`` may be set or replaced later; plans stay as they are."""
 
     checkpoint_id: str | os.PathLike[str] | None
 
@@ -113,6 +113,12 @@ class _AtPath:
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return bool(os.fspath(checkpoint_id))
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
 
 
 class DcpWriter(_AtPath, StorageWriter):
@@ -153,12 +159,6 @@ class DcpWriter(_AtPath, StorageWriter):
             self._earlier = look_before_saving(self._store)
         self._attempt = new_attempt()
         self._began_s = time.monotonic()
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert self._store is not None
@@ -203,9 +203,7 @@ class DcpWriter(_AtPath, StorageWriter):
                 accounts = [write_part(state, self._store, self._order), *(part.account for part in parts)]
                 for account in accounts:
                     account.meshes = [tuple(account.ranks[0] for account in accounts)]
-                manifest = Merged(accounts).manifest(
-                    attempt=self._attempt, layout=None, writer=WRITER, digests=self._order.digests
-                )
+                manifest = Merged(accounts).manifest(attempt=self._attempt, layout=None, digests=self._order.digests)
                 manifest.world_size = len(results)
                 check_files(self._store, manifest.files, self._began_s)
                 commit(self._store, manifest, self._earlier, durable=self._order.fsync)
@@ -262,12 +260,6 @@ class DcpReader(_AtPath, StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors and values of a plan.

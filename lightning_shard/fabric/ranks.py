@@ -17,7 +17,7 @@ from lightning.fabric.strategies.launchers import _MultiProcessingLauncher, _Sub
 from lightning_shard.layout import Layout
 from lightning_shard.plugin.running.failure import FailureWatch
 from lightning_shard.plugin.running.laid_out import LaidOut
-from lightning_shard.plugin.running.launchers import check_number_of_ranks, compute_alone, launcher_of
+from lightning_shard.plugin.running.launchers import Forked, check_number_of_ranks, launcher_of
 
 
 class FabricRanks(LaidOut, ModelParallelStrategy):
@@ -77,12 +77,5 @@ class FabricRanks(LaidOut, ModelParallelStrategy):
         return self.reduce(tensor, group, reduce_op)
 
 
-class _ForkedRanks(_MultiProcessingLauncher):
+class _ForkedRanks(Forked, _MultiProcessingLauncher):
     """The ranks of a function that ``fabric.launch`` gets, as forks of this process."""
-
-    def __init__(self, strategy: FabricRanks) -> None:
-        super().__init__(strategy, start_method="fork")
-
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
-        compute_alone(self._strategy)
-        super()._wrapping_function(*args, **kwargs)

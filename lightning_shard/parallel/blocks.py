@@ -68,11 +68,6 @@ class Blocks:
         """The parts that run before all blocks."""
         return tuple(name for name, place in self.parts if place == 0)
 
-    @property
-    def after(self) -> tuple[str, ...]:
-        """The parts that run after all blocks."""
-        return tuple(name for name, place in self.parts if place == len(self))
-
     def modules(self, root: nn.Module) -> list[nn.Module]:
         return [root.get_submodule(name) for name in self.names]
 

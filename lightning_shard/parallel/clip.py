@@ -137,19 +137,19 @@ def _own_norms(tensors: Sequence[Tensor], stage_mesh: DeviceMesh, device: torch.
 def scale_to_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients, whose common norm is ``norm``, to ``max_norm`` if they exceed it."""
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for (place, dtype), alike in _gradients_by_kind(parameters).items():
+    for (place, dtype), alike in gradients_by_kind(parameters).items():
         torch._foreach_mul_(alike, scale.to(device=place, dtype=dtype))
 
 
 @torch.no_grad()
 def clip_by_value(parameters: Iterable[Tensor], max_value: float) -> None:
     """Clamp every element of every gradient to ``[-max_value, max_value]``."""
-    for alike in _gradients_by_kind(parameters).values():
+    for alike in gradients_by_kind(parameters).values():
         torch._foreach_clamp_min_(alike, -max_value)
         torch._foreach_clamp_max_(alike, max_value)
 
 
-def _gradients_by_kind(parameters: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+def gradients_by_kind(parameters: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
     """Local parts of gradients by device and dtype, so that one kernel launch takes all of a kind."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:

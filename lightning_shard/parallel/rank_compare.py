@@ -1,8 +1,7 @@
 """The one comparison between ranks: named values are exchanged once over a group, and compared by name.
 
 Tensors are told apart by digests where they must be equal in every bit, and by fingerprints where sums that are taken
-in different orders may differ; other values are compared as they are. A user of it says which values ranks must share,
-how closely, and what it means if they don't.
+in different orders may differ; other values are compared as they are. Its users: ``docs/decisions/comparison.md``.
 """
 
 from __future__ import annotations
@@ -37,10 +36,6 @@ def fingerprints(named: Mapping[Key, Tensor]) -> dict[Key, Fingerprint]:
     numbers = [numbers_of(tensor) for tensor in named.values()]
     rows = torch.stack([each.to(numbers[0].device) for each in numbers]).tolist() if numbers else []
     return {key: (tuple(tensor.shape), *row) for (key, tensor), row in zip(named.items(), rows)}
-
-
-def fingerprint(tensor: Tensor) -> Fingerprint:
-    return fingerprints({0: tensor})[0]
 
 
 @torch.no_grad()

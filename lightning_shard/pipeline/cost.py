@@ -22,8 +22,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_shard.pipeline.dataflow.masks import nothing_packed
 
-__all__ = ["GroupedMatmuls", "ModelCost", "PartCost", "Run", "measure", "on_fake_tensors", "watch"]
-
 Part = nn.Module | nn.Parameter
 
 
@@ -173,7 +171,7 @@ def watch(parts: Mapping[str, Part], run: Callable[[], Any], network: nn.Module 
     calls: list[str] = []
     running: list[str] = []
     passes = 0
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_flops})
 
     def begin(*_: Any) -> None:
         nonlocal passes
@@ -298,6 +296,6 @@ class GroupedMatmuls(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """Each row of ``a`` is multiplied by one of the matrices in ``b``."""
+def grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    """Each row of ``a`` is multiplied by one of the matrices in ``b``; in a backward both are rows of tokens."""
     return 2 * a.numel() * b[-1]

@@ -23,8 +23,6 @@ from lightning_shard.arguments import count_text, short, size_text, table
 from lightning_shard.errors import PlacementError
 from lightning_shard.pipeline.cost import ModelCost, PartCost
 
-__all__ = ["Placement", "StagePlacement", "place"]
-
 Policy = Literal["auto", "even"] | Sequence[int]
 
 _ALSO = 25

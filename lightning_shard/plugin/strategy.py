@@ -89,8 +89,6 @@ class HybridShardStrategy(PreparedStrategy):
         ConfigurationError: Settings that can't work, raised as early as that can be known.
     """
 
-    strategy_name = "hybrid_shard"
-
     def __init__(
         self,
         pipeline_parallel_size: int = 1,

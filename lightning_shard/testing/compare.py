@@ -248,7 +248,8 @@ def _joined(parts: list[Any], weights: list[float]) -> list[Any]:
     if len(parts) == 1:
         return parts
     if isinstance(first, Tensor) and first.ndim:
-        same = all(part.shape == first.shape for part in parts) and not _is_integer(first)
+        has_mean = first.is_floating_point() or first.is_complex()
+        same = has_mean and all(part.shape == first.shape for part in parts)
         together = all(part.shape[1:] == first.shape[1:] for part in parts)
         return [*([torch.cat(parts)] if together else []), *([torch.stack(parts).mean(0)] if same else [])]
     if isinstance(first, list):
@@ -372,10 +373,6 @@ def _doubles(tensor: Tensor) -> Tensor:
     """Convert to float64; a complex number becomes two elements."""
     dense = tensor.to_dense().resolve_conj()
     return (torch.view_as_real(dense) if dense.is_complex() else dense).double()
-
-
-def _is_integer(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _scale(tensor: Tensor) -> float:

@@ -39,8 +39,6 @@ from typing import Any, Literal
 
 from lightning_shard.testing.rank_process import Job, Options, serve
 
-__all__ = ["RanksFailed", "preload", "ranks", "run_ranks"]
-
 FAILURE_GRACE_S = 3.0
 """How long the other ranks may continue after the first failure, to report their own failures."""
 EXIT_GRACE_S = 10.0

@@ -6,7 +6,6 @@ The only module of ``testing`` that imports Lightning; it is imported in the ran
 from __future__ import annotations
 
 import logging
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from lightning_shard.parallel.batch_norm import batch_norms
 from lightning_shard.parallel.clip import gradient_norm
 from lightning_shard.parallel.plans import declared_plan
 from lightning_shard.pipeline.dataflow.taint import Hollow
+from lightning_shard.plugin.steps.randomness import seed_all
 from lightning_shard.sharding import full_tensor
 from lightning_shard.testing.compare import Facts, Moment, Record, keeps
 from lightning_shard.testing.layouts import NamedLayout
@@ -143,7 +143,7 @@ class Recorder(L.Callback):
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         if stage == "fit":  # module.setup and configure_model may create weights
-            _seed_all(self._seed)
+            seed_all(self._seed)
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self._facts is not None:
@@ -154,7 +154,7 @@ class Recorder(L.Callback):
         weigh = self._layout.arguments.get("loss_weight") if self._layout else None
         self._step = Moment(weight=float(weigh(batch)) if weigh else 1.0)
         if self._facts is not None:
-            _seed_all(self._seed + 1000 * (1 + self._other_numbers) + batch_idx)
+            seed_all(self._seed + 1000 * (1 + self._other_numbers) + batch_idx)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, module: L.LightningModule, optimizer: torch.optim.Optimizer
@@ -260,9 +260,3 @@ def _drops(module: nn.Module) -> bool:
     names = ("p",) if "Drop" in type(module).__name__ else ()
     found = (value for key, value in vars(module).items() if key in names or "drop" in key)
     return any(isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 for value in found)
-
-
-def _seed_all(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_shard.checkpoint.boxes import Box, coverage_fault, intersection, uncovered
-from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest_at
+from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES
 from lightning_shard.checkpoint.format.header import item_bytes
 from lightning_shard.checkpoint.format.table import Integers, Rows, Table, columns_of
 from lightning_shard.errors import CorruptCheckpointError
@@ -35,9 +35,6 @@ class Chunk(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     digests: bytes = b""
-
-    def block_digest(self, block: int) -> bytes:
-        return digest_at(self.digests, block)
 
 
 @dataclass(eq=False, slots=True)
@@ -170,11 +167,8 @@ class ChunkTable:
             title, name = self.names[number]
             raise self._corrupt(f"{title} tensor {name!r} {what}")
 
-    def check_all(self) -> dict[int, str]:
-        """Check all tensors; returns what is wrong, by the tensor's number."""
-        return self.faults(range(len(self.entries)))
-
     def faults(self, numbers: Sequence[int]) -> dict[int, str]:
+        """Read and check the rows of tensors, given by number; returns what is wrong, by the tensor's number."""
         asked = np.unique(np.asarray(numbers, np.int64))
         new = asked[~self._sound[asked]]
         if not len(new):

@@ -1,8 +1,6 @@
 """The commit: one atomic put of the manifest, which turns an attempt's files into the checkpoint.
 
-Commits are optimistic. A save notes which manifest is present when it begins, writes files of unique names, and then
-replaces only that manifest. If another save has committed first, this one fails and the other's checkpoint stays whole.
-No lock is held while data is written.
+It is optimistic: only the manifest that was there when the save began is replaced (``docs/decisions/commit.md``).
 """
 
 from __future__ import annotations

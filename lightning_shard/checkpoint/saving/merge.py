@@ -16,13 +16,15 @@ from lightning_shard.checkpoint.boxes import Box, coverage_fault, uncovered
 from lightning_shard.checkpoint.format.blocks import BLOCK_BYTES
 from lightning_shard.checkpoint.format.chunks import TensorEntry
 from lightning_shard.checkpoint.format.header import item_bytes
-from lightning_shard.checkpoint.format.manifest import Manifest, Section
+from lightning_shard.checkpoint.format.manifest import OWN_WRITER, Manifest, Section
 from lightning_shard.checkpoint.format.table import Integers
 from lightning_shard.checkpoint.saving.accounts import Account, Alias, Party, joined
 from lightning_shard.checkpoint.saving.part import FINGERPRINT_BYTES
 from lightning_shard.checkpoint.tensors import short
 from lightning_shard.errors import CheckpointError
+from lightning_shard.installed import version
 
+WRITER = OWN_WRITER + version()
 Name = tuple[str, str]
 """A tensor's section and name."""
 Sums = dict[Name, int]
@@ -188,7 +190,7 @@ class Merged:
             " need different names (number layers across all pipeline stages); tied tensors must be equal on all ranks."
         )
 
-    def manifest(self, *, attempt: str, layout: Any, writer: str, digests: bool) -> Manifest:
+    def manifest(self, *, attempt: str, layout: Any, digests: bool) -> Manifest:
         kept: list[Integers] = []
         files, rows, bounds = self._account.files, 0, self._bounds.tolist()
 
@@ -207,7 +209,7 @@ class Merged:
             files=files,
             layout=layout,
             world_size=len(self._account.ranks),
-            writer=writer,
+            writer=WRITER,
             block_bytes=BLOCK_BYTES if digests else 0,
             state_file=next((number for number, file in enumerate(files) if not file.header_bytes), None),
             model=section("model"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
 import threading
@@ -19,7 +18,7 @@ from torch import Tensor
 from lightning_shard.checkpoint.catalog import Earlier, remove_files
 from lightning_shard.checkpoint.content import content_sum
 from lightning_shard.checkpoint.engine import collection_paused, each, files_at_once
-from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, OWN_WRITER, table_path
+from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, table_path
 from lightning_shard.checkpoint.optimizers.taken import take_apart
 from lightning_shard.checkpoint.ranks import Failure, Ranks, exchange
 from lightning_shard.checkpoint.saving.accounts import Account, joined
@@ -33,16 +32,6 @@ from lightning_shard.errors import UnsupportedStateError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("lightning-shard")
-    except importlib.metadata.PackageNotFoundError:  # imported from a source tree
-        return "unknown"
-
-
-WRITER = OWN_WRITER + _version()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +179,7 @@ class Saving:
         for file in self.part.files:
             for piece, data in file.pieces():
                 if (name := (file.section, piece.name)) in wanted:
-                    sums[name] = sums.get(name, 0) + content_sum([(piece, data)])
+                    sums[name] = sums.get(name, 0) + content_sum(data, piece.box, piece.shape)
         return sums
 
     def _settle(self, sums: list[Sums]) -> SaveReport:
@@ -204,7 +193,7 @@ class Saving:
         assert self.merged is not None
         attempt, digests = self.part.attempt, self.order.digests
         with collection_paused():
-            manifest = self.merged.manifest(attempt=attempt, layout=self.layout, writer=WRITER, digests=digests)
+            manifest = self.merged.manifest(attempt=attempt, layout=self.layout, digests=digests)
         if not self.order.own_disks:
             check_files(self.store, manifest.files, self.began_s)
         commit(self.store, manifest, self.earlier, durable=self.order.fsync)

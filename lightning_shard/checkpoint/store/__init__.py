@@ -10,36 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_shard.checkpoint.store.local import LocalStore
-from lightning_shard.checkpoint.store.paths import absolute, as_path, as_text, local_path, parted
-from lightning_shard.checkpoint.store.protocol import (
-    ANYTHING,
-    Buffer,
-    Reader,
-    Segment,
-    Stamp,
-    Store,
-    read_range,
-)
+from lightning_shard.checkpoint.store.paths import absolute as absolute
+from lightning_shard.checkpoint.store.paths import as_path, local_path
+from lightning_shard.checkpoint.store.paths import as_text as as_text
+from lightning_shard.checkpoint.store.paths import parted as parted
+from lightning_shard.checkpoint.store.protocol import ANYTHING as ANYTHING
+from lightning_shard.checkpoint.store.protocol import Buffer as Buffer
+from lightning_shard.checkpoint.store.protocol import Reader as Reader
+from lightning_shard.checkpoint.store.protocol import Segment as Segment
+from lightning_shard.checkpoint.store.protocol import Stamp as Stamp
+from lightning_shard.checkpoint.store.protocol import Store
+from lightning_shard.checkpoint.store.protocol import read_range as read_range
 from lightning_shard.errors import ConfigurationError
-
-__all__ = [
-    "ANYTHING",
-    "Buffer",
-    "LocalStore",
-    "Reader",
-    "Segment",
-    "Stamp",
-    "Store",
-    "absolute",
-    "as_path",
-    "as_text",
-    "forget_listings",
-    "local_path",
-    "open_filesystem",
-    "open_store",
-    "parted",
-    "read_range",
-]
 
 
 def open_store(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Store:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lightning_shard.checkpoint.engine import each, read_blocks, thread_memory
-from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest
+from lightning_shard.checkpoint.format.blocks import DIGEST_BYTES, digest, digest_at
 from lightning_shard.checkpoint.format.chunks import Chunk, ChunkTable
 from lightning_shard.checkpoint.format.header import CARRIERS, HeaderEntry, layout_fault, parse_header
 from lightning_shard.checkpoint.format.manifest import MANIFEST_NAME, FileEntry
@@ -87,7 +87,7 @@ def verify(
     report.manifest_digest = manifest.signed
     report.tensors = len(table.entries)
     try:
-        wrong = table.check_all()
+        wrong = table.faults(range(len(table.entries)))
         # another program's files have no table
         if manifest.attempt and (size := checkpoint.store.size(manifest.table.path)) != manifest.table.bytes:
             report.faults.append(Fault(manifest.table.path, None, f"has {size:,} bytes, not {manifest.table.bytes:,}"))
@@ -203,7 +203,7 @@ def _check_stretch(checkpoint: Checkpoint, stretch: Claim) -> list[Fault]:
                 read_into, chunk.begin, byte_view(thread_memory(stretch.nbytes)), grid, store.step_bytes
             )
             for number, (start, stop, digest_of_block) in enumerate(found):
-                if digest_of_block != chunk.block_digest(number):
+                if digest_of_block != digest_at(chunk.digests, number):
                     what = f"bytes {chunk.begin + start:,} to {chunk.begin + stop:,} differ from their digest"
                     faults.append(Fault(path, stretch.name, what))
     except (OSError, CheckpointError) as error:

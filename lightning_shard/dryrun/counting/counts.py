@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, shape_wrapper
+
+from lightning_shard.pipeline.cost import grouped_flops
 
 AROUND, LOSS = "(around)", "(loss)"
 TENSOR, EXPERT = "tensor", "expert"
@@ -281,11 +283,6 @@ class Ledger(TorchDispatchMode):
         self._gradients -= self._marked.pop(key, 0)
 
 
-def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Each row of ``a`` is multiplied by one of the matrices in ``b``; in a backward both are rows of tokens."""
-    return 2 * a.numel() * b.shape[-1]
-
-
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, widths: Any = (1, 1), **__: Any) -> int:
     """As torch's own formula: causal masks aren't subtracted; ``widths``: products over each width."""
     batch, heads, queries, width = query.shape
@@ -298,7 +295,7 @@ def _attention_backward_flops(_gradient: Tensor, *tensors: Tensor, **_: Any) -> 
 
 
 _FLOPS: dict[Any, Callable[..., int]] = {
-    _aten._grouped_mm: _grouped_flops,
+    _aten._grouped_mm: shape_wrapper(grouped_flops),
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }

@@ -158,7 +158,6 @@ class Likes:
     def __init__(self) -> None:
         self.stands_for: dict[int, int] = {}
         self._seen: dict[Hashable, _Like] = {}
-        self._kinds: dict[int, Hashable] = {}
 
     def pairs(self) -> list[tuple[int, int]]:
         return [(like.places[0], like.places[1]) for like in self._seen.values() if len(like.places) > 2]

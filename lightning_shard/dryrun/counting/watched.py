@@ -22,7 +22,7 @@ from lightning_shard.parallel.activation_checkpointing import leave_out_caches, 
 from lightning_shard.parallel.fsdp.shard import with_forward
 from lightning_shard.pipeline.dataflow.masks import nothing_packed
 from lightning_shard.pipeline.runtime.split_backward import Product, backward_but_products, backward_of_products
-from lightning_shard.plugin.assembly.probe import part_of
+from lightning_shard.pipeline.stages.parts import part_of
 from lightning_shard.sharding import local_tensor
 from lightning_shard.torch_private import replaced
 

@@ -3,21 +3,8 @@
 A block calls ``torch.nn.functional.scaled_dot_product_attention``, which is replaced while the block runs. The
 replacement all-gathers keys and values from the context ranks, in the order of the sequence, and each of this rank's
 two chunks of queries attends to them. The kernels of every device support this, and each query's softmax is computed
-in one piece, as in one process.
-
-For ``n`` ranks, a sequence is divided into ``2n`` chunks of equal size. Rank ``i`` has chunks ``i`` and
-``2n − 1 − i``: under causal attention, a chunk's work grows with its index, so all ranks have the same work (Llama 3,
-arXiv:2407.21783).
-
-**Gradients.** Outside of blocks every rank computes on whole sequences, and a parameter's gradient on each rank is the
-whole gradient. Within blocks each rank computes on its part, and a parameter's gradient is a summand. FSDP2 averages
-both over the data and context ranks. So in the backward, gradients are multiplied by ``n`` where they enter a block,
-and divided by ``n`` where they leave it. Then the mean over the ranks is correct for every parameter, whatever a block
-uses, and wherever else it is used.
-
-The multiplication is a sum over the ranks, which is ``n`` times the gradient if it is equal on all of them. It isn't
-equal if a later block uses something computed from this block's output that isn't one of its arguments, such as an
-attribute.
+in one piece, as in one process. Which chunks a rank has, and what is done to gradients where they enter and leave a
+block: ``docs/decisions/sequences.md``.
 """
 
 from __future__ import annotations

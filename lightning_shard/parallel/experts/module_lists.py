@@ -1,21 +1,11 @@
 """Expert parallelism for experts that are modules in a list, which the user's code calls one by one.
 
-The code around such a list (its *owner*) decides which rows an expert is called with, and how the results are used.
-Which experts a rank calls at all depends on its tokens, so a collective in each call could hang. Instead, the owner's
-forward runs twice, with one dispatch between:
-
-* *Routing*: calls of experts record their rows, and return NaN. Afterwards the owner's state is restored.
-* *Dispatch*: one all-to-all sends all rows to the ranks of their experts, each expert runs once on all received rows,
-  and a second all-to-all sends the results back.
-* *Combining*: the same calls return their results. They must be made with the same rows: rows that depend on another
-  expert's results were NaN in the first run, and are refused. This run draws the same random numbers as the first;
-  the experts' own draws come after these, as in a single run.
-
-The output of the first run is dropped, but its rows are the ones that are dispatched. So gradients flow once through
-each computation: those of routing through the first run, those of combining through the second.
-
-**Parameters** are sharded over all data ranks, independently of the expert; otherwise ranks would hold parameters of
-different names (``list_weights.py``).
+Which experts a rank calls depends on its tokens, so a collective in each call could hang. Instead, the forward of the
+code around such a list (its *owner*) runs twice, with one dispatch between (``docs/decisions/experts.md``). The second
+run draws the same random numbers, the experts' own after these, and must make the same calls: rows that depend on
+another expert's results were NaN in the first run, and are refused. The first run's output is dropped, but its rows are
+the ones that are dispatched, so gradients flow once through each computation: those of routing through the first run,
+those of combining through the second.
 """
 
 from __future__ import annotations
@@ -294,11 +284,8 @@ class Owner:
             run.begin_second_run(self._dispatch(run.calls, weights, full, called))
             with run.active(), same_draws():
                 result = own_forward(owner, *args, **kwargs)
-        self._check(run)
-        return result
-
-    def _check(self, run: _Run) -> None:
         run.check()
+        return result
 
     def _refuse(self, owner: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Refuse a user's hooks, which would see both runs, and arguments that the first run may change."""

@@ -3,18 +3,7 @@
 This module handles experts whose parameters are stacked in one module; for lists of experts see ``module_lists.py``.
 For ``E`` experts on ``p`` ranks, rank ``r`` holds the experts from ``r·E/p`` up to, not including, ``(r+1)·E/p``: every
 parameter of the module of experts is sharded along its first dim. Each rank routes its own tokens by the model's own
-code. Then:
-
-* *Dispatch*: an all-to-all sends each pair of a token and an expert to the expert's rank.
-* The module's own code computes there on the received rows, as if each row were a token with one expert.
-* *Combine*: a second all-to-all sends the results back, and they are summed for each token.
-
-(GShard, arXiv:2006.16668; torchtitan's and transformers' expert parallelism do the same.) No token is dropped.
-
-**Gradients.** The loss is a mean over data ranks. FSDP2 averages the experts' gradients over the ranks that hold the
-same experts; these are ``p`` times fewer, and each of them has the gradients of ``p`` ranks' tokens. So gradients are
-divided by ``p`` where they enter an expert in the backward, and multiplied by ``p`` where they leave it. This is exact
-for powers of two.
+code. Dispatch, combination (GShard, arXiv:2006.16668), and the factors of gradients: ``docs/decisions/experts.md``.
 """
 
 from __future__ import annotations
@@ -31,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from lightning_shard.errors import PlanError
+from lightning_shard.layout import divisors
 from lightning_shard.parallel.blocks import tied_parameters
 from lightning_shard.parallel.collectives import Exchange
 from lightning_shard.parallel.experts.check_rows import RowCheck
@@ -91,7 +81,7 @@ def resolve_experts(root: nn.Module, plan: ExpertPlan | None, parts: int) -> lis
             if experts % parts:
                 raise PlanError(
                     f"{name} has {experts} experts, which expert_parallel_size ({parts}) must divide: use one of"
-                    f" {[n for n in range(1, experts + 1) if experts % n == 0]}."
+                    f" {divisors(experts)}."
                 )
             found[name] = None
     if not found:

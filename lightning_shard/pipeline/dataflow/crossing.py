@@ -2,14 +2,9 @@
 
 Every stage runs the user's code on the same microbatch. So a value has the same name on all stages: the block that
 returned it, or the number of the operation outside of the blocks, counted from the step's beginning (:class:`Trace`).
-The hidden state, the output of the previous stage's last block, always crosses. The other values that cross are found
-in the first microbatch of a signature: a stage that needs a value that is unknown there requests it by name from the
-previous stage, which requests what it doesn't know itself from its own predecessor. So conditioning, masks and position
-biases computed from parameters, skips, residuals around blocks, encoder states and states collected from blocks cross
-too, through the stages between, and their gradients come back.
-
-Later microbatches are sent with all of these values at once. A received value replaces the result of the operation of
-the same name, so the user's code continues as if the value had been computed locally.
+The hidden state, the output of the previous stage's last block, always crosses; other values as they are found
+(``docs/decisions/crossing.md``), through the stages between, and their gradients come back. A received value replaces
+the result of the operation of the same name.
 """
 
 from __future__ import annotations

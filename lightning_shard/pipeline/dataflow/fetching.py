@@ -1,9 +1,7 @@
 """Finds which values cross the cuts: in a signature's first microbatch, a stage fetches what it misses, in place.
 
-The microbatch goes through the stages in order, and each runs the user's step once. It keeps its named results
-(:class:`Ledger`) until all later stages are done. A stage that misses a value asks the stage before for it by name,
-waits, and puts the answer into the user's unknown tensor; Python goes on. What was asked for is sent with all later
-microbatches of the signature.
+How stages ask each other for values by name, and why they can't deadlock: ``docs/decisions/crossing.md``. A stage keeps
+its named results (:class:`Ledger`) until all later stages are done.
 
 A value is fetched itself, never what it is computed from. So an operation's unknown operands, unless they are *late*
 (computed from a later stage's parameters), are fetched where no earlier stage would know its result:
@@ -16,9 +14,6 @@ A value is fetched itself, never what it is computed from. So an operation's unk
 
 What stays unknown was therefore computed before this stage's first own block. The previous stage has run that too: it
 knows the value, or has an unknown one of the same name, and asks onward. Stage 0 has none but late ones.
-
-One stage is active at a time: it asks the stage before and waits for the answer, as a call does. A rank that waits
-serves requests to all of its stages, so several stages on a rank can't deadlock.
 """
 
 from __future__ import annotations

@@ -2,20 +2,9 @@
 
 Pure. Each schedule is simulated on its own placement, from counted operations. With F the operations of a stage's
 forward, and L those of its products whose weight gradients can be deferred, the second part of a split backward costs
-L, and the first part the rest: 2F − L, plus what is recomputed.
-
-Allowances cover what the simulation doesn't model. A schedule's *price* is its step's duration × (1 + the sum of its
-allowances), and the lowest price wins. The allowances are judgement, not measurement, and favour simpler schedules:
-
-* 5 % for several stages per rank: at least twice the sends, the user's code runs once for each stage, and evaluations
-  don't stream;
-* 5 % for split backwards: Python runs for each node of the graph, and operations that aren't counted (norms,
-  activations) are in the first part. 3 % more with data ranks, since no gradient is reduced during a backward;
-* 1 % for each 10 % of activations that it keeps beyond 1F1B's.
-
-Two limits hold whatever the duration: the fullest rank keeps at most 1.5 times the activations of 1F1B's fullest rank,
-and at most 1.25 times its parameters. A stage's activations are weighed by its operations, and are kept until its
-weight gradients are computed.
+L, and the first part the rest: 2F − L, plus what is recomputed. A schedule's *price* is its step's duration × (1 + the
+sum of its allowances, for what the simulation doesn't model), and the lowest price within the limits wins. Allowances
+and limits: ``docs/decisions/schedule_auto.md``.
 """
 
 from __future__ import annotations
@@ -28,6 +17,9 @@ from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.pipeline.schedules.simulate import Costs, Timeline, simulate
 
 SEVERAL_STAGES, TWO_PARTS, REDUCES_LATE, PER_KEPT = 0.05, 0.05, 0.03, 0.1
+"""For several stages on a rank: at least twice the sends, the user's code once for each stage, and evaluations don't
+stream. For split backwards: Python runs for each node of the graph, and operations that aren't counted (norms,
+activations) are in the first part; with data ranks also that no gradient is reduced during one. For activations."""
 MOST_KEPT, MOST_WEIGHTS = 1.5, 1.25
 
 
@@ -37,7 +29,8 @@ class Compared:
 
     Attributes:
         timeline: Its simulation.
-        kept: Activations that its fullest rank keeps for microbatches in flight, in operations of their forwards.
+        kept: Activations that its fullest rank keeps for microbatches in flight, until their weight gradients are
+            computed, in operations of their forwards.
         weights: Bytes of its fullest rank's parameters.
         duration_of, kept_of, weights_of: Duration, ``kept`` and ``weights`` relative to the first candidate's.
         price: ``duration_of`` with the allowances.

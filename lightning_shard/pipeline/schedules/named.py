@@ -30,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from lightning_shard.arguments import check_count
 from lightning_shard.errors import ConfigurationError
 from lightning_shard.pipeline.schedules.schedule import Action, Kind, Row, Schedule, read_csv
 
@@ -240,9 +241,7 @@ def build(name: str, ranks: int, microbatches: int | None = None, stages_per_ran
     if stages < least or (most is not None and stages > most):
         more = "" if most == least else " or more"
         raise ConfigurationError(f"schedule={name!r} can't have {stages} stages on each rank: use {least}{more}.")
-    microbatches = 2 * ranks if microbatches is None else microbatches
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ConfigurationError(f"microbatches ({microbatches!r}) must be an integer of at least 1.")
+    microbatches = check_count("microbatches", 2 * ranks if microbatches is None else microbatches)
     if microbatches * ranks > _MOST:
         raise ConfigurationError(
             f"microbatches ({microbatches}) × pipeline_parallel_size ({ranks}) is more than {_MOST}, for which no"

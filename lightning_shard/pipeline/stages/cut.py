@@ -48,7 +48,7 @@ def cut(
         stage.alone = [name for name, holder in first.items() if holder == stage.index]
     foreign = {stage: _Foreign.of(root, stage, kept[stage.index]) for stage in stages}
     nowhere = set.intersection(*(set(each.parameters) for each in foreign.values()))
-    _hollow_out(root, stages, foreign, nowhere)
+    _hollow_out(stages, foreign, nowhere)
     for stage, each in foreign.items():
         stage.elsewhere = each.modules
     held = {module for stage in stages for _, module in modules_of(root, stage)}  # some in others' blocks, too
@@ -123,7 +123,7 @@ class _Foreign:
                     self.parameters.setdefault((module, parameter), (f"{path}.{parameter}", holder))
 
 
-def _hollow_out(root: nn.Module, stages: Stages, foreign: Mapping[Stage, _Foreign], nowhere: Collection[_Slot]) -> None:
+def _hollow_out(stages: Stages, foreign: Mapping[Stage, _Foreign], nowhere: Collection[_Slot]) -> None:
     """Replace foreign parameters by hollow ones: those in ``nowhere`` permanently, siblings' in the stage's view."""
     hollow: dict[_Slot, Hollow] = {}
     for stage, each in foreign.items():

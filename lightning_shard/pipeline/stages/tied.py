@@ -1,10 +1,8 @@
 """Tied parameters: replicas of one parameter on several stages, whose gradients are summed over these stages.
 
-Examples are an embedding that is also the head's weight, and a block that runs at places of several stages. Each of
-these stages holds the parameter under all of its names, so the user's code finds it tied as before: the first stage
-uses it in the embedding, the last one in the head. Gradients are summed before anything reads them, so all replicas
-take the same optimizer steps and stay equal. A gradient norm counts the parameter once, and the last of the stages
-saves it.
+Examples are an embedding that is also the head's weight, and a block that runs at places of several stages
+(``docs/decisions/tied.md``). Gradients are summed before anything reads them, so all replicas take the same optimizer
+steps and stay equal.
 """
 
 from __future__ import annotations

@@ -18,10 +18,11 @@ from lightning_shard.pipeline.cost import ModelCost, measure, watch
 from lightning_shard.pipeline.placement import Placement, Policy, place
 from lightning_shard.pipeline.schedules.schedule import Schedule
 from lightning_shard.pipeline.stages.cut import cut
+from lightning_shard.pipeline.stages.parts import part_of
 from lightning_shard.pipeline.stages.rank_stages import Stages
 from lightning_shard.pipeline.stages.stage import Network
 from lightning_shard.pipeline.stages.tied import Tie, find_ties, over_ranks
-from lightning_shard.plugin.assembly.probe import calls_on_example, example_of, part_of, restoring_state
+from lightning_shard.plugin.assembly.probe import calls_on_example, example_of, restoring_state
 from lightning_shard.plugin.groups import Groups
 from lightning_shard.plugin.settings import Settings
 from lightning_shard.plugin.steps.schedule_choice import agree, choose, fitting_schedules

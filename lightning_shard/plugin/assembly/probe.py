@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_shard.parallel.blocks import Blocks
 from lightning_shard.parallel.experts.module_lists import RestoreAndReplay
-from lightning_shard.pipeline.cost import Part, watch
+from lightning_shard.pipeline.cost import watch
+from lightning_shard.pipeline.stages.parts import part_of
 from lightning_shard.plugin.steps import randomness
 from lightning_shard.state.tree_state import Taken, take
 
@@ -115,11 +116,3 @@ def _call_on_dummies(network: Any) -> Any:
 
 def _call_on_tokens(network: nn.Module) -> Any:
     return network(torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.long))
-
-
-def part_of(module: nn.Module, name: str) -> Part:
-    """The module or parameter of this name."""
-    parent, _, key = name.rpartition(".")
-    part = getattr(module.get_submodule(parent), key)
-    assert isinstance(part, (nn.Module, nn.Parameter))
-    return part

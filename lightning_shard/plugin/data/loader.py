@@ -95,9 +95,6 @@ class _EndingTogether:
         return getattr(self._batches, name)
 
 
-__all__ = ["shard_dataloader", "sharded_sampler"]
-
-
 def shard_dataloader(
     dataloader: Any,
     *,

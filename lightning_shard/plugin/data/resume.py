@@ -22,8 +22,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_shard.plugin.data.loader import sharded_sampler
 from lightning_shard.plugin.data.sampler import ShardedSampler, length_of
 
-__all__ = ["batches_trained", "reopen_epoch", "resume_data", "run_epoch_start"]
-
 
 def batches_trained(trainer: pl.Trainer) -> int:
     """How many batches of the current epoch were trained on, by the counter from which Lightning itself restarts."""

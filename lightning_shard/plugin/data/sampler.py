@@ -28,8 +28,6 @@ from torch.utils.data import Sampler
 from lightning_shard.errors import StateMismatchError
 from lightning_shard.plugin.steps import randomness
 
-__all__ = ["ShardedSampler", "drawing_apart", "length_of"]
-
 READ_AHEAD = 256
 """How many positions are drawn from the user's sampler at a time; generators are swapped once for these."""
 

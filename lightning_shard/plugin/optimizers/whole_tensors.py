@@ -108,7 +108,7 @@ class _WholeWhereNeeded(TorchFunctionMode):
             return func(target, *others, **named)
         try:
             return func(*args, **kwargs)
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             whole = full(args)
             func(*whole, **full(kwargs))
             for each, now in zip(*([held] if isinstance(held, Tensor) else held for held in (target, whole[0]))):
@@ -119,7 +119,7 @@ class _WholeWhereNeeded(TorchFunctionMode):
         """What a function returns that changes nothing; sums that are still to be added over ranks are added."""
         try:
             result = func(*args, **kwargs)
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             args, kwargs = tree.map_leaves(self._whole, (args, kwargs))
             return func(*args, **kwargs)
         return tree.map_leaves(reduced, result)

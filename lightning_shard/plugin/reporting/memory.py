@@ -15,8 +15,6 @@ from lightning_shard.layout import Layout
 from lightning_shard.parallel.rank_compare import everyones
 from lightning_shard.sharding import local_tensor
 
-__all__ = ["HeldMemory", "RankMemory"]
-
 
 @dataclass(frozen=True)
 class RankMemory:

@@ -1,13 +1,8 @@
 """Ends all ranks if one fails, and reports the first cause.
 
-The first rank that fails writes its error to the process group's store. The other ranks either meet a broken
-connection, or wait in a collective that will never end, which gloo has no way to abort (torch 2.13). So a thread on
-every rank polls the store, and ends the process if its main thread doesn't end by itself.
-
-A process that is killed or stopped can't report. So each thread also writes a heartbeat once a second, with the place
-where its main thread is: a rank that has lost the others looks whose has stopped. Ranks whose hooks save after an
-exception agree on it first, through the store: all of them save, from the same step, or none. Of what all of them would
-print, one does.
+The first rank that fails writes its error to the process group's store. A thread on every rank polls the store, and
+ends the process if its main thread doesn't end by itself; once a second it also writes a heartbeat, with the place
+where its main thread is. How ranks save after an exception, and why all this: ``docs/decisions/failures.md``.
 """
 
 from __future__ import annotations
@@ -65,7 +60,7 @@ class FailureWatch:
         self.is_in_run = True
         """Whether the main thread is where others wait for it. Elsewhere the process with the store may have ended."""
         self.interrupts = Interrupts()
-        self._stopped = threading.Event()
+        self.stopped = threading.Event()
         self._lock = threading.Lock()
         self._failing = False
         self._ends = self._at_once = False
@@ -82,10 +77,6 @@ class FailureWatch:
         """The first failure, if it was another rank's; set by :meth:`report`."""
         self._thread = threading.Thread(target=self._watch, name="lightning_shard failure watch", daemon=True)
         self._thread.start()
-
-    @property
-    def stopped(self) -> bool:
-        return self._stopped.is_set()
 
     def fails(self) -> None:
         """Tell that an exception has left the run, so that the main thread ends by itself."""
@@ -106,7 +97,7 @@ class FailureWatch:
             if lost:
                 mine = self._who_was_first() or mine
             first = self._store.compare_set(self._key("first_failure"), "", mine).decode()
-        except (RuntimeError, dist.DistError):
+        except RuntimeError:
             first = self._seen or self._store_lost
         if lost:
             self._fault = "has lost the others"
@@ -148,14 +139,14 @@ class FailureWatch:
                 mine = _refusal({rank: answers[key] for rank, key in enumerate(keys) if key in answers}, len(keys))
                 verdict_key = self._key("saves", self._asked, "verdict")
                 verdict = self._store.compare_set(verdict_key, "", mine or _YES).decode()
-            except (RuntimeError, dist.DistError):
+            except RuntimeError:
                 verdict = f"{self._seen or self._store_lost}"
             self._refused = verdict if verdict != _YES else ""
         return self._refused
 
     def say_once(self, text: str) -> None:
         """Print what no rank of the run has printed; not if the store is lost, and rank 0 with it, which has then."""
-        with suppress(RuntimeError, dist.DistError):
+        with suppress(RuntimeError):
             if self._store.add(self._key("said", text), 1) == 1:
                 say(text)
 
@@ -165,9 +156,9 @@ class FailureWatch:
         Args:
             launcher: The rank whose process may have started this one, and learns of the failure first.
         """
-        if self._stopped.is_set():
+        if self.stopped.is_set():
             return
-        with suppress(RuntimeError, dist.DistError):
+        with suppress(RuntimeError):
             self._decline("doesn't save")
             self._asked += 1  # a program that catches the exception may save then
             self._heard()
@@ -182,13 +173,13 @@ class FailureWatch:
 
     def stop(self) -> None:
         """Stop watching: the run ended well."""
-        if not self._stopped.is_set():
-            with suppress(RuntimeError, dist.DistError):
+        if not self.stopped.is_set():
+            with suppress(RuntimeError):
                 self._store.set(self._key("ended", self._rank), "1")  # a missing heartbeat is no failure then
             self._end_thread()
 
     def _end_thread(self) -> None:
-        self._stopped.set()
+        self.stopped.set()
         self.interrupts.wake()
         # at interpreter exit, a thread inside a call of the store would end the process with SIGABRT
         self._thread.join(2 * _CONNECT_S)
@@ -216,14 +207,14 @@ class FailureWatch:
         beats = 0
         while True:
             self.interrupts.wait(_POLL_S if beats else 0)
-            if self._stopped.is_set():
+            if self.stopped.is_set():
                 return
             beats += 1
             first = self._look(f"{beats} {self._where()}")
             if first is not None and self._seen is None:
                 self._seen, self._seen_at = first, time.monotonic()
                 take_over_from_observer()
-                with suppress(RuntimeError, dist.DistError):
+                with suppress(RuntimeError):
                     self._heard()
             if self._seen is not None and not self._failing:
                 settled = time.monotonic() - self._seen_at > _SETTLE_S
@@ -237,14 +228,14 @@ class FailureWatch:
                 return
             self._ends = True
         where = self._where()
-        with suppress(RuntimeError, dist.DistError):
+        with suppress(RuntimeError):
             self._decline(f"is {where}")
         if self.interrupts.catches:
             self.interrupts.ends_now = True
             signal.pthread_kill(self._main, signal.SIGINT)
         stop = time.monotonic() + (_GRACE_S / 4 if self._at_once else _GRACE_S)
         while time.monotonic() < stop:
-            if self._stopped.wait(_POLL_S / 4) or (self._failing and not self._at_once):
+            if self.stopped.wait(_POLL_S / 4) or (self._failing and not self._at_once):
                 return  # the main thread ends the process, once its hooks have run
         brief = first.partition("\n")[0]
         say(f"rank {self._rank} stops {self._where()}, because of the first failure, on {brief}")
@@ -265,13 +256,13 @@ class FailureWatch:
                 return None
             self._at_once = self._at_once or self._store.check([at_once_key])
             return self._store.get(self._key("first_failure")).decode()
-        except (RuntimeError, dist.DistError):
-            if self._stopped.is_set() or not self.is_in_run:
+        except RuntimeError:
+            if self.stopped.is_set() or not self.is_in_run:
                 return None
         try:
             self._store = self._connect()
             return None
-        except (RuntimeError, dist.DistError):
+        except RuntimeError:
             return self._store_lost
 
     @property

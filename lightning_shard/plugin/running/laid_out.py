@@ -114,7 +114,7 @@ class LaidOut:
 
     def _begin_watch(self: Any) -> None:
         """Watch for failures, from the start and after one that a program has caught."""
-        if self.world_size > 1 and (self._watch is None or self._watch.stopped):
+        if self.world_size > 1 and (self._watch is None or self._watch.stopped.is_set()):
             self._watch = FailureWatch(self._rendezvous())
 
     def reduce(self: Any, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -33,9 +33,6 @@ from lightning_shard import processors
 from lightning_shard.errors import ConfigurationError, LayoutError
 from lightning_shard.parallel.rank_compare import everyones
 from lightning_shard.processors import Available
-
-if TYPE_CHECKING:
-    from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
 
 _OMP = "OMP_NUM_THREADS"
 _VARIABLES = (_OMP, "MKL_NUM_THREADS")
@@ -121,13 +118,6 @@ def has_script() -> bool:
     return not _IS_INTERACTIVE and (__main__.__spec__ is not None or os.path.isfile(sys.argv[0]))
 
 
-def compute_alone(strategy: Any) -> None:
-    """Have this process, a fork, compute with one thread."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    strategy._computing = ComputingSettings()
-
-
 def launcher_of(strategy: Any, by_script: Callable[..., Any], forked: Callable[[Any], Any]) -> Any:
     """The launcher, of the two classes; None if something else has started the ranks, or one rank has no script."""
     environment = strategy.cluster_environment
@@ -145,16 +135,22 @@ def launcher_of(strategy: Any, by_script: Callable[..., Any], forked: Callable[[
     return forked(strategy) if ranks > 1 else None
 
 
-class ForkedRanks(_MultiProcessingLauncher):
+class Forked:
+    """What Lightning's launchers have in addition where ranks are forks: each computes with one thread."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy, start_method="fork")  # type: ignore[call-arg]
+        self._strategy = strategy
+
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        os.environ[_OMP] = "1"
+        torch.set_num_threads(1)
+        self._strategy._computing = ComputingSettings()
+        super()._wrapping_function(*args, **kwargs)  # type: ignore[misc]
+
+
+class ForkedRanks(Forked, _MultiProcessingLauncher):
     """The ranks of a Trainer's fit or evaluation, as forks of this process."""
-
-    def __init__(self, strategy: CheckpointedStrategy) -> None:
-        super().__init__(strategy, start_method="fork")
-        self._strategy: CheckpointedStrategy = strategy
-
-    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        compute_alone(self._strategy)
-        super()._wrapping_function(process_idx, *args, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> _WorkerOutput | None:
         strategy, path = self._strategy, None

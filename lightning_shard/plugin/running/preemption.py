@@ -36,8 +36,6 @@ from lightning_shard import lightning_private
 from lightning_shard.plugin.steps.checks.agreement import SameUpdate
 from lightning_shard.plugin.steps.loop import is_overridden
 
-__all__ = ["Preemption"]
-
 
 class Preemption(callbacks.Callback):
     """The strategy's own callback. It comes after all others, and acts on the flags once they have run."""

@@ -102,7 +102,7 @@ def _follow(store: dist.Store, rank: int, timeout: timedelta) -> str:
     store.set(f"asks/{rank}", process)
     try:
         store.wait([f"answer/{process}"], timeout)
-    except (RuntimeError, dist.DistError) as error:
+    except RuntimeError as error:
         raise RankFailure(_absent("rank 0", timeout)) from error
     name = store.get(f"answer/{process}").decode()
     store.set(f"{name}/present/{process}", "1")

@@ -148,6 +148,5 @@ def _files(tokenizer: Any, size: int) -> dict[str, Tensor]:
             rank_zero_warn(f"The tokenizer isn't in the checkpoint, since it has {total:,} bytes.")
             return {}
         for path in sorted(paths):
-            with open(path, "rb") as file:
-                files[os.path.basename(path)] = torch.from_numpy(np.frombuffer(file.read(), np.uint8).copy())
+            files[os.path.basename(path)] = torch.from_numpy(np.fromfile(path, np.uint8))
     return files

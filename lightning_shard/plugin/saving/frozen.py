@@ -9,9 +9,9 @@ resumes with other weights.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -23,13 +23,12 @@ from lightning_shard.checkpoint.content import content_of_all
 from lightning_shard.checkpoint.excluded import Record, of_base
 from lightning_shard.checkpoint.format.blocks import digest
 from lightning_shard.checkpoint.format.header import dtype_name
-from lightning_shard.checkpoint.memory import byte_view
+from lightning_shard.checkpoint.memory import byte_view, resolved
 from lightning_shard.checkpoint.ranks import Ranks, together
 from lightning_shard.errors import StateMismatchError
 from lightning_shard.plugin.saving.beside_tensors import models_of_transformers
 from lightning_shard.sharding import local_tensor
 
-Result = TypeVar("Result")
 _BEGINNING = "_lightning_shard_frozen"
 """The attribute of a module that holds its :class:`_Beginning`; it outlives a single fit."""
 
@@ -94,7 +93,7 @@ class Frozen:
         def look() -> tuple[list[str], list[str]]:
             return list(own), [name for name, value in self._digests(own).items() if value != beginning.get(name)]
 
-        everyone = _everywhere(look)
+        everyone = together(Ranks.of(), look, list)
         anywhere = {name for names, _ in everyone for name in names}
         anywhere -= {name for _, names in everyone for name in names}
         if not anywhere:
@@ -126,7 +125,7 @@ class Frozen:
                     told[name]["same_as"] = other
             return told
 
-        return {name: value for part in _everywhere(tell) for name, value in part.items()}
+        return {name: value for part in together(Ranks.of(), tell, list) for name, value in part.items()}
 
     def _check_base(self, tensors: Mapping[str, Tensor], told: Mapping[str, dict[str, Any]]) -> None:
         """Check once that the base holds what is left out, byte for byte; reads one parameter at a time."""
@@ -178,16 +177,8 @@ class Frozen:
 
     def _digests(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """Digests of this rank's parts of tensors."""
-        return {name: digest(byte_view(_plain(local_tensor(tensor)))) for name, tensor in tensors.items()}
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().cpu().contiguous()
-
-
-def _everywhere(work: Callable[[], Result]) -> list[Result]:
-    """The results of ``work`` on all ranks; a collective call that raises on all ranks if it fails on one."""
-    return together(Ranks.of(), work, list)
+        parts = ((name, resolved(local_tensor(tensor))) for name, tensor in tensors.items())
+        return {name: digest(byte_view(part.cpu().contiguous())) for name, part in parts}
 
 
 def _warn_of_unknown_source(record: Record) -> None:

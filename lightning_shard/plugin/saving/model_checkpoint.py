@@ -45,8 +45,6 @@ from lightning_shard.errors import ConfigurationError
 from lightning_shard.plugin.saving.checkpoint_io import SEVERAL_RANKS, ShardedCheckpointIO
 from lightning_shard.plugin.saving.checkpointed import CheckpointedStrategy
 
-__all__ = ["ModelCheckpoint", "take_over_stock_callbacks"]
-
 T = TypeVar("T")
 
 _warnings = WarningCache()

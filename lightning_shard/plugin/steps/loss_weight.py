@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_shard.errors import ConfigurationError, StepError
+from lightning_shard.parallel.clip import gradients_by_kind
 from lightning_shard.plugin.steps.checks.unequal_means import UnequalMeans, without_those_by_zero
 from lightning_shard.plugin.steps.metrics import SharedMetrics
-from lightning_shard.sharding import local_tensor
 
 
 class Weight(NamedTuple):
@@ -135,12 +135,8 @@ def agree_on_overflows(scaler: Any, optimizers: Iterable[torch.optim.Optimizer])
 def _unscale(
     optimizer: torch.optim.Optimizer, inverse: Tensor, overflow: Tensor, _allow_fp16: bool
 ) -> dict[torch.device, Tensor]:
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if parameter.grad is not None:
-            gradient = local_tensor(parameter.grad)
-            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, _), alike in by_kind.items():
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    for (device, _), alike in gradients_by_kind(parameters).items():
         found = torch.zeros_like(overflow, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse.to(device))
         overflow = torch.maximum(overflow, found.to(overflow.device))

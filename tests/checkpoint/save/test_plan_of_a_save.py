@@ -172,7 +172,7 @@ def save_simulated(folder, full, mesh_shape, placements, extra_axis):
             path = f"model/rank-{rank:05d}-{'0' * 12}.safetensors"
             account.add("model", write_file(store, path, *arranged(pieces), {}, digests=True, durable=False))
         accounts.append(account)
-    manifest = merge.Merged([joined(accounts)]).manifest(attempt="0" * 12, layout=None, writer="test", digests=True)
+    manifest = merge.Merged([joined(accounts)]).manifest(attempt="0" * 12, layout=None, digests=True)
     commit.commit(store, manifest, Earlier(), durable=False)
 
 

@@ -8,9 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_shard.errors import PlacementError
-from lightning_shard.parallel.blocks import block_lists, find_blocks, tied_parameters
+from lightning_shard.parallel.blocks import Blocks, block_lists, find_blocks, tied_parameters
 from lightning_shard.parallel.plans import declared_plan, matches
 from tests.parity import Model
+
+
+def after_all(blocks: Blocks) -> list[str]:
+    """The parts that run after all blocks."""
+    return [name for name, place in blocks.parts if place == len(blocks)]
 
 
 def test_blocks_of_a_gpt() -> None:
@@ -18,7 +23,7 @@ def test_blocks_of_a_gpt() -> None:
     assert blocks.names == tuple(f"model.blocks.{i}" for i in range(4))
     assert blocks.network == "model"
     assert set(blocks.before) == {"model.token_embedding", "model.position_embedding"}
-    assert set(blocks.after) == {"model.norm", "model.head"}
+    assert set(after_all(blocks)) == {"model.norm", "model.head"}
 
 
 @pytest.mark.parametrize(
@@ -34,9 +39,9 @@ def test_blocks_of_transformers_models(network: str, path: str, before: set[str]
     blocks = find_blocks(module)
     assert blocks.names[0] == f"{path}.0"
     assert before <= {name.rsplit(".")[-1] for name in blocks.before}
-    assert after <= {name.rsplit(".")[-1] for name in blocks.after}
+    assert after <= {name.rsplit(".")[-1] for name in after_all(blocks)}
     trained = {name for name, _ in module.named_parameters()}
-    around = [*blocks.names, *blocks.before, *blocks.after]
+    around = [*blocks.names, *blocks.before, *after_all(blocks)]
     assert all(any(name.startswith(f"{part}.") for part in around) for name in trained)
 
 
@@ -73,7 +78,7 @@ def test_the_order_is_that_of_the_code_and_inner_lists_arent_blocks() -> None:
     assert blocks.names == tuple(f"layers.{i}" for i in range(3))
     assert blocks.network == ""
     assert set(blocks.before) == {"embed", "position"}
-    assert blocks.after == ("head",)
+    assert after_all(blocks) == ["head"]
     assert list(block_lists(Whole())) == ["layers"]
 
 

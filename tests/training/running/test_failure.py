@@ -43,7 +43,7 @@ def test_a_lost_connection_is_laid_to_the_rank_that_failed(watches: list[Failure
 
 def die(watch: FailureWatch) -> None:
     """As its thread stops with its process."""
-    watch._stopped.set()
+    watch.stopped.set()
     watch._thread.join()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_shard.parallel.block_probe import Result, are_alike
-from lightning_shard.parallel.rank_compare import differing, fingerprint
+from lightning_shard.parallel.rank_compare import differing, fingerprints
 
 SPOILED = [math.nan, math.inf]
 
@@ -32,7 +32,7 @@ def test_tensors_of_ranks(spoiled: float) -> None:
     one, other, third = values.clone(), values.clone(), values.clone()
     one[2] = other[2] = spoiled
     pairs = {"equal": (values, third), "on both": (one, other), "here": (one, values), "there": (values, one)}
-    found = {name: dict(enumerate(map(fingerprint, pair))) for name, pair in pairs.items()}
+    found = {name: fingerprints(dict(enumerate(pair))) for name, pair in pairs.items()}
     assert differing(found, 1e-6) == ["here", "there"]
 
 

@@ -1,14 +1,8 @@
 """Runs the first microbatches of a batch once more, and as one, to find what the split into microbatches changes.
 
-After the first batch of each kind of step, from the state that it has left, four microbatches run through the
-pipeline, forward only: the first one, and after it the second; the second one from the state that the first began
-with; and both joined to one. All draw the same random numbers for each sample (``draws.py``), and BatchNorm takes its
-running statistics.
-
-- The second one's result must not depend on what the first has left: else the step is refused.
-- The loss of the joined one is the mean of the two losses, and so are logs, or their sum where they count.
-- Numbers and tensors that are kept are the same after the two as after the joined one (:func:`left_otherwise`).
-- How long what the step returns is for each and for both tells how to merge it (``runtime/outputs.py``).
+The second one's result must not depend on what the first has left. Loss and logs of the joined one are the mean of the
+two, or logs their sum where they count; what is kept is the same after it (:func:`left_otherwise`); lengths of what the
+step returns tell how to merge it (``runtime/outputs.py``). The runs, and why: ``docs/decisions/rehearsal.md``.
 
 All is put back. Not judged: a step that can't run on both at once; losses and logs where random numbers are drawn in
 another way; logs that differ when a microbatch runs twice, as a time does. Of what is kept, lists aren't looked at, to

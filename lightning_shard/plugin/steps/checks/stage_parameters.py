@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -51,14 +50,6 @@ _WHOLE = (
 Result = TypeVar("Result")
 
 
-@dataclass
-class _HookCall:
-    """A call of a user's hook: its class and name, and what it has iterated over of which this rank has a part."""
-
-    name: str
-    walked: list[str] = field(default_factory=list)
-
-
 class StageParameters:
     """The guard over the modules of which this rank lacks parameters.
 
@@ -81,7 +72,9 @@ class StageParameters:
         self._shows_all = False
         self._is_after_run = False
         self._told: set[str] = set()
-        self._calls: list[_HookCall | None] = []  # of hooks that run; None: what these call of Lightning's
+        self._calls: list[list[str] | None] = []
+        """Of hooks that run, what each has iterated over of which this rank has a part; None: what these call of
+        Lightning's."""
         self._of_stage = {name: _of_stage(name, module) for name, module in incomplete.items()} if has_stages else {}
         self.release()
 
@@ -128,7 +121,7 @@ class StageParameters:
                 of_users[action] = _is_users(trainer, action)
             if of_users[action]:
                 return self.hook(action.partition("]")[2], profile(action))
-            return self._beside(profile(action)) if any(self._calls[-1:]) else profile(action)
+            return self._beside(profile(action)) if self.is_in_hook else profile(action)
 
         with replaced((profiler, "profile", watched)):
             yield
@@ -136,18 +129,18 @@ class StageParameters:
     @contextmanager
     def hook(self, name: str, profiled: AbstractContextManager[Any]) -> Iterator[Any]:
         """Context of a call of a user's hook; at its end it is refused, or warned, by what it has iterated over."""
-        call = _HookCall(name)
-        self._calls.append(call)
+        walked: list[str] = []
+        self._calls.append(walked)
         try:
             with profiled as action:
                 yield action
         except BaseException as error:
-            for what in call.walked:
+            for what in walked:
                 error.add_note(self._said(name, what))
             raise
         finally:
             self._calls.pop()
-        for what in call.walked:
+        for what in walked:
             if what.startswith(_PARAMETERS):
                 raise StepError(self._said(name, what), breaks=10)
             if name not in self._told:
@@ -165,7 +158,7 @@ class StageParameters:
         return self._call is not None
 
     @property
-    def _call(self) -> _HookCall | None:
+    def _call(self) -> list[str] | None:
         return self._calls[-1] if self._calls else None
 
     @contextmanager
@@ -183,13 +176,13 @@ class StageParameters:
         """A hook, or code after a run, iterates over something of which this rank has a part."""
         if self._is_after_run:
             rank_zero_warn(self._said("Code after a run", what))
-        elif self._call is not None and what not in self._call.walked[-1:]:
-            self._call.walked.append(what)
+        elif self._call is not None and what not in self._call[-1:]:
+            self._call.append(what)
 
     def take_whole(self) -> None:
         """What the hook has iterated over last goes to a function that sees all ranks'."""
-        if self._call is not None and self._call.walked:
-            self._call.walked.pop()
+        if self._call:
+            self._call.pop()
 
     def _said(self, name: str, what: str) -> str:
         return f"{name} iterates over {what}. {_OF_STAGES if self._has_stages else _OF_RANKS}{_WHOLE}"

@@ -35,7 +35,6 @@ from lightning_shard.parallel.rank_compare import (
     Fingerprint,
     differing,
     exchanged,
-    fingerprint,
     fingerprints,
 )
 from lightning_shard.pipeline.dataflow.taint import Unknown
@@ -102,7 +101,7 @@ class TensorRanks:
         def note(name: str, value: Any) -> None:
             is_number = isinstance(value, (Tensor, int, float)) and not isinstance(value, (Unknown, DTensor))
             if name not in logs and is_number:  # a DTensor is logged whole
-                logs[name] = fingerprint(torch.as_tensor(value))
+                logs.update(fingerprints({name: torch.as_tensor(value)}))
 
         with logs_noted(self._module, note):
             yield
