@@ -217,7 +217,7 @@ class OwnCall:
         agreed = blocks[self._index].output
         self._check_handed_on(agreed, output)
         slots = _slots_like(agreed, output) if self._hands_on or tree.is_node(output) else None
-        if slots is not None and not alike(slots, agreed):
+        if slots is not None and not (slots == agreed if isinstance(slots, Slot) else alike(slots, agreed)):
             raise StepError(
                 f"{self._name} returns {described(slots)}, and returned {described(agreed)} for an earlier"
                 " microbatch of the same shapes: what a block returns may depend on a batch's shapes, not on its values"

@@ -121,7 +121,8 @@ class StageParameters:
                 of_users[action] = _is_users(trainer, action)
             if of_users[action]:
                 return self.hook(action.partition("]")[2], profile(action))
-            return self._beside(profile(action)) if self.is_in_hook else profile(action)
+            is_in_hook = self._calls and self._calls[-1] is not None
+            return self._beside(profile(action)) if is_in_hook else profile(action)
 
         with replaced((profiler, "profile", watched)):
             yield
