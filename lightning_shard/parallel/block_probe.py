@@ -144,12 +144,14 @@ def is_cache(value: Any) -> bool:
 
 
 def is_filled(cache: Any, block: nn.Module) -> bool:
-    """Whether a cache already has keys for a block: of a prompt, a trained prefix, or another network."""
+    """Whether a cache already has keys for a block: of a prompt, a trained prefix, or another network.
+
+    Raises:
+        ValueError: transformers' own, of linear attention alone, whose states have no length.
+    """
     numbers = (getattr(part, "layer_idx", None) for part in block.modules())
     layer = next((number for number in numbers if isinstance(number, int)), 0)
     try:
         return bool(cache.get_seq_length(layer))
-    except TypeError:  # a layer's own
+    except (TypeError, ValueError):  # a layer's own; a layer of linear attention: as the cache's others are
         return bool(cache.get_seq_length())
-    except ValueError:  # of linear attention
-        return False

@@ -332,7 +332,10 @@ class _FirstCalls:
                     del attributes["forward"]
                     attributes.update({"forward": own} if had else {})
                 caches = [*filter(is_cache, (*args, *kwargs.values()))]
-                if any(is_filled(cache, self._block) for cache in caches):
+                is_decoding = False
+                with suppress(ValueError):
+                    is_decoding = any(is_filled(cache, self._block) for cache in caches)
+                if is_decoding:
                     return own(*args, **kwargs)  # with keys of this rank's heads, of which whole layers have more
                 _FirstCalls._is_comparing = True
                 try:
